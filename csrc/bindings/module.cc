@@ -1,0 +1,73 @@
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <map>
+#include <string>
+
+#include "bindings/process_group.h"
+#include "collectives/collective.h"
+#include "collectives/stats.h"
+#include "device/reduce_op.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+namespace {
+
+c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
+                                                       int rank, int size,
+                                                       std::chrono::milliseconds timeout,
+                                                       const std::string& algorithm,
+                                                       std::uint32_t num_slots,
+                                                       std::size_t slot_bytes) {
+  CommunicatorOptions options;
+  options.algorithm = algorithm_from_name(algorithm);
+  options.num_slots = num_slots;
+  options.slot_bytes = slot_bytes;
+  return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, options, timeout);
+}
+
+const Communicator& communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const auto* group = dynamic_cast<const ProcessGroupRingcomm*>(backend.get());
+  TORCH_CHECK_VALUE(group != nullptr, "ringcomm: this group's backend is ",
+                    backend->getBackendName(), ", not ringcomm");
+  return *group->communicator();
+}
+
+// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called is not
+// there.
+py::dict counts_of(const Stats& stats) {
+  py::dict result;
+  for (int op = 0; op < kNumOpKinds; ++op) {
+    for (int algorithm = 0; algorithm < kNumAlgorithms; ++algorithm) {
+      const auto op_kind = static_cast<OpKind>(op);
+      const auto algorithm_kind = static_cast<Algorithm>(algorithm);
+      const Stats::Counts counts = stats.counts(op_kind, algorithm_kind);
+      if (counts.num_calls == 0) continue;
+      py::dict entry;
+      entry["num_calls"] = counts.num_calls;
+      entry["sent_bytes"] = counts.sent_bytes;
+      result[py::make_tuple(name_of(op_kind), name_of(algorithm_kind))] = entry;
+    }
+  }
+  return result;
+}
+
+}  // namespace
+}  // namespace ringcomm
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace ringcomm;
+  m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
+  m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
+        py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("num_slots"),
+        py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>());
+  m.def("stats", [] { return counts_of(Stats::process_wide()); });
+  m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    return counts_of(communicator_of(backend).stats());
+  });
+  m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    return communicator_of(backend).mapped_bytes();
+  });
+  m.def("simd_level", [] { return std::string(host::simd_level()); });
+}

@@ -1,0 +1,166 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+#include "bindings/process_group.h"
+
+// torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
+// autograd and wrappers stand in ringcomm/ops, in the same order. They run over any backend of
+// torch.distributed; the explicit ring needs ringcomm's.
+
+namespace ringcomm {
+namespace {
+
+c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_name) {
+  return c10d::resolve_process_group(group_name);
+}
+
+c10d::ReduceOp reduce_op_from(const std::string& name) {
+  if (name == "sum") return c10d::ReduceOp::SUM;
+  if (name == "avg") return c10d::ReduceOp::AVG;
+  if (name == "product") return c10d::ReduceOp::PRODUCT;
+  if (name == "min") return c10d::ReduceOp::MIN;
+  if (name == "max") return c10d::ReduceOp::MAX;
+  if (name == "band") return c10d::ReduceOp::BAND;
+  if (name == "bor") return c10d::ReduceOp::BOR;
+  if (name == "bxor") return c10d::ReduceOp::BXOR;
+  TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
+                    "'; known are sum, avg, product, min, max, band, bor and bxor");
+}
+
+// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.
+void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
+  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
+                    " writes into its input, which requires grad; use ", instead,
+                    ", or torch.no_grad()");
+}
+
+template <class Options>
+Options synchronous() {
+  Options options;
+  options.asyncOp = false;
+  return options;
+}
+
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work != nullptr) work->wait();
+}
+
+at::Tensor contiguous_copy(const at::Tensor& input) {
+  return input.clone(at::MemoryFormat::Contiguous);
+}
+
+void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
+                 const std::string& group_name) {
+  check_no_grad(input, "all_reduce_", "all_reduce");
+  auto options = synchronous<c10d::AllreduceOptions>();
+  options.reduceOp = reduce_op_from(reduce_op);
+  std::vector<at::Tensor> tensors = {input};
+  wait_for(group_of(group_name)->allreduce(tensors, options));
+}
+
+at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op,
+                      const std::string& group_name) {
+  const at::Tensor output = contiguous_copy(input.detach());
+  all_reduce_(output, reduce_op, group_name);
+  return output;
+}
+
+at::Tensor reduce_scatter(const at::Tensor& input, const std::string& reduce_op,
+                          const std::string& group_name) {
+  const auto group = group_of(group_name);
+  const int64_t world_size = group->getSize();
+  TORCH_CHECK_VALUE(input.dim() > 0 && input.size(0) % world_size == 0,
+                    "ringcomm: reduce_scatter cuts dimension 0 in ", world_size,
+                    " parts, which an input of shape ", input.sizes(), " does not allow");
+  auto options = synchronous<c10d::ReduceScatterOptions>();
+  options.reduceOp = reduce_op_from(reduce_op);
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes[0] /= world_size;
+  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor contiguous = input.detach().contiguous();
+  wait_for(group->_reduce_scatter_base(output, contiguous, options));
+  return output;
+}
+
+at::Tensor all_gather(const at::Tensor& input, const std::string& group_name) {
+  const auto group = group_of(group_name);
+  TORCH_CHECK_VALUE(input.dim() > 0,
+                    "ringcomm: all_gather joins along dimension 0, which a scalar does not have");
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes[0] *= group->getSize();
+  at::Tensor output = at::empty(sizes, input.options());
+  at::Tensor contiguous = input.detach().contiguous();
+  wait_for(group->_allgather_base(output, contiguous, synchronous<c10d::AllgatherOptions>()));
+  return output;
+}
+
+void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_name) {
+  check_no_grad(input, "broadcast_", "broadcast");
+  auto options = synchronous<c10d::BroadcastOptions>();
+  options.rootRank = src;
+  std::vector<at::Tensor> tensors = {input};
+  wait_for(group_of(group_name)->broadcast(tensors, options));
+}
+
+at::Tensor broadcast(const at::Tensor& input, int64_t src, const std::string& group_name) {
+  const at::Tensor output = contiguous_copy(input.detach());
+  broadcast_(output, src, group_name);
+  return output;
+}
+
+at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduce_op,
+                  const std::string& group_name) {
+  const auto group = group_of(group_name);
+  auto options = synchronous<c10d::ReduceOptions>();
+  options.reduceOp = reduce_op_from(reduce_op);
+  options.rootRank = dst;
+  const at::Tensor output = contiguous_copy(input.detach());
+  std::vector<at::Tensor> tensors = {output};
+  wait_for(group->reduce(tensors, options));
+  return group->getRank() == dst ? output : at::zeros_like(output);
+}
+
+void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, int64_t num_slots,
+                      int64_t slot_bytes) {
+  check_no_grad(input, "ring_all_reduce_", "all_reduce");
+  const auto backend = group_of(group_name)->getBackend(input.device().type());
+  auto* ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
+  TORCH_CHECK_VALUE(ringcomm != nullptr,
+                    "ringcomm: ring_all_reduce_ wants a group of backend ringcomm for ",
+                    input.device(), ", this one's is ", backend->getBackendName());
+  ringcomm->ring_all_reduce(input, num_slots, slot_bytes);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ringcomm, m) {
+  m.def("all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()");
+  m.def("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor");
+  m.def("reduce_scatter(Tensor input, str reduce_op, str group_name) -> Tensor");
+  m.def("all_gather(Tensor input, str group_name) -> Tensor");
+  m.def("broadcast_(Tensor(a!) input, int src, str group_name) -> ()");
+  m.def("broadcast(Tensor input, int src, str group_name) -> Tensor");
+  m.def("reduce(Tensor input, int dst, str reduce_op, str group_name) -> Tensor");
+  m.def("ring_all_reduce_(Tensor(a!) input, str group_name, int num_slots, int slot_bytes) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
+  m.impl("all_reduce_", all_reduce_);
+  m.impl("all_reduce", all_reduce);
+  m.impl("reduce_scatter", reduce_scatter);
+  m.impl("all_gather", all_gather);
+  m.impl("broadcast_", broadcast_);
+  m.impl("broadcast", broadcast);
+  m.impl("reduce", reduce);
+  m.impl("ring_all_reduce_", ring_all_reduce_);
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,95 @@
+#include "bindings/python_errors.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <unistd.h>
+
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+namespace {
+
+const char* class_name_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kMismatch:
+      return "MismatchError";
+    case ErrorKind::kPeerDied:
+      return "PeerDiedError";
+    case ErrorKind::kTimeout:
+      return "CollectiveTimeoutError";
+    case ErrorKind::kAborted:
+    case ErrorKind::kInterrupted:
+    case ErrorKind::kSystem:
+      break;
+  }
+  return "RingcommError";
+}
+
+// With the GIL held and a Python error set: takes it over.
+python_error fetch_python_error() {
+  python_error error;
+  error.persist();
+  return error;
+}
+
+python_error make_python_error(const Error& error) {
+  const py::gil_scoped_acquire gil;
+  try {
+    const ErrorInfo& info = error.info();
+    const py::object type = py::module_::import("ringcomm.errors").attr(class_name_of(info.kind));
+    const py::object value =
+        type(error.what(), py::arg("rank") = info.rank, py::arg("host") = info.host,
+             py::arg("pid") = info.pid, py::arg("op") = info.op, py::arg("seq") = info.seq);
+    PyErr_SetObject(type.ptr(), value.ptr());
+  } catch (py::error_already_set& failed) {
+    failed.restore();  // the import system is gone, perhaps: better another error than none
+  }
+  return fetch_python_error();
+}
+
+// What a signal handler raised; the main thread's, and empty outside of calls.
+thread_local std::optional<python_error> raised;
+
+}  // namespace
+
+bool is_interrupted() {
+  if (::gettid() != ::getpid() || !Py_IsInitialized()) return false;
+  if (raised.has_value()) return true;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return false;
+  raised.emplace(fetch_python_error());
+  return true;
+}
+
+void rethrow_interruption() {
+  if (!raised.has_value()) return;
+  python_error error = std::move(*raised);
+  raised.reset();
+  throw error;
+}
+
+std::exception_ptr to_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& engine_error) {
+    // No Python any more: the error is about to be shown by nobody.
+    if (!Py_IsInitialized()) return error;
+    return std::make_exception_ptr(make_python_error(engine_error));
+  } catch (const std::invalid_argument& wrong) {
+    try {
+      C10_THROW_ERROR(ValueError, std::string("ringcomm: ") + wrong.what());
+    } catch (...) {
+      return std::current_exception();
+    }
+  } catch (...) {
+    return error;
+  }
+}
+
+}  // namespace ringcomm

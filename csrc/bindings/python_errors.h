@@ -1,0 +1,33 @@
+#pragma once
+
+#include <exception>
+
+namespace ringcomm {
+
+/// Whether a signal handler of Python wants the program to stop (Ctrl-C); what it raised is kept
+/// for with_python_errors(). For threads that wait without the GIL; Python's main thread alone runs
+/// handlers, so others are told no at once.
+bool is_interrupted();
+
+/// The same error as an exception that torch translates to Python's types: ringcomm::Error to the
+/// children of ringcomm.RingcommError, std::invalid_argument to ValueError; others as they are.
+/// Takes the GIL.
+std::exception_ptr to_python(const std::exception_ptr& error);
+
+/// Throws what a signal handler raised during is_interrupted() in this thread, and forgets it.
+/// Returns if there is nothing.
+void rethrow_interruption();
+
+/// Runs `body`; what it throws leaves as to_python() of it, or as what the signal handler raised.
+template <class Body>
+decltype(auto) with_python_errors(const Body& body) {
+  try {
+    return body();
+  } catch (...) {
+    const std::exception_ptr error = std::current_exception();
+    rethrow_interruption();
+    std::rethrow_exception(to_python(error));
+  }
+}
+
+}  // namespace ringcomm

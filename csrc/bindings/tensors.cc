@@ -1,0 +1,108 @@
+#include "bindings/tensors.h"
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+namespace ringcomm {
+
+DType reduced_dtype(const at::Tensor& tensor, const char* op) {
+  switch (tensor.scalar_type()) {
+    case at::kBool:
+      return DType::kBool;
+    case at::kByte:
+      return DType::kUint8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      break;
+  }
+  TORCH_CHECK_TYPE(
+      false, "ringcomm: ", op, " cannot reduce ", tensor.scalar_type(),
+      "; it reduces bool, uint8, int8 to int64, float16, bfloat16, float32 and float64");
+}
+
+Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return Reduction::kSum;
+    case c10d::ReduceOp::AVG:
+      return Reduction::kAvg;
+    case c10d::ReduceOp::PRODUCT:
+      return Reduction::kProduct;
+    case c10d::ReduceOp::MIN:
+      return Reduction::kMin;
+    case c10d::ReduceOp::MAX:
+      return Reduction::kMax;
+    case c10d::ReduceOp::BAND:
+      return Reduction::kBitAnd;
+    case c10d::ReduceOp::BOR:
+      return Reduction::kBitOr;
+    case c10d::ReduceOp::BXOR:
+      return Reduction::kBitXor;
+    default:
+      break;
+  }
+  C10_THROW_ERROR(NotImplementedError,
+                  std::string("ringcomm: ") + name +
+                      " with ReduceOp.PREMUL_SUM is not there yet; scale the tensor and "
+                      "use ReduceOp.SUM");
+}
+
+void check_tensor(const at::Tensor& tensor, const char* op) {
+  TORCH_CHECK_VALUE(tensor.defined(), "ringcomm: ", op, " got an undefined tensor");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ringcomm: ", op, " got a ", tensor.layout(),
+                    " tensor; it moves dense (strided) ones");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ringcomm: ", op, " got a tensor on ",
+                    tensor.device(),
+                    ", but this build of ringcomm moves CPU tensors only; use "
+                    "\"cpu:ringcomm,cuda:nccl\" as the backend");
+}
+
+const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "ringcomm: ", op, " takes one tensor per rank, got ",
+                    tensors.size());
+  check_tensor(tensors[0], op);
+  return tensors[0];
+}
+
+void check_alike(const std::vector<at::Tensor>& tensors, std::size_t count,
+                 const at::Tensor& reference, const char* op) {
+  TORCH_CHECK_VALUE(tensors.size() == count, "ringcomm: ", op, " wants one tensor for each of the ",
+                    count, " ranks, got ", tensors.size());
+  for (std::size_t rank = 0; rank < tensors.size(); ++rank) {
+    check_tensor(tensors[rank], op);
+    check_same_dtype(tensors[rank], reference, op);
+    if (tensors[rank].numel() != reference.numel())
+      C10_THROW_ERROR(
+          NotImplementedError,
+          c10::str("ringcomm: ", op,
+                   " with shares of different sizes is not there yet: the tensor of rank ", rank,
+                   " has ", tensors[rank].numel(), " elements, this rank's own has ",
+                   reference.numel()));
+  }
+}
+
+void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
+  TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), "ringcomm: ", op, " got tensors of ",
+                   a.scalar_type(), " and ", b.scalar_type(), "; they must have one dtype");
+}
+
+void not_there_yet(const char* call) {
+  C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + call + " is not there yet");
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,209 @@
+#include "bindings/work.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <utility>
+
+#include "bindings/callback_thread.h"
+#include "bindings/python_errors.h"
+
+namespace ringcomm {
+namespace {
+
+[[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
+  throw Error({.kind = ErrorKind::kTimeout, .op = what},
+              std::string("ringcomm: ") + what + " was not done when wait(" +
+                  std::to_string(timeout.count()) +
+                  " ms) gave up; it goes on, and may be waited for again");
+}
+
+}  // namespace
+
+// ---- LazyFuture
+
+c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get(const std::vector<at::Tensor>& results) {
+  const std::lock_guard lock(mutex_);
+  if (future_ == nullptr) {
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (is_complete_) mark(*future_, results, error_);  // nothing hangs on it yet
+  }
+  return future_;
+}
+
+void LazyFuture::complete(const std::vector<at::Tensor>& results, const std::exception_ptr& error) {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(is_complete_, true)) return;
+  error_ = error;
+  if (future_ == nullptr) return;
+  CallbackThread::instance().post(
+      [future = future_, results, error] { mark(*future, results, error); });
+}
+
+void LazyFuture::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& results,
+                      const std::exception_ptr& error) {
+  if (error != nullptr)
+    future.setError(to_python(error));
+  else
+    future.markCompleted(c10::IValue(results));
+}
+
+// ---- CollectiveWork
+
+CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator,
+                               c10d::OpType op_type, const char* title,
+                               std::vector<TensorCall> calls, std::vector<at::Tensor> results)
+    : Work(communicator->rank(), op_type, title,
+           calls.empty() ? std::vector<at::Tensor>{} : calls.front().kept),
+      communicator_(communicator),
+      calls_(std::move(calls)),
+      results_(std::move(results)),
+      seq_(communicator->next_seq()) {
+  for (TensorCall& item : calls_) {
+    item.call.inputs = item.inputs.data();
+    item.call.outputs = item.outputs.data();
+  }
+}
+
+void CollectiveWork::run(std::chrono::milliseconds timeout) {
+  const std::shared_ptr<Communicator> communicator = communicator_.lock();
+  const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  try {
+    with_python_errors([&] {
+      for (TensorCall& item : calls_) {
+        communicator->run(item.call, limits);
+        if (item.finish) item.finish();
+      }
+    });
+  } catch (...) {
+    finish(std::current_exception());
+    throw;
+  }
+  calls_.clear();
+  finish();
+}
+
+void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
+                            std::chrono::milliseconds timeout) {
+  const std::shared_ptr<Communicator> communicator = self->communicator_.lock();
+  const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  with_python_errors([&] {
+    for (std::size_t call_idx = 0; call_idx < self->calls_.size(); ++call_idx)
+      self->last_ticket_ = communicator->submit(self->calls_[call_idx].call, limits,
+                                                [self, call_idx](const std::exception_ptr& error) {
+                                                  self->finish_call(call_idx, error);
+                                                });
+  });
+  if (self->calls_.empty()) self->finish();
+}
+
+void CollectiveWork::finish_call(std::size_t call_idx, const std::exception_ptr& error) {
+  if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
+  if (first_error_ == nullptr) first_error_ = error;
+  if (call_idx + 1 < calls_.size()) return;
+  calls_.clear();
+  finish(first_error_);
+  future_.complete(results_, first_error_);
+}
+
+bool CollectiveWork::isCompleted() {
+  const std::lock_guard lock(mutex_);
+  return completed_;
+}
+
+bool CollectiveWork::isSuccess() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ && exception_ == nullptr;
+}
+
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  with_python_errors([&] {
+    // Without a communicator the work is done: that runs what it has before it goes.
+    const std::shared_ptr<Communicator> communicator =
+        isCompleted() ? nullptr : communicator_.lock();
+    if (communicator != nullptr) {
+      const auto poll = [&] {
+        if (is_interrupted()) communicator->abort("interrupted by a signal");
+      };
+      OrderedQueue& queue = communicator->queue();
+      if (timeout == kNoTimeout)
+        queue.wait(last_ticket_, poll);
+      else if (!queue.wait_until(last_ticket_, OrderedQueue::Clock::now() + timeout, poll))
+        throw_wait_timeout("the collective", timeout);
+    }
+    if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  });
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+  if (last_ticket_ == nullptr) future_.complete(results_, exception());  // ran in the call itself
+  return future_.get(results_);
+}
+
+// ---- P2pWork
+
+P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
+                 const char* title, at::Tensor tensor)
+    : Work(communicator->rank(), op_type, title, std::vector<at::Tensor>{tensor}),
+      communicator_(communicator),
+      tensor_(std::move(tensor)),
+      contiguous_(tensor_.contiguous()) {}
+
+void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op) {
+  op.data = static_cast<std::byte*>(self->contiguous_.data_ptr());
+  op.num_bytes = self->contiguous_.nbytes();
+  op.done = [self] { self->complete(); };
+  self->op_ = std::make_shared<P2pOp>(std::move(op));
+  const std::shared_ptr<Communicator> communicator = self->communicator_.lock();
+  try {
+    with_python_errors([&] { communicator->p2p()->post(self->op_); });
+  } catch (...) {
+    self->op_->done = nullptr;  // it holds this work
+    self->finish(std::current_exception());
+    throw;
+  }
+}
+
+// Called by the engine and by whoever waits; the later of the two returns when the first is
+// through.
+void P2pWork::complete() {
+  std::call_once(completed_once_, [this] {
+    const bool has_arrived = op_->kind == P2pOp::Kind::kRecv && op_->error == nullptr;
+    if (has_arrived && !contiguous_.is_same(tensor_)) tensor_.copy_(contiguous_);
+    finish(op_->error);
+    future_.complete({tensor_}, op_->error);
+  });
+}
+
+bool P2pWork::isCompleted() {
+  const std::lock_guard lock(mutex_);
+  return completed_;
+}
+
+bool P2pWork::isSuccess() const {
+  const std::lock_guard lock(mutex_);
+  return completed_ && exception_ == nullptr;
+}
+
+bool P2pWork::wait(std::chrono::milliseconds timeout) {
+  with_python_errors([&] {
+    const std::shared_ptr<Communicator> communicator =
+        isCompleted() ? nullptr : communicator_.lock();
+    if (communicator != nullptr) {
+      const auto deadline = timeout == kNoTimeout ? P2pEngine::Clock::time_point::max()
+                                                  : P2pEngine::Clock::now() + timeout;
+      if (!communicator->p2p()->wait(op_, deadline, is_interrupted))
+        throw_wait_timeout(op_->kind == P2pOp::Kind::kSend ? "the send" : "the receive", timeout);
+      complete();
+    }
+    if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  });
+  return true;
+}
+
+int P2pWork::sourceRank() const { return op_->peer; }
+
+c10::intrusive_ptr<c10::ivalue::Future> P2pWork::getFuture() { return future_.get({tensor_}); }
+
+}  // namespace ringcomm

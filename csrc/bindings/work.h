@@ -1,0 +1,104 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "collectives/communicator.h"
+
+namespace ringcomm {
+
+/// A collective in terms of tensors: the engine's call, what it points to, and what to do when it
+/// is over.
+struct TensorCall {
+  Collective call;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  std::vector<at::Tensor> kept;  ///< everything `inputs` and `outputs` point into
+  std::function<void()> finish =
+      {};  ///< copies results where the call could not put them; may be empty
+};
+
+/// The future of a work, made when it is first asked for; most never are. Thread-safe.
+class LazyFuture {
+ public:
+  c10::intrusive_ptr<c10::ivalue::Future> get(const std::vector<at::Tensor>& results);
+  /// The work is done; continuations run on the callback thread.
+  void complete(const std::vector<at::Tensor>& results, const std::exception_ptr& error);
+
+ private:
+  static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& results,
+                   const std::exception_ptr& error);
+
+  std::mutex mutex_;
+  bool is_complete_ = false;
+  std::exception_ptr error_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+/// Collectives that one call of c10d makes: usually one, several for the coalesced forms.
+class CollectiveWork final : public c10d::Work {
+ public:
+  CollectiveWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
+                 const char* title, std::vector<TensorCall> calls, std::vector<at::Tensor> results);
+
+  /// Runs the calls to their end, in this thread if nothing is before them. Throws; the work is
+  /// finished afterwards.
+  void run(std::chrono::milliseconds timeout);
+  /// Starts the calls. `self` is this work.
+  static void submit(const c10::intrusive_ptr<CollectiveWork>& self,
+                     std::chrono::milliseconds timeout);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return results_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return seq_; }
+
+ private:
+  void finish_call(std::size_t call_idx, const std::exception_ptr& error);
+
+  // Weak: the communicator ends its threads when it goes, and must not be kept by what runs on
+  // them.
+  std::weak_ptr<Communicator> communicator_;
+  std::vector<TensorCall> calls_;
+  std::vector<at::Tensor> results_;
+  uint64_t seq_ = 0;
+  OrderedQueue::Ticket last_ticket_;
+  std::exception_ptr first_error_;  // of the calls so far; touched in their order only
+  LazyFuture future_;
+};
+
+/// A send or a receive.
+class P2pWork final : public c10d::Work {
+ public:
+  P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
+          const char* title, at::Tensor tensor);
+
+  /// Starts the operation. `self` is this work.
+  static void post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return {tensor_}; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  void complete();
+
+  std::weak_ptr<Communicator> communicator_;
+  at::Tensor tensor_;      // the user's
+  at::Tensor contiguous_;  // what is sent, or received into
+  P2pOpPtr op_;
+  std::once_flag completed_once_;
+  LazyFuture future_;
+};
+
+}  // namespace ringcomm

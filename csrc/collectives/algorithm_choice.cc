@@ -1,0 +1,18 @@
+#include "collectives/algorithm_choice.h"
+
+namespace ringcomm {
+namespace {
+
+constexpr std::size_t one_shot_max_bytes(int world_size) {
+  if (world_size <= 2) return std::size_t{256} << 10;
+  if (world_size <= 4) return std::size_t{48} << 10;
+  return std::size_t{32} << 10;
+}
+
+}  // namespace
+
+Algorithm choose_all_reduce(std::size_t num_bytes, int world_size) {
+  return num_bytes <= one_shot_max_bytes(world_size) ? Algorithm::kOneShot : Algorithm::kTwoShot;
+}
+
+}  // namespace ringcomm

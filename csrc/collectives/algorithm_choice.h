@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstddef>
+
+#include "collectives/collective.h"
+
+namespace ringcomm {
+
+/// The algorithm of an all_reduce of `num_bytes` over `world_size` ranks in shared memory when none
+/// is asked for.
+///
+/// Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
+/// (docs/experiments.md, "all_reduce"): it moves (N - 1)/2 times the bytes of two_shot and saves
+/// one of its two hand-overs. At half or double of these limits either costs about 1.3 times the
+/// other. The ring moves what two_shot moves, in 2(N - 1) hand-overs.
+Algorithm choose_all_reduce(std::size_t num_bytes, int world_size);
+
+}  // namespace ringcomm

@@ -1,0 +1,120 @@
+#include <cstring>
+
+#include "collectives/all_reduce.h"
+#include "collectives/reduction.h"
+#include "core/chunk_layout.h"
+#include "core/link_primitives.h"
+#include "core/ring_schedule.h"
+
+namespace ringcomm {
+namespace {
+
+// The two links of a rank, and the buffer that goes around.
+class Ring {
+ public:
+  using Arch = Engine::Arch;
+
+  Ring(Engine& engine, const Collective& call, const CallHeader& header)
+      : engine_(engine),
+        call_(call),
+        schedule_(engine.rank(), engine.world_size()),
+        to_next_(engine.arch(), engine.budget(),
+                 cut(engine.group().ring_link(engine.rank()), header), schedule_.next()),
+        from_previous_(engine.arch(), engine.budget(),
+                       cut(engine.group().ring_link(schedule_.previous()), header),
+                       schedule_.previous()),
+        layout_(call.num_elems, engine.world_size()),
+        op_(reduce_op_of(call)),
+        slice_elems_(header.ring_slot_bytes / element_bytes(call.dtype)) {}
+
+  std::uint64_t run() {
+    const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
+    // Slice by slice through all steps, not step by step through all slices: what was reduced is
+    // still in cache when it is passed on. Every chunk has the same number of slices, the last ones
+    // perhaps empty.
+    for (std::size_t slice_idx = 0; slice_idx < slices; ++slice_idx) {
+      reduce_scatter(slice_idx);
+      all_gather(slice_idx);
+    }
+    // Drained, so that the next call may cut the link otherwise.
+    check_next(to_next_.wait_drained(0));
+    return sent_bytes_;
+  }
+
+ private:
+  static LinkGeometry cut(LinkGeometry geometry, const CallHeader& header) {
+    geometry.num_slots = header.ring_num_slots;
+    geometry.slot_bytes = header.ring_slot_bytes;
+    return geometry;
+  }
+
+  // Ends with the complete slice of this rank's own chunk in the output and on its way to the next
+  // rank.
+  void reduce_scatter(std::size_t slice_idx) {
+    const int last_step = schedule_.num_steps() - 1;
+    const Span first = span(schedule_.reduce_scatter_send_chunk(0), slice_idx);
+    check_next(send(engine_.arch(), to_next_, first.input, first.num_bytes));
+    sent_bytes_ += first.num_bytes;
+    for (int step = 0; step <= last_step; ++step) {
+      const Span own = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
+      const int divisor = step == last_step ? divisor_of(call_, engine_.world_size()) : 1;
+      const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
+                               const std::byte* local, std::size_t num_bytes) {
+        const void* sources[] = {received, local};
+        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, divisor);
+      };
+      check_both(step < last_step
+                     ? recv_reduce_send(from_previous_, to_next_, own.input, own.num_bytes, combine)
+                     : recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input,
+                                             own.num_bytes, combine));
+      sent_bytes_ += own.num_bytes;
+    }
+  }
+
+  void all_gather(std::size_t slice_idx) {
+    const int last_step = schedule_.num_steps() - 1;
+    for (int step = 0; step < last_step; ++step) {
+      const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
+      check_both(
+          recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output, other.num_bytes));
+      sent_bytes_ += other.num_bytes;
+    }
+    const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);
+    check_both(recv(engine_.arch(), from_previous_, other.output, other.num_bytes));
+  }
+
+  struct Span {
+    const std::byte* input;
+    std::byte* output;
+    std::size_t num_bytes;
+  };
+  Span span(int chunk_idx, std::size_t slice_idx) const {
+    const ElemRange slice = slice_of(layout_.chunk(chunk_idx), slice_idx, slice_elems_);
+    return {at(call_.inputs[0], slice.begin_elems, op_.element_bytes),
+            at(call_.outputs[0], slice.begin_elems, op_.element_bytes),
+            slice.num_elems * op_.element_bytes};
+  }
+
+  void check_next(Stop stop) const { Engine::check(stop, schedule_.next()); }
+  // Of a step that waits on both sides the previous rank is named: data comes from there.
+  void check_both(Stop stop) const { Engine::check(stop, schedule_.previous()); }
+
+  Engine& engine_;
+  const Collective& call_;
+  RingSchedule schedule_;
+  SendLink<Arch> to_next_;
+  RecvLink<Arch> from_previous_;
+  ChunkLayout layout_;
+  const ReduceOp& op_;
+  std::size_t slice_elems_;
+  std::uint64_t sent_bytes_ = 0;
+};
+
+}  // namespace
+
+std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header) {
+  engine.exchange_headers(header);
+  return Ring(engine, call, header).run();
+}
+
+}  // namespace ringcomm

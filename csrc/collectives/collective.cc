@@ -1,0 +1,73 @@
+#include "collectives/collective.h"
+
+#include <sstream>
+#include <stdexcept>
+
+namespace ringcomm {
+
+const char* name_of(OpKind op) {
+  switch (op) {
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kAllReduce:
+      return "all_reduce";
+    case OpKind::kReduce:
+      return "reduce";
+    case OpKind::kReduceScatter:
+      return "reduce_scatter";
+    case OpKind::kAllGather:
+      return "all_gather";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kSend:
+      return "send";
+    case OpKind::kRecv:
+      return "recv";
+  }
+  return "unknown op";
+}
+
+const char* name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kAuto:
+      return "auto";
+    case Algorithm::kOneShot:
+      return "one_shot";
+    case Algorithm::kTwoShot:
+      return "two_shot";
+    case Algorithm::kRing:
+      return "ring";
+    case Algorithm::kDirect:
+      return "direct";
+  }
+  return "unknown algorithm";
+}
+
+Algorithm algorithm_from_name(const std::string& name) {
+  for (const Algorithm known :
+       {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    if (name == name_of(known)) return known;
+  throw std::invalid_argument("unknown algorithm '" + name +
+                              "'; known are auto, one_shot, two_shot and ring");
+}
+
+std::string describe(const CallHeader& header) {
+  std::ostringstream text;
+  text << name_of(header.op) << " #" << header.seq;
+  if (header.op == OpKind::kBarrier) return text.str();
+  text << " (";
+  const bool is_reduction = header.op == OpKind::kAllReduce || header.op == OpKind::kReduce ||
+                            header.op == OpKind::kReduceScatter;
+  if (is_reduction) text << name_of(header.reduction) << ", ";
+  if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";
+  text << header.num_elems * element_bytes(header.dtype) << " bytes";
+  if (header.root >= 0) text << ", root " << header.root;
+  if (header.algorithm != Algorithm::kAuto && header.algorithm != Algorithm::kDirect)
+    text << ", " << name_of(header.algorithm);
+  if (header.algorithm == Algorithm::kRing)
+    text << " with " << header.ring_num_slots << " slots of " << header.ring_slot_bytes << " bytes";
+  text << ")";
+  return text.str();
+}
+
+}  // namespace ringcomm

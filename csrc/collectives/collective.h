@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "core/types.h"
+
+namespace ringcomm {
+
+enum class OpKind : std::uint8_t {
+  kBarrier,
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kSend,
+  kRecv
+};
+inline constexpr int kNumOpKinds = 8;
+
+/// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
+enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect };
+inline constexpr int kNumAlgorithms = 5;
+
+const char* name_of(OpKind op);
+const char* name_of(Algorithm algorithm);
+/// Throws std::invalid_argument naming the known ones.
+Algorithm algorithm_from_name(const std::string& name);
+
+/// One call of a collective, as one rank makes it.
+///
+/// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
+/// broadcast, one rank's share of reduce_scatter and all_gather. Buffers are contiguous. `inputs`
+/// and `outputs` are arrays of one pointer where the call has one buffer, and of world_size
+/// pointers, in rank order, where it has a share for every rank (inputs of reduce_scatter, outputs
+/// of all_gather). An output may be the input it corresponds to.
+struct Collective {
+  OpKind op = OpKind::kBarrier;
+  DType dtype = DType::kByte;
+  Reduction reduction = Reduction::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+  int root = -1;
+  std::size_t num_elems = 0;
+  const void* const* inputs = nullptr;
+  void* const* outputs = nullptr;
+  std::uint32_t ring_num_slots = 0;   ///< 0: the group's
+  std::uint64_t ring_slot_bytes = 0;  ///< 0: the group's
+
+  std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
+};
+
+/// What must be equal on all ranks of a collective. Stands in front of the data of its first phase.
+struct CallHeader {
+  std::uint64_t seq = 0;
+  std::uint64_t num_elems = 0;
+  std::uint64_t ring_slot_bytes = 0;
+  std::uint32_t ring_num_slots = 0;
+  std::int32_t root = -1;
+  OpKind op = OpKind::kBarrier;
+  DType dtype = DType::kByte;
+  Reduction reduction = Reduction::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+
+  friend bool operator==(const CallHeader&, const CallHeader&) = default;
+};
+
+/// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
+std::string describe(const CallHeader& header);
+
+}  // namespace ringcomm

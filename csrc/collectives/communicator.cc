@@ -1,0 +1,201 @@
+#include "collectives/communicator.h"
+
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "collectives/algorithm_choice.h"
+#include "collectives/all_reduce.h"
+#include "collectives/board_collectives.h"
+#include "collectives/reduction.h"
+
+namespace ringcomm {
+namespace {
+
+shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
+  shm::SegmentConfig config;
+  config.ring_num_slots = options.num_slots;
+  config.ring_slot_bytes = options.slot_bytes;
+  return config;
+}
+
+bool is_reduction(OpKind op) {
+  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
+}
+
+// In a group of one every output is its input.
+void run_alone(const Collective& call) {
+  if (call.op == OpKind::kBarrier || call.num_bytes() == 0 || call.inputs[0] == call.outputs[0])
+    return;
+  std::memcpy(call.outputs[0], call.inputs[0], call.num_bytes());
+}
+
+}  // namespace
+
+std::string CommunicatorOptions::to_text() const {
+  std::ostringstream text;
+  text << "algorithm=" << name_of(algorithm) << " num_slots=" << num_slots
+       << " slot_bytes=" << slot_bytes;
+  return text.str();
+}
+
+void CommunicatorOptions::validate() const {
+  if (num_slots < 2 || num_slots > 64)
+    throw std::invalid_argument(
+        "num_slots is 2 to 64 (with one slot the ranks of a ring would wait for each other "
+        "for ever), got " +
+        std::to_string(num_slots));
+  if (slot_bytes < 64 || slot_bytes > (std::size_t{64} << 20) || slot_bytes % 64 != 0)
+    throw std::invalid_argument("slot_bytes is a multiple of 64 from 64 to 67108864, got " +
+                                std::to_string(slot_bytes));
+}
+
+Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
+                           const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+    : rank_(rank), world_size_(world_size), options_(options) {
+  options.validate();
+  if (world_size > 1)
+    group_ = std::make_unique<shm::Group>(
+        store,
+        shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
+        segment_config(options), timeout);
+  failure_ = std::make_unique<Failure>(group_.get(), rank, world_size);
+  if (group_ == nullptr) return;
+  scope_ = std::make_unique<shm::WaitScope>(*group_);
+  engine_ = std::make_unique<Engine>(*group_, *scope_);
+  p2p_ = std::make_unique<P2pEngine>(*group_, *failure_, stats_);
+}
+
+Communicator::~Communicator() = default;
+
+void Communicator::run(const Collective& call, const shm::WaitLimits& limits) {
+  validate(call);
+  std::exception_ptr error;
+  const auto task = [&] {
+    try {
+      execute(call, limits);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  const auto poll = [&] {
+    if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
+  };
+  queue_.run(task, poll);
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
+OrderedQueue::Ticket Communicator::submit(const Collective& call, const shm::WaitLimits& limits,
+                                          Done done) {
+  validate(call);
+  failure_->rethrow_if_any();
+  return queue_.submit([this, call, limits, done = std::move(done)] {
+    std::exception_ptr error;
+    try {
+      execute(call, limits);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    done(error);
+  });
+}
+
+void Communicator::validate(const Collective& call) const {
+  if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.ring_num_slots == 0 && call.ring_slot_bytes == 0) return;
+  CommunicatorOptions asked = options_;
+  if (call.ring_num_slots != 0) asked.num_slots = call.ring_num_slots;
+  if (call.ring_slot_bytes != 0) asked.slot_bytes = call.ring_slot_bytes;
+  asked.validate();
+  if (asked.num_slots * asked.slot_bytes > options_.num_slots * options_.slot_bytes)
+    throw std::invalid_argument(
+        std::to_string(asked.num_slots) + " slots of " + std::to_string(asked.slot_bytes) +
+        " bytes do not fit the group's links of " +
+        std::to_string(options_.num_slots * options_.slot_bytes) +
+        " bytes; make the group with a larger slot_bytes in ringcomm.Options");
+}
+
+CallHeader Communicator::header_of(const Collective& call) {
+  CallHeader header{.seq = next_seq_.fetch_add(1, std::memory_order_relaxed),
+                    .num_elems = call.num_elems,
+                    .root = call.root,
+                    .op = call.op,
+                    .dtype = call.dtype,
+                    .reduction = call.reduction,
+                    .algorithm = Algorithm::kDirect};
+  if (call.op != OpKind::kAllReduce) return header;
+  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (header.algorithm == Algorithm::kAuto)
+    header.algorithm = choose_all_reduce(call.num_bytes(), world_size_);
+  if (header.algorithm == Algorithm::kRing) {
+    header.ring_num_slots = call.ring_num_slots != 0 ? call.ring_num_slots : options_.num_slots;
+    header.ring_slot_bytes = call.ring_slot_bytes != 0 ? call.ring_slot_bytes : options_.slot_bytes;
+  }
+  return header;
+}
+
+void Communicator::execute(const Collective& call, const shm::WaitLimits& limits) {
+  failure_->rethrow_if_any();
+  const CallHeader header = header_of(call);
+  if (group_ == nullptr) {
+    run_alone(call);
+    count(header, 0);
+    return;
+  }
+  scope_->begin(limits);
+  const auto activity = [&] {
+    return Activity{.op = name_of(header.op),
+                    .seq = static_cast<std::int64_t>(header.seq),
+                    .description = describe(header),
+                    .timeout = limits.timeout};
+  };
+  try {
+    engine_->store_kinds().begin(call.num_bytes());
+    count(header, dispatch(call, header));
+    engine_->store_kinds().end();
+  } catch (const Stopped& stopped) {
+    failure_->raise_stopped(stopped.stop, stopped.peer, activity());
+  } catch (const Mismatched& mismatched) {
+    failure_->raise_mismatch(mismatched.peer,
+                             "rank " + std::to_string(mismatched.peer) + " called " +
+                                 describe(mismatched.theirs) + " where rank " +
+                                 std::to_string(rank_) + " called " + describe(header),
+                             activity());
+  }
+}
+
+std::uint64_t Communicator::dispatch(const Collective& call, const CallHeader& header) {
+  switch (call.op) {
+    case OpKind::kBarrier:
+      return barrier(*engine_, header);
+    case OpKind::kReduce:
+      return reduce(*engine_, call, header);
+    case OpKind::kReduceScatter:
+      return reduce_scatter(*engine_, call, header);
+    case OpKind::kAllGather:
+      return all_gather(*engine_, call, header);
+    case OpKind::kBroadcast:
+      return broadcast(*engine_, call, header);
+    case OpKind::kAllReduce:
+      switch (header.algorithm) {
+        case Algorithm::kOneShot:
+          return all_reduce_one_shot(*engine_, call, header);
+        case Algorithm::kRing:
+          return all_reduce_ring(*engine_, call, header);
+        default:
+          return all_reduce_two_shot(*engine_, call, header);
+      }
+    case OpKind::kSend:
+    case OpKind::kRecv:
+      break;
+  }
+  throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+}
+
+void Communicator::count(const CallHeader& header, std::uint64_t sent_bytes) {
+  stats_.count(header.op, header.algorithm, sent_bytes);
+  Stats::process_wide().count(header.op, header.algorithm, sent_bytes);
+}
+
+}  // namespace ringcomm

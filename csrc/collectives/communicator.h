@@ -1,0 +1,98 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "collectives/collective.h"
+#include "collectives/engine.h"
+#include "collectives/failure.h"
+#include "collectives/ordered_queue.h"
+#include "collectives/p2p_engine.h"
+#include "collectives/stats.h"
+#include "transport/key_value_store.h"
+#include "transport/shm/group.h"
+
+namespace ringcomm {
+
+/// What can be chosen when a group is made; must be equal on all its ranks.
+struct CommunicatorOptions {
+  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
+  std::uint32_t num_slots = 2;             ///< of ring links; 2 at least
+  std::size_t slot_bytes = 256 << 10;      ///< of ring links
+
+  /// "algorithm=auto num_slots=2 slot_bytes=262144"
+  std::string to_text() const;
+  /// Throws std::invalid_argument.
+  void validate() const;
+};
+
+/// One rank's end of a group: runs its collectives in the order in which they are called, and its
+/// sends and receives beside them. All functions may be called from any thread.
+///
+/// A failed collective leaves the ranks at different places, so it ends the group: the first cause
+/// is kept, told to all ranks through the shared memory, and thrown again by every later call.
+/// Wrong arguments (std::invalid_argument) are found before anything is exchanged and end nothing.
+class Communicator {
+ public:
+  using Done = std::function<void(std::exception_ptr)>;
+
+  /// Collective over the group. Throws Error.
+  Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
+               std::chrono::milliseconds timeout);
+  /// Runs the collectives that were submitted, then leaves the group.
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  const CommunicatorOptions& options() const { return options_; }
+  const Stats& stats() const { return stats_; }
+  /// The number of the next collective.
+  std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
+  /// Bytes of shared memory mapped for the group, touched or not.
+  std::size_t mapped_bytes() const { return group_ != nullptr ? group_->num_bytes() : 0; }
+
+  /// Runs a collective to its end, in this thread when no other is before it. Throws Error,
+  /// std::invalid_argument.
+  void run(const Collective& call, const shm::WaitLimits& limits);
+
+  /// Starts a collective. The call's arrays and buffers must live until `done` has been called,
+  /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
+  /// what ended the group.
+  OrderedQueue::Ticket submit(const Collective& call, const shm::WaitLimits& limits, Done done);
+  OrderedQueue& queue() { return queue_; }
+
+  /// Sends and receives; null in a group of one.
+  P2pEngine* p2p() { return p2p_.get(); }
+
+  /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
+  void abort(const std::string& why) { failure_->abort(why); }
+  Failure& failure() { return *failure_; }
+
+ private:
+  void validate(const Collective& call) const;
+  void execute(const Collective& call, const shm::WaitLimits& limits);
+  CallHeader header_of(const Collective& call);
+  std::uint64_t dispatch(const Collective& call, const CallHeader& header);
+  void count(const CallHeader& header, std::uint64_t sent_bytes);
+
+  int rank_;
+  int world_size_;
+  CommunicatorOptions options_;
+  std::unique_ptr<shm::Group> group_;  // null in a group of one, as is all that needs it
+  std::unique_ptr<shm::WaitScope> scope_;
+  std::unique_ptr<Failure> failure_;
+  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<P2pEngine> p2p_;
+  Stats stats_;
+  std::atomic<std::uint64_t> next_seq_ = 0;
+  OrderedQueue queue_;  // last, so first to go: it runs what is left
+};
+
+}  // namespace ringcomm

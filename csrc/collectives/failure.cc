@@ -1,0 +1,88 @@
+#include "collectives/failure.h"
+
+namespace ringcomm {
+
+void Failure::rethrow_if_any() const {
+  if (!has_failed_.load(std::memory_order_acquire)) return;
+  std::rethrow_exception(first_cause());
+}
+
+std::exception_ptr Failure::first_cause() const {
+  const std::lock_guard lock(mutex_);
+  return first_cause_;
+}
+
+void Failure::raise_stopped(Stop stop, int peer, const Activity& activity) {
+  const std::string who = name_of_peer(peer);
+  switch (stop) {
+    case Stop::kTimeout:
+      raise(ErrorKind::kTimeout, peer,
+            "waited for " + who + " for " + std::to_string(activity.timeout.count()) +
+                " ms; read what that rank says, or raise `timeout=` of init_process_group",
+            activity, false);
+    case Stop::kPeerDied:
+      raise(ErrorKind::kPeerDied, peer, who + " died", activity, false);
+    case Stop::kPeerLeft:
+      raise(ErrorKind::kPeerDied, peer,
+            who + " has destroyed the group (or exited) and takes no more part in it", activity,
+            false);
+    case Stop::kAborted: {
+      const shm::AbortReason reason = group_->abort_reason();
+      const std::string origin = reason.origin == rank_ ? "this rank" : name_of_peer(reason.origin);
+      raise(reason.kind, reason.culprit, origin + " gave up: " + reason.text, activity, true);
+    }
+    case Stop::kInterrupted:
+      raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + who,
+            activity, false);
+    case Stop::kNone:
+      break;
+  }
+  raise(ErrorKind::kSystem, peer, "a wait ended for no reason", activity, false);
+}
+
+void Failure::raise_mismatch(int peer, const std::string& difference, const Activity& activity) {
+  raise(ErrorKind::kMismatch, peer, difference, activity, false);
+}
+
+void Failure::abort(const std::string& why) {
+  const Error error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why);
+  if (group_ != nullptr)
+    group_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
+  keep(std::make_exception_ptr(error));
+}
+
+void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const Activity& activity,
+                    bool is_told_by_peer) {
+  const std::string told = activity.description + ": " + text;
+  ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
+  if (group_ != nullptr && culprit >= 0) {
+    info.pid = group_->pid_of(culprit);
+    info.host = group_->host();
+  }
+  // Told on as this rank saw it, so that the others' messages carry the cause and not the echo of
+  // an echo.
+  if (!is_told_by_peer && group_ != nullptr)
+    group_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
+  const auto error = std::make_exception_ptr(Error(info, prefix() + told));
+  keep(error);
+  std::rethrow_exception(error);
+}
+
+void Failure::keep(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  if (first_cause_ == nullptr) first_cause_ = std::move(error);
+  has_failed_.store(true, std::memory_order_release);
+}
+
+std::string Failure::prefix() const {
+  return "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
+}
+
+std::string Failure::name_of_peer(int peer) const {
+  std::string name = "rank " + std::to_string(peer);
+  if (group_ != nullptr && peer >= 0)
+    name += " (pid " + std::to_string(group_->pid_of(peer)) + " on " + group_->host() + ")";
+  return name;
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "core/errors.h"
+#include "core/stop.h"
+#include "transport/shm/group.h"
+
+namespace ringcomm {
+
+/// What was going on when something failed.
+struct Activity {
+  std::string op;           ///< "all_reduce"
+  std::int64_t seq = -1;    ///< its number in the group
+  std::string description;  ///< "all_reduce #118 (sum, float32, 4096 bytes)"
+  std::chrono::milliseconds timeout{0};
+};
+
+/// Why a group is no more, as one rank knows it: words the errors, tells the other ranks, keeps the
+/// first cause. May be used from any thread.
+class Failure {
+ public:
+  /// `group` is null in a group of one.
+  Failure(shm::Group* group, int rank, int world_size)
+      : group_(group), rank_(rank), world_size_(world_size) {}
+
+  /// Throws the first cause again if there is one.
+  void rethrow_if_any() const;
+  std::exception_ptr first_cause() const;
+
+  /// A wait for `peer` ended early.
+  [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity);
+  /// `peer` did something else than this rank; `difference` says both.
+  [[noreturn]] void raise_mismatch(int peer, const std::string& difference,
+                                   const Activity& activity);
+  /// This rank's user ends the group. Throws nothing.
+  void abort(const std::string& why);
+
+ private:
+  [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
+                          const Activity& activity, bool is_told_by_peer);
+  void keep(std::exception_ptr error);
+  std::string prefix() const;
+  std::string name_of_peer(int peer) const;
+
+  shm::Group* group_;
+  int rank_;
+  int world_size_;
+  std::atomic<bool> has_failed_ = false;
+  mutable std::mutex mutex_;
+  std::exception_ptr first_cause_;
+};
+
+}  // namespace ringcomm

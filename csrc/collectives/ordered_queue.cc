@@ -1,0 +1,130 @@
+#include "collectives/ordered_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/background_thread.h"
+
+namespace ringcomm {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{50};
+
+}  // namespace
+
+OrderedQueue::~OrderedQueue() {
+  {
+    std::unique_lock lock(mutex_);
+    while (is_running_ || !entries_.empty()) {
+      if (!is_running_) {
+        run_front(lock);
+      } else {
+        ++num_waiting_;
+        has_news_.wait(lock);
+        --num_waiting_;
+      }
+    }
+    is_stopping_ = true;
+  }
+  has_work_.notify_all();
+  if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+// Called and left with the lock held, which the task runs without. Wakes others only where there is
+// something for them: a wake-up costs more than a small collective.
+void OrderedQueue::run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task) {
+  is_running_ = true;
+  lock.unlock();
+  task();
+  lock.lock();
+  is_running_ = false;
+  if (num_waiting_ > 0) has_news_.notify_all();
+  if (!entries_.empty()) has_work_.notify_one();
+}
+
+void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
+  const Ticket entry = std::move(entries_.front());
+  entries_.pop_front();
+  run_unlocked(lock, [&] {
+    entry->task();
+    entry->task = nullptr;  // what it holds (tensors) goes with it
+  });
+  entry->is_done = true;
+}
+
+void OrderedQueue::run(const Task& task, const Poll& poll) {
+  Ticket ticket;
+  {
+    std::unique_lock lock(mutex_);
+    if (!is_running_ && entries_.empty()) {
+      run_unlocked(lock, task);
+      return;
+    }
+    ticket = std::make_shared<Entry>(Entry{.task = task});
+    entries_.push_back(ticket);
+  }
+  wait(ticket, poll);
+}
+
+OrderedQueue::Ticket OrderedQueue::submit(Task task) {
+  auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
+  {
+    const std::lock_guard lock(mutex_);
+    entries_.push_back(ticket);
+    if (!progress_thread_.joinable())
+      progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
+  }
+  has_work_.notify_one();
+  return ticket;
+}
+
+void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  while (!ticket->is_done) {
+    if (!is_running_ && !entries_.empty()) {
+      run_front(lock);
+      continue;
+    }
+    ++num_waiting_;
+    const bool is_timeout = has_news_.wait_for(lock, kPollInterval) == std::cv_status::timeout;
+    --num_waiting_;
+    if (is_timeout && poll) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
+  }
+}
+
+bool OrderedQueue::wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  while (!ticket->is_done && Clock::now() < deadline) {
+    ++num_waiting_;
+    has_news_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval));
+    --num_waiting_;
+    if (poll) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
+  }
+  return ticket->is_done;
+}
+
+bool OrderedQueue::is_done(const Ticket& ticket) {
+  const std::lock_guard lock(mutex_);
+  return ticket->is_done;
+}
+
+void OrderedQueue::progress() {
+  std::unique_lock lock(mutex_);
+  while (!is_stopping_) {
+    if (!is_running_ && !entries_.empty()) {
+      run_front(lock);
+    } else {
+      has_work_.wait(lock);
+    }
+  }
+}
+
+}  // namespace ringcomm

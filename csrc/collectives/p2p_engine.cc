@@ -1,0 +1,238 @@
+#include "collectives/p2p_engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/background_thread.h"
+
+namespace ringcomm {
+namespace {
+
+// How long operations may stand still before the engine's thread moves them. Whoever waits is there
+// sooner, and keeps the thread out of the way.
+constexpr std::chrono::milliseconds kGrace{1};
+constexpr std::chrono::milliseconds kPollInterval{50};
+
+Activity activity_of(const P2pOp& op) {
+  const bool is_send = op.kind == P2pOp::Kind::kSend;
+  const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
+  return {.op = is_send ? "send" : "recv",
+          .seq = -1,
+          .description = (is_send ? "send to " : "recv from ") + peer + " (tag " +
+                         std::to_string(op.tag) + ", " + std::to_string(op.num_bytes) + " bytes)",
+          .timeout = op.timeout};
+}
+
+}  // namespace
+
+P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
+    : group_(group), failure_(failure), stats_(stats), arch_(slice_) {
+  for (int rank = 0; rank < group.world_size(); ++rank)
+    mailboxes_.push_back(rank == group.rank()
+                             ? nullptr
+                             : std::make_unique<P2pMailbox>(arch_, budget_, rank,
+                                                            group.p2p_link(group.rank(), rank),
+                                                            group.p2p_link(rank, group.rank())));
+}
+
+P2pEngine::~P2pEngine() {
+  Lock lock(mutex_);
+  // Receives that nobody waits for any more are given up; sends are delivered.
+  std::erase_if(pending_, [](const P2pOpPtr& op) { return op->kind == P2pOp::Kind::kRecv; });
+  receives_.clear();
+  is_stopping_ = true;
+  has_work_.notify_all();
+  if (thread_.joinable()) {
+    nudge_driver();
+    lock.unlock();
+    thread_.join();
+    lock.lock();
+  }
+  drive(lock, [this] { return pending_.empty(); }, {});
+}
+
+void P2pEngine::post(const P2pOpPtr& op) {
+  Lock lock(mutex_);
+  failure_.rethrow_if_any();
+  op->deadline = Clock::now() + op->timeout;
+  pending_.push_back(op);
+  try {
+    if (op->kind == P2pOp::Kind::kSend) {
+      mailboxes_[static_cast<std::size_t>(op->peer)]->post_send(op);
+    } else {
+      const bool is_matched =
+          std::any_of(mailboxes_.begin(), mailboxes_.end(), [&](const auto& mailbox) {
+            return mailbox != nullptr &&
+                   (op->peer < 0 || &mailbox == &mailboxes_[static_cast<std::size_t>(op->peer)]) &&
+                   mailbox->match_kept(op);
+          });
+      if (!is_matched) receives_.push_back(op);
+    }
+    progress();
+  } catch (const P2pMailbox::SizeMismatch& mismatch) {
+    fail_size(mismatch);
+  }
+  if (!op->is_done) {
+    if (!thread_.joinable())
+      thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
+    if (is_thread_asleep_) has_work_.notify_one();
+  }
+  settle(lock);
+}
+
+bool P2pEngine::progress() {
+  bool has_moved = false;
+  for (std::size_t rank = 0; rank < mailboxes_.size(); ++rank) {
+    if (mailboxes_[rank] == nullptr) continue;
+    const bool has_sent = mailboxes_[rank]->progress_sends();
+    const bool has_received = mailboxes_[rank]->progress_receives(receives_);
+    if (has_sent || has_received) ring(static_cast<int>(rank));
+    has_moved |= has_sent || has_received;
+  }
+  return has_moved;
+}
+
+void P2pEngine::ring(int rank) {
+  Cursor& doorbell = group_.doorbell(rank);
+  // The one cursor with several writers: what counts is that it changes, so each adds one.
+  __atomic_fetch_add(&doorbell.value, 1, __ATOMIC_SEQ_CST);
+  if (arch_.load_seq_cst(doorbell.sleepers) != 0) arch_.wake(doorbell.value);
+}
+
+// Runs with the lock held, but for its sleeps and for calls of `done` and `is_interrupted`.
+void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
+                      const Interrupted& is_interrupted) {
+  is_driving_ = true;
+  Cursor& doorbell = group_.doorbell(group_.rank());
+  while (!is_enough()) {
+    const std::uint64_t seen = arch_.load_acquire(doorbell.value);
+    bool has_moved = false;
+    try {
+      has_moved = progress();
+    } catch (const P2pMailbox::SizeMismatch& mismatch) {
+      fail_size(mismatch);
+    }
+    settle(lock);
+    if (has_moved || is_enough()) continue;
+    lock.unlock();
+    slice_.begin();
+    const Stop stop = wait_at_least(arch_, budget_, doorbell, seen + 1, group_.rank());
+    if (stop != Stop::kNone) abort_if(is_interrupted);
+    lock.lock();
+    if (stop != Stop::kNone) fail_stuck();
+    settle(lock);
+  }
+  is_driving_ = false;
+  if (num_waiting_ > 0) has_news_.notify_all();
+}
+
+void P2pEngine::abort_if(const Interrupted& is_interrupted) {
+  if (is_interrupted && is_interrupted())
+    failure_.abort("interrupted by a signal in a send or receive");
+}
+
+// Ends operations that have no hope: past their deadline, or with a peer that is gone.
+void P2pEngine::fail_stuck() {
+  const Clock::time_point now = Clock::now();
+  for (const P2pOpPtr& op : pending_) {
+    if (op->is_done) continue;
+    const Stop state = group_.state_of(op->peer >= 0 ? op->peer : group_.rank());
+    if (state != Stop::kNone)
+      fail(op, state);
+    else if (now >= op->deadline)
+      fail(op, Stop::kTimeout);
+  }
+}
+
+void P2pEngine::fail(const P2pOpPtr& op, Stop stop) {
+  try {
+    failure_.raise_stopped(stop, op->peer, activity_of(*op));
+  } catch (...) {
+    op->error = std::current_exception();
+  }
+  op->is_done = true;
+  receives_.remove(op);
+}
+
+void P2pEngine::fail_size(const P2pMailbox::SizeMismatch& mismatch) {
+  const P2pOpPtr& op = mismatch.receive;
+  try {
+    failure_.raise_mismatch(
+        op->peer,
+        "rank " + std::to_string(op->peer) + " sent " + std::to_string(mismatch.sent_bytes) +
+            " bytes with this tag, where rank " + std::to_string(group_.rank()) + " receives " +
+            std::to_string(op->num_bytes),
+        activity_of(*op));
+  } catch (...) {
+    op->error = std::current_exception();
+  }
+  op->is_done = true;
+}
+
+// Takes finished operations off the list and tells whoever waits for them.
+void P2pEngine::settle(Lock& lock) {
+  std::vector<P2pOpPtr> finished;
+  for (auto op = pending_.begin(); op != pending_.end();) {
+    if ((*op)->is_done) {
+      finished.push_back(std::move(*op));
+      op = pending_.erase(op);
+    } else {
+      ++op;
+    }
+  }
+  if (finished.empty()) return;
+  for (const P2pOpPtr& op : finished) {
+    if (op->error != nullptr) continue;
+    const OpKind kind = op->kind == P2pOp::Kind::kSend ? OpKind::kSend : OpKind::kRecv;
+    const std::uint64_t sent_bytes = kind == OpKind::kSend ? op->num_bytes : 0;
+    stats_.count(kind, Algorithm::kDirect, sent_bytes);
+    Stats::process_wide().count(kind, Algorithm::kDirect, sent_bytes);
+  }
+  if (num_waiting_ > 0) has_news_.notify_all();
+  lock.unlock();
+  for (const P2pOpPtr& op : finished)
+    if (const auto done = std::exchange(op->done, nullptr)) done();
+  lock.lock();
+}
+
+bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
+                     const Interrupted& is_interrupted) {
+  Lock lock(mutex_);
+  const auto is_over = [&] { return op->is_done || Clock::now() >= deadline; };
+  while (!is_over()) {
+    if (!is_driving_) {
+      drive(lock, is_over, is_interrupted);
+      continue;
+    }
+    ++num_waiting_;
+    nudge_driver();  // the engine's thread hands over
+    has_news_.wait_for(lock, kPollInterval);
+    --num_waiting_;
+    lock.unlock();
+    abort_if(is_interrupted);
+    lock.lock();
+  }
+  return op->is_done;
+}
+
+bool P2pEngine::is_done(const P2pOpPtr& op) {
+  Lock lock(mutex_);
+  return op->is_done;
+}
+
+void P2pEngine::run_thread() {
+  Lock lock(mutex_);
+  while (!is_stopping_) {
+    if (pending_.empty()) {
+      is_thread_asleep_ = true;
+      has_work_.wait(lock);
+      is_thread_asleep_ = false;
+      continue;
+    }
+    has_work_.wait_for(lock, kGrace);
+    if (!is_driving_ && !is_stopping_)
+      drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
+  }
+}
+
+}  // namespace ringcomm

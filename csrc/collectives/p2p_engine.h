@@ -1,0 +1,95 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "collectives/failure.h"
+#include "collectives/p2p_mailbox.h"
+#include "collectives/stats.h"
+#include "core/wait_policy.h"
+#include "transport/shm/group.h"
+#include "transport/shm/host_arch.h"
+
+namespace ringcomm {
+
+/// Point-to-point messages of one rank.
+///
+/// Neither a send nor a receive blocks where it is issued. Whoever waits drives all operations of
+/// the rank; when nobody does for a millisecond, a thread of the engine takes over. Peers ring this
+/// rank's doorbell (a cursor in shared memory) whenever they filled or drained a slot, so that one
+/// wait covers all links.
+class P2pEngine {
+ public:
+  using Clock = shm::WaitScope::Clock;
+  using Interrupted = std::function<bool()>;
+
+  P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
+  /// Sends what is still to be sent, as long as the receivers live and within the messages'
+  /// time-outs.
+  ~P2pEngine();
+  P2pEngine(const P2pEngine&) = delete;
+  P2pEngine& operator=(const P2pEngine&) = delete;
+
+  /// Starts an operation; its buffer must live until it is done. Throws what ended the group.
+  void post(const P2pOpPtr& op);
+  /// Returns true when the operation is done (well or not), false when `deadline` passes before.
+  /// `is_interrupted` is asked about every 20 ms, true ends the group; may be empty.
+  bool wait(const P2pOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
+  bool is_done(const P2pOpPtr& op);
+
+ private:
+  // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at
+  // all peers.
+  class OneSlice final : public shm::StopSource {
+   public:
+    void begin() { is_over_ = false; }
+    Stop stopped(int) override {
+      return std::exchange(is_over_, true) ? Stop::kTimeout : Stop::kNone;
+    }
+
+   private:
+    bool is_over_ = false;
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool progress();
+  void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
+  void abort_if(const Interrupted& is_interrupted);
+  void fail_stuck();
+  void fail(const P2pOpPtr& op, Stop stop);
+  void fail_size(const P2pMailbox::SizeMismatch& mismatch);
+  void settle(Lock& lock);
+  void ring(int rank);
+  void nudge_driver() { ring(group_.rank()); }
+  void run_thread();
+
+  shm::Group& group_;
+  Failure& failure_;
+  Stats& stats_;
+  OneSlice slice_;
+  shm::HostArch arch_;
+  SpinBudget budget_;
+
+  std::mutex mutex_;                                    // guards all below, and the links
+  std::vector<std::unique_ptr<P2pMailbox>> mailboxes_;  // by rank; null for this one
+  P2pReceives receives_;
+  std::list<P2pOpPtr> pending_;
+  std::condition_variable has_news_;  // waiters that do not drive sleep here
+  std::condition_variable has_work_;  // the thread does here
+  bool is_driving_ = false;
+  int num_waiting_ = 0;
+  bool is_thread_asleep_ = false;
+  bool is_stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,110 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "core/link_protocol.h"
+#include "core/wait_policy.h"
+#include "transport/shm/host_arch.h"
+
+namespace ringcomm {
+
+/// A message on its way, as its sender or its receiver sees it.
+struct P2pOp {
+  enum class Kind : std::uint8_t { kSend, kRecv };
+
+  Kind kind = Kind::kSend;
+  int peer = -1;  ///< the other rank; of a receive from any source -1 until it is matched
+  std::uint64_t tag = 0;
+  std::byte* data = nullptr;  ///< only read by a send
+  std::size_t num_bytes = 0;
+  std::chrono::milliseconds timeout{0};
+  /// Called once, on any thread and without locks, when `is_done` has become true.
+  std::function<void()> done = {};
+
+  std::chrono::steady_clock::time_point deadline = {};
+  std::size_t moved_bytes = 0;
+  bool is_done = false;
+  std::exception_ptr error = {};
+};
+using P2pOpPtr = std::shared_ptr<P2pOp>;
+
+/// The receives of a rank that no message has matched yet, in the order in which they were posted.
+using P2pReceives = std::list<P2pOpPtr>;
+
+/// The two links between this rank and one peer, and the messages on them. Not thread-safe.
+///
+/// Messages of a pair arrive in the order in which they were sent, and match the first receive
+/// posted for their source (or any source) and tag. One that none has asked for is taken off the
+/// link and kept as soon as a receive wants a later one of that source, so that no order of tags
+/// deadlocks; until then it stays in the link, which holds the sender back.
+class P2pMailbox {
+ public:
+  using Arch = shm::HostArch;
+
+  /// A receive and a message of different sizes have met.
+  struct SizeMismatch {
+    P2pOpPtr receive;
+    std::uint64_t sent_bytes;
+  };
+
+  P2pMailbox(Arch& arch, SpinBudget& budget, int peer, const LinkGeometry& to,
+             const LinkGeometry& from)
+      : peer_(peer),
+        arch_(arch),
+        to_(arch, budget, to, peer),
+        from_(arch, budget, from, peer),
+        slot_bytes_(to.slot_bytes) {}
+
+  void post_send(const P2pOpPtr& op) { sends_.push_back(op); }
+  /// Gives the receive the first kept message that fits; false when there is none. Throws
+  /// SizeMismatch.
+  bool match_kept(const P2pOpPtr& op);
+
+  /// Fills free slots with what is to be sent. True when anything moved.
+  bool progress_sends();
+  /// Drains slots while a receive wants something from here; messages take theirs out of
+  /// `receives`. True when anything moved. Throws SizeMismatch.
+  bool progress_receives(P2pReceives& receives);
+
+ private:
+  struct MessageHeader {
+    std::uint64_t tag = 0;
+    std::uint64_t num_bytes = 0;
+  };
+  // In front of a message's first slot; a line, so that data keeps its alignment.
+  static constexpr std::size_t kHeaderBytes = 64;
+
+  // A message that has begun to arrive: into its receive's buffer, or kept.
+  struct Arrival {
+    MessageHeader header;
+    std::size_t moved_bytes = 0;
+    P2pOpPtr receive = {};
+    std::vector<std::byte> kept = {};
+
+    bool is_complete() const { return moved_bytes == header.num_bytes; }
+    std::byte* data() { return receive != nullptr ? receive->data : kept.data(); }
+  };
+
+  bool wants_more(const P2pReceives& receives) const;
+  void begin_arrival(const MessageHeader& header, P2pReceives& receives);
+  void assign(Arrival& arrival, const P2pOpPtr& op) const;
+
+  int peer_;
+  Arch& arch_;
+  SendLink<Arch> to_;
+  RecvLink<Arch> from_;
+  std::size_t slot_bytes_;
+  std::deque<P2pOpPtr> sends_;
+  bool has_begun_sending_ = false;  // the first of sends_
+  std::list<Arrival> arrivals_;     // in the order of sending; only the last may be incomplete
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "collectives/collective.h"
+
+namespace ringcomm {
+
+/// What one rank has done, by collective and algorithm. May be read while others count.
+class Stats {
+ public:
+  struct Counts {
+    std::uint64_t num_calls = 0;
+    std::uint64_t sent_bytes = 0;  ///< bytes that peers consume from this rank
+  };
+
+  void count(OpKind op, Algorithm algorithm, std::uint64_t sent_bytes) {
+    Cell& cell = cell_of(op, algorithm);
+    cell.num_calls.fetch_add(1, std::memory_order_relaxed);
+    cell.sent_bytes.fetch_add(sent_bytes, std::memory_order_relaxed);
+  }
+
+  Counts counts(OpKind op, Algorithm algorithm) const {
+    const Cell& cell = cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+    return {cell.num_calls.load(std::memory_order_relaxed),
+            cell.sent_bytes.load(std::memory_order_relaxed)};
+  }
+
+  /// Of all groups that this process has had.
+  static Stats& process_wide() {
+    static Stats stats;
+    return stats;
+  }
+
+ private:
+  struct Cell {
+    std::atomic<std::uint64_t> num_calls = 0;
+    std::atomic<std::uint64_t> sent_bytes = 0;
+  };
+
+  Cell& cell_of(OpKind op, Algorithm algorithm) {
+    return cells_[static_cast<std::size_t>(op)][static_cast<std::size_t>(algorithm)];
+  }
+
+  std::array<std::array<Cell, kNumAlgorithms>, kNumOpKinds> cells_;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <chrono>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/stop.h"
+
+namespace ringcomm {
+
+/// What a machine must offer for the protocols of core to run on it.
+///
+/// The link and board protocols are written once, against this concept, and run under several
+/// machines: the host's processes over shared memory, threads in tests, and a model checker that
+/// explores interleavings. Orders stand on the operations themselves, never on free-standing
+/// fences, which ThreadSanitizer ignores.
+///
+///   load_acquire    pairs with store_release and store_seq_cst of the same word
+///   load_seq_cst    } one total order over these three: a store followed by a load of another word
+///   store_seq_cst   } (cursor, then sleepers; or sleepers, then cursor) is not reordered
+///   add_seq_cst     }
+///   copy            payload, no order of its own
+///   pause, yield    one step of waiting without, and with, giving the processor away
+///   park            sleeps while the low half of the word equals `expected`, for one slice at most
+///   wake            wakes all that are parked on the word
+///   stopped         why this rank should no longer wait for `peer`; Stop::kNone while it should
+template <class A>
+concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
+                        void* to, const void* from, std::size_t num_bytes, int peer) {
+  { arch.load_acquire(word) } -> std::same_as<std::uint64_t>;
+  { arch.load_seq_cst(word) } -> std::same_as<std::uint64_t>;
+  { arch.load_seq_cst(count) } -> std::same_as<std::uint32_t>;
+  arch.store_release(word, value);
+  arch.store_seq_cst(word, value);
+  arch.add_seq_cst(count, std::int32_t{1});
+  arch.copy(to, from, num_bytes);
+  arch.pause();
+  arch.yield();
+  arch.park(word, value);
+  arch.wake(word);
+  { arch.stopped(peer) } -> std::same_as<Stop>;
+};
+
+}  // namespace ringcomm

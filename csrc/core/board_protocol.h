@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/arch.h"
+#include "core/cursor.h"
+#include "core/wait_policy.h"
+
+namespace ringcomm {
+
+/// Where the boards of a group lie; the same on every rank.
+struct BoardGeometry {
+  int world_size = 0;
+  Cursor* published = nullptr;  ///< one per rank, `published_stride_bytes` apart
+  std::size_t published_stride_bytes = 0;
+  std::byte* regions = nullptr;  ///< per rank two regions of `region_bytes`
+  std::size_t region_bytes = 0;
+
+  Cursor& cursor(int rank) const {
+    return *reinterpret_cast<Cursor*>(reinterpret_cast<std::byte*>(published) +
+                                      static_cast<std::size_t>(rank) * published_stride_bytes);
+  }
+  std::byte* region(int rank, std::uint64_t phase) const {
+    return regions + (2 * static_cast<std::size_t>(rank) + phase % 2) * region_bytes;
+  }
+};
+
+/// The boards of a group, seen from one rank: one writer each, read by all peers.
+///
+/// Collectives on boards are a sequence of phases that every rank runs through in the same order.
+/// In phase k a rank may fill its own region k % 2, publishes, waits for the peers it needs and
+/// reads their regions k % 2. `published` counts the phases a rank has published, and so also says
+/// what it has finished reading:
+///
+///   published[q] >= k + 1   q's region of phase k may be read
+///   published[q] >= k       q has read all it wanted of phase k - 2, so region k % 2 may be filled
+///   again
+///
+/// No other credit is needed, and each byte is written once however many ranks read it. A phase in
+/// which a rank writes nothing needs no open(): it publishes to say that it has finished the phases
+/// before.
+template <Arch A>
+class Board {
+ public:
+  Board(A& arch, SpinBudget& budget, const BoardGeometry& geometry, int rank)
+      : arch_(arch),
+        budget_(budget),
+        geometry_(geometry),
+        rank_(rank),
+        phase_(arch.load_acquire(geometry.cursor(rank).value)) {}
+
+  std::size_t region_bytes() const { return geometry_.region_bytes; }
+
+  /// Waits until this rank's region of the coming phase may be filled, and hands it out.
+  Stop open(std::byte*& region) {
+    for (int peer = 0; peer < geometry_.world_size; ++peer) {
+      if (peer == rank_) continue;
+      if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
+    }
+    region = geometry_.region(rank_, phase_);
+    return Stop::kNone;
+  }
+
+  /// Ends the phases before and starts reading the coming one: what was filled is visible to all.
+  void publish() { advance(arch_, geometry_.cursor(rank_), ++phase_); }
+
+  /// Waits for `peer` in the phase published last, and hands out its region for reading.
+  Stop wait(int peer, const std::byte*& region) {
+    if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
+    region = geometry_.region(peer, phase_ - 1);
+    return Stop::kNone;
+  }
+
+  /// The rank waited for last: whom to blame when open() or wait() did not return kNone.
+  int awaited_peer() const { return awaited_peer_; }
+
+ private:
+  Stop wait_published(int peer) {
+    awaited_peer_ = peer;
+    return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
+  }
+
+  A& arch_;
+  SpinBudget& budget_;
+  BoardGeometry geometry_;
+  int rank_;
+  std::uint64_t phase_;
+  int awaited_peer_ = -1;
+};
+
+}  // namespace ringcomm

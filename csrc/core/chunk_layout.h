@@ -1,0 +1,54 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+namespace ringcomm {
+
+/// A half-open range of elements.
+struct ElemRange {
+  std::size_t begin_elems = 0;
+  std::size_t num_elems = 0;
+
+  constexpr std::size_t end_elems() const { return begin_elems + num_elems; }
+  friend constexpr bool operator==(const ElemRange&, const ElemRange&) = default;
+};
+
+/// Cuts `num_elems` elements into one chunk per rank.
+///
+/// Chunks are contiguous, in rank order, and differ by one element at most: the first num_elems %
+/// num_chunks have one more. So any count works (fewer elements than ranks, none at all), nothing
+/// is padded, and the traffic of a ring is exactly 2(N-1)/N of the buffer whenever N divides it.
+class ChunkLayout {
+ public:
+  constexpr ChunkLayout(std::size_t num_elems, int num_chunks)
+      : base_elems_(num_elems / static_cast<std::size_t>(num_chunks)),
+        num_longer_(num_elems % static_cast<std::size_t>(num_chunks)) {}
+
+  constexpr ElemRange chunk(int chunk_idx) const {
+    const auto idx = static_cast<std::size_t>(chunk_idx);
+    return {idx * base_elems_ + std::min(idx, num_longer_),
+            base_elems_ + (idx < num_longer_ ? 1 : 0)};
+  }
+
+  /// Elements of the longest chunk: chunk 0.
+  constexpr std::size_t max_chunk_elems() const { return base_elems_ + (num_longer_ > 0 ? 1 : 0); }
+
+ private:
+  std::size_t base_elems_;
+  std::size_t num_longer_;
+};
+
+/// Number of pieces of at most `max_elems` that cover `num_elems`; none for an empty range.
+constexpr std::size_t num_slices(std::size_t num_elems, std::size_t max_elems) {
+  return (num_elems + max_elems - 1) / max_elems;
+}
+
+/// Slice `slice_idx` of `range` when cut into pieces of `max_elems`; empty past the end, so that
+/// ranks whose chunks differ by one element can run the same number of slices.
+constexpr ElemRange slice_of(const ElemRange& range, std::size_t slice_idx, std::size_t max_elems) {
+  const std::size_t begin_elems = std::min(slice_idx * max_elems, range.num_elems);
+  return {range.begin_elems + begin_elems, std::min(max_elems, range.num_elems - begin_elems)};
+}
+
+}  // namespace ringcomm

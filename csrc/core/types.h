@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ringcomm {
+
+/// Element types that can be reduced. Data that is only moved is counted in bytes (kByte).
+enum class DType : std::uint8_t {
+  kByte,  ///< opaque; no reduction
+  kBool,
+  kUint8,
+  kInt8,
+  kInt16,
+  kInt32,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+};
+inline constexpr int kNumDTypes = 11;
+
+/// How the elements of the ranks become one; names and meaning as in torch.distributed.ReduceOp.
+enum class Reduction : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
+inline constexpr int kNumReductions = 8;
+
+constexpr std::size_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kByte:
+    case DType::kBool:
+    case DType::kUint8:
+    case DType::kInt8:
+      return 1;
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kByte:
+      return "byte";
+    case DType::kBool:
+      return "bool";
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt8:
+      return "int8";
+    case DType::kInt16:
+      return "int16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+  }
+  return "unknown dtype";
+}
+
+constexpr const char* name_of(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kSum:
+      return "sum";
+    case Reduction::kAvg:
+      return "avg";
+    case Reduction::kProduct:
+      return "product";
+    case Reduction::kMin:
+      return "min";
+    case Reduction::kMax:
+      return "max";
+    case Reduction::kBitAnd:
+      return "band";
+    case Reduction::kBitOr:
+      return "bor";
+    case Reduction::kBitXor:
+      return "bxor";
+  }
+  return "unknown reduction";
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/arch.h"
+#include "core/cursor.h"
+
+namespace ringcomm {
+
+/// How long to spin before giving the processor away; adapts to whether spinning pays.
+///
+/// Measured on two cores (docs/experiments.md, "waiting"): a fixed long spin is best while every
+/// rank has a core of its own and 100 times too slow when it has not; a fixed short one costs a
+/// futex round trip (22 us) for every wait of more than 5 us. Growing on a hit and halving on a
+/// miss stays within 2-3 times of the best in both cases and needs no count of cores, which
+/// containers misreport.
+class SpinBudget {
+ public:
+  static constexpr std::uint32_t kMinPauses = 20;
+  static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
+  /// A yield beside a busy stranger can give away a whole scheduler tick (4 ms): few of them, then
+  /// sleep.
+  static constexpr std::uint32_t kMaxYields = 10;
+
+  constexpr SpinBudget() = default;
+  /// A budget that does not spin at all, for machines that explore every interleaving.
+  static constexpr SpinBudget none() {
+    SpinBudget budget;
+    budget.num_pauses_ = 0;
+    budget.num_yields_ = 0;
+    budget.is_fixed_ = true;
+    return budget;
+  }
+
+  constexpr std::uint32_t num_pauses() const { return num_pauses_; }
+  constexpr std::uint32_t num_yields() const { return num_yields_; }
+
+  /// The condition came true while spinning.
+  constexpr void hit() {
+    if (!is_fixed_) num_pauses_ = std::min(num_pauses_ + num_pauses_ / 8 + 1, kMaxPauses);
+  }
+  /// Spinning was in vain.
+  constexpr void miss() {
+    if (!is_fixed_) num_pauses_ = std::max(num_pauses_ / 2, kMinPauses);
+  }
+
+ private:
+  std::uint32_t num_pauses_ = 2'000;
+  std::uint32_t num_yields_ = kMaxYields;
+  bool is_fixed_ = false;
+};
+
+/// Waits until `cursor.value` is at least `target`: spins, yields a few times, then parks in
+/// slices; looks for a reason to stop before every slice. `peer` is the rank that advances the
+/// cursor.
+template <Arch A>
+Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target, int peer) {
+  if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+  for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
+    arch.pause();
+    if (arch.load_acquire(cursor.value) >= target) {
+      budget.hit();
+      return Stop::kNone;
+    }
+  }
+  budget.miss();
+  for (std::uint32_t i = 0; i < budget.num_yields(); ++i) {
+    arch.yield();
+    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+  }
+  for (;;) {
+    const Stop stop = arch.stopped(peer);
+    // A peer that published and then died, or left, has still published: the cursor has the last
+    // word, and it is read after the reason to stop.
+    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
+    if (stop != Stop::kNone) return stop;
+    // Store (sleepers) then load (value) here, store (value) then load (sleepers) in advance():
+    // sequential consistency lets at most one of the two loads miss the other's store, so no
+    // wake-up is lost.
+    arch.add_seq_cst(cursor.sleepers, 1);
+    const std::uint64_t seen = arch.load_seq_cst(cursor.value);
+    if (seen < target) arch.park(cursor.value, seen);
+    arch.add_seq_cst(cursor.sleepers, -1);
+  }
+}
+
+/// Publishes `value` in `cursor` and wakes whoever sleeps on it. All that this rank wrote before is
+/// visible to a rank whose wait_at_least() saw the value.
+template <Arch A>
+void advance(A& arch, Cursor& cursor, std::uint64_t value) {
+  arch.store_seq_cst(cursor.value, value);
+  if (arch.load_seq_cst(cursor.sleepers) != 0) arch.wake(cursor.value);
+}
+
+}  // namespace ringcomm

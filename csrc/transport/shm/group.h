@@ -1,0 +1,114 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/stop.h"
+#include "transport/key_value_store.h"
+#include "transport/shm/host_arch.h"
+#include "transport/shm/process_hub.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/shared_memory.h"
+
+namespace ringcomm::shm {
+
+/// Who this rank is in a group.
+struct GroupIdentity {
+  int rank = 0;
+  int world_size = 1;
+  /// What must be equal on all ranks, in words a person can compare ("algorithm=auto num_slots=2
+  /// ...").
+  std::string options;
+};
+
+/// Why the group is no more.
+struct AbortReason {
+  ErrorKind kind = ErrorKind::kAborted;
+  int origin = -1;   ///< the rank that gave up
+  int culprit = -1;  ///< the rank that it blames, or -1
+  std::string text;
+};
+
+/// The memory that the ranks of one group share, and what they know of each other's lives.
+///
+/// Rank 0 makes the memory; every rank publishes a record in the store, reads the others', and
+/// fetches the memory's descriptor from rank 0's hub. After that the store is not needed, the
+/// descriptor is closed, and the group costs one mapping of which only touched pages count. The
+/// memory goes when the last rank unmaps it or dies.
+class Group {
+ public:
+  /// Collective. Throws Error: kTimeout naming a rank that does not appear, kMismatch naming both
+  /// sides' options, kSystem when ranks are on different hosts or the memory cannot be had.
+  Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
+        std::chrono::milliseconds timeout);
+  /// Tells the peers that this rank has left. They keep the memory.
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  std::size_t num_bytes() const { return memory_.num_bytes(); }
+
+  BoardGeometry board() const { return layout_.board(memory_.data()); }
+  LinkGeometry ring_link(int from) const { return layout_.ring_link(memory_.data(), from); }
+  LinkGeometry p2p_link(int from, int to) const {
+    return layout_.p2p_link(memory_.data(), from, to);
+  }
+  Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
+
+  pid_t pid_of(int rank) const;
+  const std::string& host() const { return host_; }
+
+  /// Whether `peer` is there to wait for: kNone, kPeerDied, kPeerLeft or, for the whole group,
+  /// kAborted.
+  Stop state_of(int peer) const;
+
+  /// Writes why the group is given up, unless another rank was faster.
+  void abort(const AbortReason& reason);
+  /// The reason that stands; only after state_of() returned kAborted.
+  AbortReason abort_reason() const;
+
+ private:
+  void attach(KeyValueStore& store, const GroupIdentity& identity,
+              std::chrono::milliseconds timeout);
+
+  int rank_;
+  int world_size_;
+  SegmentLayout layout_;
+  std::string host_;
+  SharedMemory memory_;
+  std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
+};
+
+/// How long, and under whose eyes, an operation may wait.
+struct WaitLimits {
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+  /// Asked by the waiting thread once per slice of sleep (20 ms); true ends the operation. May be
+  /// empty.
+  std::function<bool()> is_interrupted;
+};
+
+/// The limits of the operation that runs, as the waits of its protocols see them.
+class WaitScope final : public StopSource {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit WaitScope(const Group& group) : group_(group) {}
+
+  /// Starts an operation; `limits` must live as long.
+  void begin(const WaitLimits& limits);
+
+  Stop stopped(int peer) override;
+
+ private:
+  const Group& group_;
+  Clock::time_point deadline_ = Clock::time_point::max();
+  const WaitLimits* limits_ = nullptr;
+};
+
+}  // namespace ringcomm::shm

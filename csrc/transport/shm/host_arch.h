@@ -1,0 +1,74 @@
+#pragma once
+
+#include <sched.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/arch.h"
+#include "core/stop.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ringcomm::shm {
+
+/// Tells a waiting rank whether to go on.
+class StopSource {
+ public:
+  virtual ~StopSource() = default;
+  /// Called before every slice of sleep, without locks held; may be called from several threads.
+  virtual Stop stopped(int peer) = 0;
+};
+
+/// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
+class HostArch {
+ public:
+  explicit HostArch(StopSource& source) : source_(&source) {}
+
+  std::uint64_t load_acquire(const std::uint64_t& word) const {
+    return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
+  }
+  std::uint64_t load_seq_cst(const std::uint64_t& word) const {
+    return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
+  }
+  std::uint32_t load_seq_cst(const std::uint32_t& word) const {
+    return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
+  }
+  void store_release(std::uint64_t& word, std::uint64_t value) const {
+    __atomic_store_n(&word, value, __ATOMIC_RELEASE);
+  }
+  void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
+    __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
+  }
+  void add_seq_cst(std::uint32_t& word, std::int32_t delta) const {
+    __atomic_fetch_add(&word, static_cast<std::uint32_t>(delta), __ATOMIC_SEQ_CST);
+  }
+
+  void copy(void* to, const void* from, std::size_t num_bytes) const {
+    if (num_bytes > 0) std::memcpy(to, from, num_bytes);
+  }
+
+  void pause() const {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");  // a few tens of cycles, where `yield` is one
+#endif
+  }
+  void yield() const { ::sched_yield(); }
+
+  /// Sleeps while the low half of `word` is that of `expected`, 20 ms at most.
+  void park(std::uint64_t& word, std::uint64_t expected) const;
+  void wake(std::uint64_t& word) const;
+
+  Stop stopped(int peer) const { return source_->stopped(peer); }
+
+ private:
+  StopSource* source_;
+};
+static_assert(Arch<HostArch>);
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,217 @@
+#include "transport/shm/process_hub.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <utility>
+
+#include "core/errors.h"
+#include "transport/background_thread.h"
+#include "transport/shm/system_error.h"
+#include "transport/shm/unix_socket.h"
+
+namespace ringcomm::shm {
+namespace {
+
+// What a process asks for when it connects: a key, or this, to have its end of the socket kept
+// open.
+constexpr const char* kWatchRequest = "watch";
+
+// Null until the first group, and again in a forked child: the thread does not survive a fork.
+std::atomic<ProcessHub*> current_hub = nullptr;
+std::mutex creation_mutex;
+
+std::string random_name() {
+  std::uint64_t random[2] = {};
+  if (::getrandom(random, sizeof(random), 0) != sizeof(random)) throw_errno("getrandom");
+  char name[64];
+  std::snprintf(name, sizeof(name), "ringcomm-%016llx%016llx",
+                static_cast<unsigned long long>(random[0]),
+                static_cast<unsigned long long>(random[1]));
+  return name;
+}
+
+UniqueFd open_pidfd(pid_t pid) {
+#ifdef SYS_pidfd_open
+  if (pid > 0) return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+#endif
+  return UniqueFd();  // kernels before 5.3: the socket has to do
+}
+
+}  // namespace
+
+ProcessHub& ProcessHub::instance() {
+  if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
+  const std::lock_guard lock(creation_mutex);
+  if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
+  static std::once_flag registered;
+  std::call_once(registered, [] {
+    // Held across the fork, so that the child finds the tables whole.
+    ::pthread_atfork(
+        [] {
+          if (ProcessHub* hub = current_hub.load()) hub->mutex_.lock();
+        },
+        [] {
+          if (ProcessHub* hub = current_hub.load()) hub->mutex_.unlock();
+        },
+        [] {
+          if (ProcessHub* hub = current_hub.exchange(nullptr)) hub->close_all_in_child();
+        });
+  });
+  auto* hub = new ProcessHub();
+  current_hub.store(hub, std::memory_order_release);
+  return *hub;
+}
+
+ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
+  wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!wake_event_) throw_errno("eventfd");
+  start_background_thread("ringcomm-hub", [this] { run(); }).detach();
+}
+
+// Runs in a forked child, where the hub's thread is gone and the allocator may be locked: closes,
+// and frees nothing. The object itself, its mutex locked, is left behind.
+void ProcessHub::close_all_in_child() {
+  listener_.reset();
+  wake_event_.reset();
+  for (auto& [key, offer] : offers_) offer.fd.reset();
+  for (auto& [address, watch] : watches_) {
+    watch.socket.reset();
+    watch.pidfd.reset();
+  }
+  for (UniqueFd& connection : connections_) connection.reset();
+}
+
+void ProcessHub::offer(const std::string& key, UniqueFd fd, int num_takes) {
+  const std::lock_guard lock(mutex_);
+  offers_[key] = {std::move(fd), num_takes};
+}
+
+void ProcessHub::withdraw(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  offers_.erase(key);
+}
+
+UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
+                           std::chrono::milliseconds timeout) {
+  const UniqueFd socket = connect_to(address);
+  send_text(socket.get(), key);
+  UniqueFd fd = recv_fd(socket.get(), timeout);
+  if (!fd)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: process " + std::to_string(credentials_of_peer(socket.get()).pid) +
+                    " did not hand over the shared memory of the group; it may have failed: read "
+                    "its error");
+  return fd;
+}
+
+std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = watches_.find(address); found != watches_.end())
+      return found->second.process;
+  }
+  Watch watch{
+      .socket = connect_to(address), .pidfd = {}, .process = std::make_shared<PeerProcess>()};
+  watch.process->pid = credentials_of_peer(watch.socket.get()).pid;
+  send_text(watch.socket.get(), kWatchRequest);
+  watch.pidfd = open_pidfd(watch.process->pid);
+  std::shared_ptr<PeerProcess> process = watch.process;
+  {
+    const std::lock_guard lock(mutex_);
+    // Another thread may have been faster; its watch is as good.
+    process = watches_.try_emplace(address, std::move(watch)).first->second.process;
+  }
+  wake();
+  return process;
+}
+
+void ProcessHub::wake() {
+  const std::uint64_t one = 1;
+  if (::write(wake_event_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
+    throw_errno("write to an eventfd");
+}
+
+void ProcessHub::run() {
+  for (;;) {
+    std::vector<pollfd> entries = {{.fd = listener_.get(), .events = POLLIN, .revents = 0},
+                                   {.fd = wake_event_.get(), .events = POLLIN, .revents = 0}};
+    std::size_t first_connection = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const auto& [address, watch] : watches_) {
+        if (watch.pidfd)
+          entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
+        else
+          entries.push_back({.fd = watch.socket.get(), .events = POLLRDHUP, .revents = 0});
+      }
+      first_connection = entries.size();
+      for (const UniqueFd& connection : connections_)
+        entries.push_back({.fd = connection.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
+    }
+    if (::poll(entries.data(), entries.size(), -1) < 0)
+      continue;  // EINTR; nothing else can be done about
+
+    if (entries[1].revents != 0) {
+      std::uint64_t count = 0;
+      [[maybe_unused]] const ssize_t ignored = ::read(wake_event_.get(), &count, sizeof(count));
+    }
+    std::map<int, short> events;
+    for (const pollfd& entry : entries) events[entry.fd] = entry.revents;
+    look_at_watches(events);
+    for (std::size_t i = first_connection; i < entries.size(); ++i) {
+      if (entries[i].revents == 0 || serve(entries[i].fd)) continue;
+      const std::lock_guard lock(mutex_);
+      std::erase_if(connections_,
+                    [&](const UniqueFd& connection) { return connection.get() == entries[i].fd; });
+    }
+    if (entries[0].revents != 0) accept_connection();
+  }
+}
+
+void ProcessHub::look_at_watches(const std::map<int, short>& events) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(watches_, [&](const auto& item) {
+    const Watch& watch = item.second;
+    const auto found = events.find(watch.pidfd ? watch.pidfd.get() : watch.socket.get());
+    if (found == events.end() || found->second == 0) return false;
+    watch.process->is_dead.store(true, std::memory_order_release);
+    return true;
+  });
+}
+
+void ProcessHub::accept_connection() {
+  UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!connection) return;
+  // Abstract sockets have no file permissions: only the same user (or root) is let in.
+  const uid_t uid = credentials_of_peer(connection.get()).uid;
+  if (uid != ::geteuid() && uid != 0) return;
+  const std::lock_guard lock(mutex_);
+  connections_.push_back(std::move(connection));
+}
+
+// Answers one request. False when the connection is done with.
+bool ProcessHub::serve(int connection) {
+  std::string key;
+  if (!recv_text(connection, std::chrono::milliseconds(0), key) || key.empty()) return false;
+  if (key == kWatchRequest) return true;
+  const std::lock_guard lock(mutex_);
+  const auto found = offers_.find(key);
+  if (found == offers_.end()) return false;  // the requester sees the end of the connection
+  try {
+    send_fd(connection, found->second.fd.get());
+  } catch (const Error&) {
+    // The requester is gone, and nobody else is concerned.
+  }
+  if (--found->second.num_takes_left == 0) offers_.erase(found);
+  return false;
+}
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,68 @@
+#include "transport/shm/rank_record.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "core/errors.h"
+
+namespace ringcomm::shm {
+namespace {
+
+// Changes whenever the layout of the shared memory or of the record does.
+constexpr const char* kVersion = "ringcomm-shm-1";
+
+}  // namespace
+
+std::string RankRecord::to_text() const {
+  std::ostringstream text;
+  text << kVersion << '\n'
+       << host_id << '\n'
+       << host << '\n'
+       << hub_address << '\n'
+       << pid << '\n'
+       << memory_key << '\n'
+       << options << '\n';
+  return text.str();
+}
+
+RankRecord RankRecord::from_text(const std::string& text) {
+  std::istringstream lines(text);
+  std::string version, pid;
+  RankRecord record;
+  std::getline(lines, version);
+  if (version != kVersion)
+    throw Error({.kind = ErrorKind::kMismatch},
+                "ringcomm: another rank runs a different version of ringcomm (" + version +
+                    " there, " + kVersion + " here); install the same one");
+  std::getline(lines, record.host_id);
+  std::getline(lines, record.host);
+  std::getline(lines, record.hub_address);
+  std::getline(lines, pid);
+  std::getline(lines, record.memory_key);
+  std::getline(lines, record.options);
+  record.pid = static_cast<pid_t>(std::strtol(pid.c_str(), nullptr, 10));
+  return record;
+}
+
+std::string host_id() {
+  if (const char* forced = std::getenv("RINGCOMM_HOST_ID"); forced != nullptr && *forced != '\0')
+    return forced;
+  std::string boot_id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
+  struct stat network{};
+  if (::stat("/proc/self/ns/net", &network) == 0)
+    boot_id += ":net" + std::to_string(network.st_ino);
+  return boot_id;
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
+}
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+
+namespace ringcomm::shm {
+
+/// What a rank tells the others through the store before they share memory.
+struct RankRecord {
+  std::string host_id;      ///< equal for processes that can share memory with each other
+  std::string host;         ///< its name, for messages
+  std::string hub_address;  ///< where its hub listens
+  pid_t pid = -1;
+  std::string memory_key;  ///< of rank 0: under what it offers the memory
+  std::string options;
+
+  std::string to_text() const;
+  /// Throws Error when the text is not such a record (another version of ringcomm on the other
+  /// side).
+  static RankRecord from_text(const std::string& text);
+};
+
+/// The boot and the network namespace of this process: abstract Unix sockets reach no further.
+/// RINGCOMM_HOST_ID in the environment replaces it.
+std::string host_id();
+std::string host_name();
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/board_protocol.h"
+#include "core/cursor.h"
+#include "core/link_protocol.h"
+
+namespace ringcomm::shm {
+
+/// How a group's links are cut. Agreed by all ranks when the group is made.
+struct SegmentConfig {
+  std::size_t board_bytes = std::size_t{1} << 20;  ///< the largest piece staged at once
+  std::uint32_t ring_num_slots = 2;
+  std::size_t ring_slot_bytes = std::size_t{256} << 10;
+  std::uint32_t p2p_num_slots = 4;
+  std::size_t p2p_slot_bytes = std::size_t{128} << 10;
+};
+
+/// The first rank that gives up writes why, once, for all others to read.
+struct AbortRecord {
+  static constexpr std::uint32_t kNone = 0, kBeingWritten = 1, kWritten = 2;
+  std::uint32_t state = kNone;
+  std::uint32_t kind = 0;     ///< an ErrorKind
+  std::int32_t origin = -1;   ///< the rank that gave up
+  std::int32_t culprit = -1;  ///< the rank that it blames
+  char text[1024] = {};
+};
+
+/// What one rank writes and all others read.
+struct RankControl {
+  Cursor published;  ///< of its board
+  Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
+  alignas(kLineBytes) std::uint32_t has_left =
+      0;  ///< 1 from the destruction of its side of the group on
+};
+
+struct SegmentHeader {
+  std::uint64_t num_bytes = 0;
+  AbortRecord abort;
+};
+
+/// Where everything lies in the one piece of memory that a group shares. Computed alike by every
+/// rank from the size of the group and its configuration; nothing in the memory itself is trusted
+/// as an address.
+///
+///   header | control of each rank | boards | ring links r -> r + 1 | point-to-point links of each
+///   ordered pair
+///
+/// A zeroed segment is a valid one in which nothing has happened, so nobody initialises it, and
+/// pages of parts that are not used are never touched.
+class SegmentLayout {
+ public:
+  SegmentLayout(int world_size, const SegmentConfig& config);
+
+  std::size_t num_bytes() const { return num_bytes_; }
+
+  SegmentHeader& header(std::byte* base) const { return *reinterpret_cast<SegmentHeader*>(base); }
+  RankControl& control(std::byte* base, int rank) const;
+  BoardGeometry board(std::byte* base) const;
+  /// The link from `rank` to the next one.
+  LinkGeometry ring_link(std::byte* base, int rank) const;
+  LinkGeometry p2p_link(std::byte* base, int from, int to) const;
+
+ private:
+  LinkGeometry link_at(std::byte* base, std::size_t offset_bytes, std::uint32_t num_slots,
+                       std::size_t slot_bytes) const;
+
+  int world_size_;
+  SegmentConfig config_;
+  std::size_t board_stride_bytes_;
+  std::size_t ring_stride_bytes_;
+  std::size_t p2p_stride_bytes_;
+  std::size_t control_offset_bytes_;
+  std::size_t boards_offset_bytes_;
+  std::size_t rings_offset_bytes_;
+  std::size_t p2p_offset_bytes_;
+  std::size_t num_bytes_;
+};
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,49 @@
+#include "transport/shm/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <utility>
+
+#include "transport/shm/system_error.h"
+
+namespace ringcomm::shm {
+
+SharedMemory::SharedMemory(int fd, std::size_t num_bytes) : num_bytes_(num_bytes) {
+  void* address = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (address == MAP_FAILED)
+    throw_errno("mmap of " + std::to_string(num_bytes) + " bytes of shared memory");
+  data_ = static_cast<std::byte*>(address);
+}
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), num_bytes_(std::exchange(other.num_bytes_, 0)) {}
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(num_bytes_, other.num_bytes_);
+  return *this;
+}
+
+SharedMemory::~SharedMemory() {
+  if (data_ != nullptr) ::munmap(data_, num_bytes_);
+}
+
+UniqueFd create_memfd(std::size_t num_bytes) {
+  UniqueFd fd(::memfd_create("ringcomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_errno("memfd_create");
+  if (::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
+    throw_errno("ftruncate of a memfd to " + std::to_string(num_bytes) + " bytes");
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    throw_errno("fcntl(F_ADD_SEALS)");
+  return fd;
+}
+
+std::size_t size_of_memfd(int fd) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
+  return static_cast<std::size_t>(status.st_size);
+}
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+
+#include "transport/shm/unique_fd.h"
+
+namespace ringcomm::shm {
+
+/// A mapping of anonymous memory that other processes can map too.
+///
+/// memfd, not shm_open: it has no name, so that a killed rank leaves nothing behind, and it is not
+/// bound by the size of /dev/shm (64 MB in containers by default). Pages are taken from the system
+/// when first touched.
+class SharedMemory {
+ public:
+  SharedMemory() = default;
+  /// Maps `num_bytes` of `fd`, which may be closed afterwards. Throws Error.
+  SharedMemory(int fd, std::size_t num_bytes);
+  SharedMemory(SharedMemory&& other) noexcept;
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  ~SharedMemory();
+
+  std::byte* data() const { return data_; }
+  std::size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t num_bytes_ = 0;
+};
+
+/// A new memfd of `num_bytes`, zeroed and sealed against resizing, so that no rank can make
+/// another's access fault. Throws Error.
+UniqueFd create_memfd(std::size_t num_bytes);
+
+/// The size of a memfd. Throws Error.
+std::size_t size_of_memfd(int fd);
+
+}  // namespace ringcomm::shm

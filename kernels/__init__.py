@@ -1,0 +1,1 @@
+"""GPU kernels in Triton; installed as `ringcomm.kernels`. There are none yet."""

@@ -1,0 +1,27 @@
+"""ringcomm: a backend of torch.distributed for the one box people have.
+
+    import torch.distributed as dist
+    dist.init_process_group("ringcomm")
+
+works without importing this module; it adds options, operators, counters and the errors' types.
+"""
+
+import _ringcomm_autoload
+from ringcomm import ops
+from ringcomm.backend import stats
+from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
+from ringcomm.options import Options
+from ringcomm.version import __version__
+
+_ringcomm_autoload.register()
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "MismatchError",
+    "Options",
+    "PeerDiedError",
+    "RingcommError",
+    "__version__",
+    "ops",
+    "stats",
+]

@@ -1,0 +1,73 @@
+"""From torch.distributed to the engine: makes groups, finds them, reads their counters."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm import _C
+from ringcomm.options import Options
+
+__all__ = ["create", "resolve_group", "stats"]
+
+DEFAULT_SLOT_BYTES = 256 << 10
+
+
+def create(dist_backend_opts: Any, pg_options: Any) -> Any:
+    """Makes this rank's end of a group; called by torch.distributed for every group of backend "ringcomm".
+
+    Args:
+        dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
+        pg_options: an `Options`, or None for the defaults.
+
+    Raises:
+        TypeError: pg_options is something else.
+        ValueError: an option has no valid value.
+        RingcommError: the ranks could not meet, or have different options.
+    """
+    if pg_options is None:
+        pg_options = Options()
+    if not isinstance(pg_options, Options):
+        raise TypeError(
+            f"pg_options of a ringcomm group is a ringcomm.Options, got {type(pg_options).__name__}"
+        )
+    options = pg_options.with_environment()
+    return _C.create_process_group(
+        store=dist_backend_opts.store,
+        rank=dist_backend_opts.group_rank,
+        size=dist_backend_opts.group_size,
+        timeout=dist_backend_opts.timeout,
+        algorithm=options.algorithm,
+        num_slots=options.num_slots,
+        slot_bytes=DEFAULT_SLOT_BYTES if options.slot_bytes is None else options.slot_bytes,
+    )
+
+
+def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group for None. Raises ValueError when there is none."""
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise ValueError(
+            "there is no default group: call torch.distributed.init_process_group first"
+        )
+    return dist.group.WORLD  # type: ignore[return-value]
+
+
+def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[str, int]]:
+    """What this rank has done since it started, by (collective, algorithm).
+
+    Args:
+        group: count one group of backend "ringcomm"; None counts all that this process has had.
+
+    Returns:
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called is missing.
+        `sent_bytes` are the bytes that the peers consumed from this rank: for a ring or two-shot all_reduce of S bytes
+        over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
+
+    Raises:
+        ValueError: the group's backend for CPU tensors is another one.
+    """
+    if group is None:
+        return _C.stats()  # type: ignore[no-any-return]
+    return _C.group_stats(group._get_backend(torch.device("cpu")))  # type: ignore[no-any-return]

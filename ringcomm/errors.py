@@ -1,0 +1,46 @@
+"""What ringcomm raises while it runs. Wrong arguments are ValueError, TypeError, NotImplementedError."""
+
+from torch.distributed import DistBackendError
+
+__all__ = ["CollectiveTimeoutError", "MismatchError", "PeerDiedError", "RingcommError"]
+
+
+class RingcommError(DistBackendError):
+    """A collective failed; the group refuses further calls with the same cause.
+
+    Attributes:
+        rank: the rank at fault in the group's numbering, -1 when unknown.
+        host: the name of its host, "" when unknown.
+        pid: its process id, -1 when unknown.
+        op: the collective, such as "all_reduce", "" when unknown.
+        seq: the collective's number in its group, -1 when unknown.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        host: str = "",
+        pid: int = -1,
+        op: str = "",
+        seq: int = -1,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.op = op
+        self.seq = seq
+
+
+class PeerDiedError(RingcommError):
+    """A rank's process ended, or left the group, while others counted on it."""
+
+
+class MismatchError(RingcommError):
+    """Ranks called different collectives, or made the group with different options."""
+
+
+class CollectiveTimeoutError(RingcommError, TimeoutError):
+    """A rank did not arrive in time."""

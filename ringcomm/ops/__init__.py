@@ -1,0 +1,26 @@
+"""Collectives as torch operators: seen by torch.compile, differentiable where they make a new tensor.
+
+`torch.ops.ringcomm.*` take the group's name; the functions here take the group.
+"""
+
+from ringcomm.ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    broadcast,
+    broadcast_,
+    reduce,
+    reduce_scatter,
+    ring_all_reduce_,
+)
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_",
+    "broadcast",
+    "broadcast_",
+    "reduce",
+    "reduce_scatter",
+    "ring_all_reduce_",
+]
