@@ -1,9 +1,9 @@
 """Makes the backend's name known to torch.distributed, without importing ringcomm.
 
-torch calls register() at the end of `import torch` (entry point group `torch.backends`). An exception here
-would break `import torch`, and an import of ringcomm would slow it down and find torch half made: so this
-module stands alone, imports torch.distributed only, and registers a creator that imports the rest when a group is
-made.
+torch calls register() at the end of `import torch` (entry point group `torch.backends`). An
+exception here would break `import torch`, and an import of ringcomm would slow it down and find
+torch half made: so this module stands alone, imports torch.distributed only, and registers a
+creator that imports the rest when a group is made.
 """
 
 import warnings
@@ -17,7 +17,7 @@ def _create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
 
 def register() -> None:
-    """Registers "ringcomm" as a backend for CPU and CUDA tensors; never raises, may be called again."""
+    """Registers "ringcomm" for CPU and CUDA tensors; never raises, may be called again."""
     try:
         import torch.distributed as dist
 

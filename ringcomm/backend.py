@@ -14,7 +14,7 @@ DEFAULT_SLOT_BYTES = 256 << 10
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
-    """Makes this rank's end of a group; called by torch.distributed for every group of backend "ringcomm".
+    """Makes this rank's end of a group; torch.distributed calls it for every ringcomm group.
 
     Args:
         dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
@@ -61,13 +61,13 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         group: count one group of backend "ringcomm"; None counts all that this process has had.
 
     Returns:
-        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called is missing.
-        `sent_bytes` are the bytes that the peers consumed from this rank: for a ring or two-shot all_reduce of S bytes
-        over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called
+        is missing. `sent_bytes` are the bytes that the peers consumed from this rank: for a ring or
+        two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
 
     Raises:
         ValueError: the group's backend for CPU tensors is another one.
     """
     if group is None:
-        return _C.stats()  # type: ignore[no-any-return]
-    return _C.group_stats(group._get_backend(torch.device("cpu")))  # type: ignore[no-any-return]
+        return _C.stats()
+    return _C.group_stats(group._get_backend(torch.device("cpu")))

@@ -1,4 +1,7 @@
-"""What ringcomm raises while it runs. Wrong arguments are ValueError, TypeError, NotImplementedError."""
+"""What ringcomm raises while it runs.
+
+Wrong arguments are ValueError, TypeError and NotImplementedError, and leave the group usable.
+"""
 
 from torch.distributed import DistBackendError
 

@@ -14,8 +14,9 @@ AlgorithmName = Literal["auto", "one_shot", "two_shot", "ring"]
 class Options:
     """Options of a group: `dist.init_process_group("ringcomm", pg_options=ringcomm.Options(...))`.
 
-    They are compared between the ranks when the group is made; a difference raises MismatchError on every rank. Where a
-    field is left at its default, the environment variable RINGCOMM_<FIELD> decides if it is set.
+    They are compared between the ranks when the group is made; a difference raises MismatchError on
+    every rank. Where a field is left at its default, the environment variable RINGCOMM_<FIELD>
+    decides if it is set.
 
     Attributes:
         algorithm: of all_reduce. "auto" chooses by size and number of ranks.

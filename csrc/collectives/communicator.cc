@@ -103,17 +103,24 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const shm::Wai
 
 void Communicator::validate(const Collective& call) const {
   if (is_reduction(call.op)) reduce_op_of(call);
-  if (call.ring_num_slots == 0 && call.ring_slot_bytes == 0) return;
-  CommunicatorOptions asked = options_;
-  if (call.ring_num_slots != 0) asked.num_slots = call.ring_num_slots;
-  if (call.ring_slot_bytes != 0) asked.slot_bytes = call.ring_slot_bytes;
+  const CommunicatorOptions asked = ring_options(call);
   asked.validate();
   if (asked.num_slots * asked.slot_bytes > options_.num_slots * options_.slot_bytes)
     throw std::invalid_argument(
         std::to_string(asked.num_slots) + " slots of " + std::to_string(asked.slot_bytes) +
-        " bytes do not fit the group's links of " +
-        std::to_string(options_.num_slots * options_.slot_bytes) +
+        " bytes do not fit the group's links of " + std::to_string(options_.num_slots * options_.slot_bytes) +
         " bytes; make the group with a larger slot_bytes in ringcomm.Options");
+}
+
+// How the call wants the ring's links cut: as it says, else as the group does, else in slots that fill them.
+CommunicatorOptions Communicator::ring_options(const Collective& call) const {
+  CommunicatorOptions asked = options_;
+  if (call.ring_num_slots != 0) {
+    asked.num_slots = call.ring_num_slots;
+    asked.slot_bytes = options_.num_slots * options_.slot_bytes / call.ring_num_slots / 64 * 64;
+  }
+  if (call.ring_slot_bytes != 0) asked.slot_bytes = call.ring_slot_bytes;
+  return asked;
 }
 
 CallHeader Communicator::header_of(const Collective& call) {
@@ -129,8 +136,9 @@ CallHeader Communicator::header_of(const Collective& call) {
   if (header.algorithm == Algorithm::kAuto)
     header.algorithm = choose_all_reduce(call.num_bytes(), world_size_);
   if (header.algorithm == Algorithm::kRing) {
-    header.ring_num_slots = call.ring_num_slots != 0 ? call.ring_num_slots : options_.num_slots;
-    header.ring_slot_bytes = call.ring_slot_bytes != 0 ? call.ring_slot_bytes : options_.slot_bytes;
+    const CommunicatorOptions cut = ring_options(call);
+    header.ring_num_slots = cut.num_slots;
+    header.ring_slot_bytes = cut.slot_bytes;
   }
   return header;
 }

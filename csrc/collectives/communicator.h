@@ -77,6 +77,7 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
+  CommunicatorOptions ring_options(const Collective& call) const;
   void execute(const Collective& call, const shm::WaitLimits& limits);
   CallHeader header_of(const Collective& call);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);

@@ -1,4 +1,4 @@
-"""Collectives as torch operators: seen by torch.compile, differentiable where they make a new tensor.
+"""Collectives as torch operators: torch.compile sees them, new results are differentiable.
 
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """

@@ -1,8 +1,8 @@
-"""Fakes, gradients and wrappers of the operators in csrc/bindings/ops/collective_ops.cc, in the same order.
+"""Fakes, gradients and wrappers of csrc/bindings/ops/collective_ops.cc, in the same order.
 
-Gradients are adjoints: a loss that every rank computes from its output is meant as the sum of the ranks' losses, as
-in torch.distributed.nn. So all_reduce(sum) is its own adjoint, all_gather and reduce_scatter(sum) are each
-other's, and broadcast and reduce are.
+Gradients are adjoints: a loss that every rank computes from its output is meant as the sum of the
+ranks' losses, as in torch.distributed.nn. So all_reduce(sum) is its own adjoint, all_gather and
+reduce_scatter(sum) are each other's, and broadcast and reduce are.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringcomm.backend import resolve_group
 
-_ops = torch.ops.ringcomm
+_ops: Any = torch.ops.ringcomm
 
 
 # ---- all_reduce_
@@ -57,7 +57,8 @@ def all_reduce(
 
     Differentiable for sum and avg.
     """
-    return _ops.all_reduce(tensor, reduce_op, resolve_group(group).group_name)  # type: ignore[no-any-return]
+    result: Tensor = _ops.all_reduce(tensor, reduce_op, resolve_group(group).group_name)
+    return result
 
 
 @torch.library.register_fake("ringcomm::all_reduce")
@@ -108,11 +109,13 @@ def reduce_scatter(
 
     Collective; blocks until the result is there. Differentiable for sum and avg.
     """
-    return _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)  # type: ignore[no-any-return]
+    result: Tensor = _ops.reduce_scatter(tensor, reduce_op, resolve_group(group).group_name)
+    return result
 
 
 def _world_size(group_name: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group_name).size()
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return int(resolve(group_name).size())
 
 
 @torch.library.register_fake("ringcomm::reduce_scatter")
@@ -154,7 +157,8 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
     Collective; blocks until the result is there. Differentiable.
     """
-    return _ops.all_gather(tensor, resolve_group(group).group_name)  # type: ignore[no-any-return]
+    result: Tensor = _ops.all_gather(tensor, resolve_group(group).group_name)
+    return result
 
 
 @torch.library.register_fake("ringcomm::all_gather")
@@ -209,8 +213,12 @@ def _(input: Tensor, src: int, group_name: str) -> None:
 
 
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensor of rank `src`, as a new tensor; arguments and errors as broadcast_. Differentiable."""
-    return _ops.broadcast(tensor, src, resolve_group(group).group_name)  # type: ignore[no-any-return]
+    """The tensor of rank `src`, as a new tensor; arguments and errors as broadcast_.
+
+    Differentiable.
+    """
+    result: Tensor = _ops.broadcast(tensor, src, resolve_group(group).group_name)
+    return result
 
 
 @torch.library.register_fake("ringcomm::broadcast")
@@ -239,10 +247,11 @@ def reduce(
 ) -> Tensor:
     """The reduction of the ranks' tensors on rank `dst`, zeros on the others.
 
-    Arguments and errors as all_reduce_; `dst` is in the group's numbering. Collective; blocks until the result is
-    there. Differentiable for sum.
+    Arguments and errors as all_reduce_; `dst` is in the group's numbering. Collective; blocks until
+    the result is there. Differentiable for sum.
     """
-    return _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)  # type: ignore[no-any-return]
+    result: Tensor = _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
+    return result
 
 
 @torch.library.register_fake("ringcomm::reduce")
@@ -274,23 +283,24 @@ def ring_all_reduce_(
     num_slots: int = 2,
     slot_bytes: int | None = None,
 ) -> Tensor:
-    """Sums `tensor` over the ranks in place, around the ring whatever the group's algorithm: for experiments.
+    """Sums `tensor` over the ranks in place, around the ring, whatever the group's algorithm is.
 
-    Sends exactly 2(N-1)/N of the tensor's bytes when N divides its elements; `ringcomm.stats()` counts them under
-    ("all_reduce", "ring").
+    For experiments. Sends exactly 2(N-1)/N of the tensor's bytes when N divides its elements; `ringcomm.stats()`
+    counts them under ("all_reduce", "ring").
 
     Args:
         tensor: any shape, the same on all ranks; bool, integer or floating; not requiring grad.
         group: a group of backend "ringcomm"; None for the default group.
         num_slots: slots of each link, 2 to 64: how far a sender may run ahead.
-        slot_bytes: bytes of a slot, a multiple of 64: the unit of pipelining. None takes what the group's links hold
-            with `num_slots` slots.
+        slot_bytes: bytes of a slot, a multiple of 64: the unit of pipelining. None takes what the
+            group's links hold with `num_slots` slots.
 
     Returns:
         `tensor`.
 
     Raises:
-        ValueError: the slots do not fit the links that the group was made with, or the tensor requires grad.
+        ValueError: the slots do not fit the links that the group was made with, or the tensor
+            requires grad.
         RingcommError: a rank failed or called something else.
 
     Collective; blocks until the result is there.

@@ -1,0 +1,18 @@
+"""The compiled engine; see csrc/bindings/module.cc."""
+
+from datetime import timedelta
+from typing import Any
+
+def create_process_group(
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    algorithm: str,
+    num_slots: int,
+    slot_bytes: int,
+) -> Any: ...
+def stats() -> dict[tuple[str, str], dict[str, int]]: ...
+def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...
+def mapped_bytes(backend: Any) -> int: ...
+def simd_level() -> str: ...
