@@ -81,7 +81,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   });
 }
 
-ProcessGroupRingcomm::~ProcessGroupRingcomm() = default;
+ProcessGroupRingcomm::~ProcessGroupRingcomm() { shutdown(); }
 
 const std::shared_ptr<Communicator>& ProcessGroupRingcomm::communicator() const {
   TORCH_CHECK_VALUE(communicator_ != nullptr, "ringcomm: this process group has been destroyed");
@@ -92,7 +92,11 @@ void ProcessGroupRingcomm::abort() {
   if (communicator_ != nullptr) communicator_->abort("the process group was aborted");
 }
 
-void ProcessGroupRingcomm::shutdown() { communicator_.reset(); }
+void ProcessGroupRingcomm::shutdown() {
+  // In a forked child the group is the parent's; what must not be destroyed is leaked.
+  if (communicator_ != nullptr && communicator_->is_inherited()) new std::shared_ptr(communicator_);
+  communicator_.reset();
+}
 
 std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseconds timeout) const {
   return std::min(timeout <= kNoTimeout ? timeout_ : timeout, kLongestTimeout);

@@ -71,6 +71,7 @@ Communicator::~Communicator() = default;
 
 void Communicator::run(const Collective& call, const shm::WaitLimits& limits) {
   validate(call);
+  failure_->rethrow_if_any();
   std::exception_ptr error;
   const auto task = [&] {
     try {
@@ -82,7 +83,7 @@ void Communicator::run(const Collective& call, const shm::WaitLimits& limits) {
   const auto poll = [&] {
     if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
   };
-  queue_.run(task, poll);
+  queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
   if (error != nullptr) std::rethrow_exception(error);
 }
 
@@ -108,11 +109,13 @@ void Communicator::validate(const Collective& call) const {
   if (asked.num_slots * asked.slot_bytes > options_.num_slots * options_.slot_bytes)
     throw std::invalid_argument(
         std::to_string(asked.num_slots) + " slots of " + std::to_string(asked.slot_bytes) +
-        " bytes do not fit the group's links of " + std::to_string(options_.num_slots * options_.slot_bytes) +
+        " bytes do not fit the group's links of " +
+        std::to_string(options_.num_slots * options_.slot_bytes) +
         " bytes; make the group with a larger slot_bytes in ringcomm.Options");
 }
 
-// How the call wants the ring's links cut: as it says, else as the group does, else in slots that fill them.
+// How the call wants the ring's links cut: as it says, else as the group does, else in slots that
+// fill them.
 CommunicatorOptions Communicator::ring_options(const Collective& call) const {
   CommunicatorOptions asked = options_;
   if (call.ring_num_slots != 0) {

@@ -74,6 +74,9 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
+  /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
+  /// threads are missing.
+  bool is_inherited() const { return group_ != nullptr && group_->is_inherited(); }
 
  private:
   void validate(const Collective& call) const;

@@ -3,6 +3,12 @@
 namespace ringcomm {
 
 void Failure::rethrow_if_any() const {
+  if (group_ != nullptr && group_->is_inherited())
+    throw Error(
+        {.kind = ErrorKind::kSystem},
+        prefix() +
+            "this process was forked from the one that made the group, and has no part in it; make "
+            "groups after forking");
   if (!has_failed_.load(std::memory_order_acquire)) return;
   std::rethrow_exception(first_cause());
 }

@@ -29,7 +29,8 @@ class Failure {
   Failure(shm::Group* group, int rank, int world_size)
       : group_(group), rank_(rank), world_size_(world_size) {}
 
-  /// Throws the first cause again if there is one.
+  /// Throws the first cause again if there is one; also throws in a process forked from the
+  /// group's.
   void rethrow_if_any() const;
   std::exception_ptr first_cause() const;
 

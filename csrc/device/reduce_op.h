@@ -12,37 +12,40 @@ namespace ringcomm {
 ///
 ///     to[i] = srcs[0][i] (+) srcs[1][i] (+) ... (+) srcs[num_srcs - 1][i]
 ///
-/// and stores the same value to `also_to` unless that is null. `to` and `also_to` may each be one of `srcs`; any other
-/// overlap is forbidden. 16-bit floats accumulate in fp32 and are rounded once, to nearest even, at the store. With
-/// `divisor` > 1 the result is divided by it before that rounding (the last step of an average; integers truncate
-/// towards zero). Min and max propagate NaN, as torch's do. Sums of integers wrap around.
+/// and stores the same value to `also_to` unless that is null. `to` and `also_to` may each be one
+/// of `srcs`; any other overlap is forbidden. 16-bit floats accumulate in fp32 and are rounded
+/// once, to nearest even, at the store. With `divisor` > 1 the result is divided by it before that
+/// rounding (the last step of an average; integers truncate towards zero). Min and max propagate
+/// NaN, as torch's do; a NaN in the result is the canonical quiet one. Sums of integers wrap
+/// around.
 ///
 /// The result depends on the values alone, never on the instruction set that was chosen.
 struct ReduceOp {
   const char* name = nullptr;  ///< "sum float32"
   std::size_t element_bytes = 0;
   std::size_t alignment = 1;  ///< bytes to which every array must be aligned
-  void (*combine)(void* to, void* also_to, const void* const* srcs, int num_srcs, std::size_t num_elems,
-                  int divisor) = nullptr;
+  void (*combine)(void* to, void* also_to, const void* const* srcs, int num_srcs,
+                  std::size_t num_elems, int divisor) = nullptr;
 };
 
 namespace host {
 
-/// The reduction for this processor, or null where it has no meaning (bitwise on floats, anything on kByte).
-/// kAvg gives the operator of kSum: the caller passes the divisor where the last rank's share has been added.
+/// The reduction for this processor, or null where it has no meaning (bitwise on floats, anything
+/// on kByte). kAvg gives the operator of kSum: the caller passes the divisor where the last rank's
+/// share has been added.
 const ReduceOp* find_reduce_op(Reduction reduction, DType dtype);
 
-/// The instruction set in use: "avx512", "avx2" or "baseline". The best that the processor has, unless the environment
-/// variable RINGCOMM_SIMD names one; read once. Throws std::invalid_argument when it names an unknown one or one that
-/// the processor lacks.
+/// The instruction set in use: "avx512", "avx2" or "baseline". The best that the processor has,
+/// unless the environment variable RINGCOMM_SIMD names one; read once. Throws std::invalid_argument
+/// when it names an unknown one or one that the processor lacks.
 const char* simd_level();
 
 /// How bytes are stored into memory that another core will read.
 enum class StoreKind { kCached, kStreaming };
 
-/// memcpy, or with kStreaming the same past the caches: faster where the reader's core shares no cache with this one
-/// (each store then costs a read of the line it will overwrite), slower where it does. Streaming stores are complete
-/// (ordered before any later store) when it returns.
+/// memcpy, or with kStreaming the same past the caches: faster where the reader's core shares no
+/// cache with this one (each store then costs a read of the line it will overwrite), slower where
+/// it does. Streaming stores are complete (ordered before any later store) when it returns.
 void copy_bytes(void* to, const void* from, std::size_t num_bytes, StoreKind kind);
 
 }  // namespace host

@@ -4,12 +4,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "transport/shm/rank_record.h"
 
 namespace ringcomm::shm {
 namespace {
+
+constexpr std::chrono::milliseconds kFirstRetry{1};
+constexpr std::chrono::milliseconds kLastRetry{50};
 
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
 
@@ -54,13 +58,14 @@ Group::Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentC
       world_size_(identity.world_size),
       layout_(identity.world_size, config),
       host_(host_name()),
+      hub_(&ProcessHub::instance()),
       processes_(static_cast<std::size_t>(identity.world_size)) {
   attach(store, identity, timeout);
 }
 
 void Group::attach(KeyValueStore& store, const GroupIdentity& identity,
                    std::chrono::milliseconds timeout) {
-  ProcessHub& hub = ProcessHub::instance();
+  ProcessHub& hub = *hub_;
   RankRecord mine{.host_id = host_id(),
                   .host = host_,
                   .hub_address = hub.address(),
@@ -89,18 +94,38 @@ void Group::attach(KeyValueStore& store, const GroupIdentity& identity,
     const RankRecord theirs = RankRecord::from_text(text);
     check_compatible(mine, theirs, rank_, peer);
     processes_[static_cast<std::size_t>(peer)] = hub.watch(theirs.hub_address);
-    if (peer != 0) continue;
-    const UniqueFd fd = hub.fetch(theirs.hub_address, theirs.memory_key, timeout);
-    if (size_of_memfd(fd.get()) != layout_.num_bytes())
-      throw Error({.kind = ErrorKind::kMismatch, .rank = 0, .op = "init"},
-                  "ringcomm: the group's shared memory has another size than this rank expects");
-    memory_ = SharedMemory(fd.get(), layout_.num_bytes());
   }
+  if (rank_ != 0) memory_ = fetch_memory(store, timeout);
   offer.release();  // the last rank to fetch ends the offer
 }
 
+SharedMemory Group::fetch_memory(KeyValueStore& store, std::chrono::milliseconds timeout) const {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::string text;
+  for (auto pause = kFirstRetry; std::chrono::steady_clock::now() < deadline;
+       pause = std::min(2 * pause, kLastRetry)) {
+    store.get(rank_key(0), timeout, text);
+    const RankRecord record = RankRecord::from_text(text);
+    const UniqueFd fd = hub_->fetch(record.hub_address, record.memory_key, timeout);
+    if (!fd) {
+      // The record may be that of an earlier group: programs destroy and make groups over the same
+      // store. Rank 0 is about to replace it.
+      std::this_thread::sleep_for(pause);
+      continue;
+    }
+    if (size_of_memfd(fd.get()) != layout_.num_bytes())
+      throw Error({.kind = ErrorKind::kMismatch, .rank = 0, .op = "init"},
+                  "ringcomm: the group's shared memory has another size than this rank expects");
+    return SharedMemory(fd.get(), layout_.num_bytes());
+  }
+  throw Error({.kind = ErrorKind::kTimeout, .rank = 0, .op = "init"},
+              "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) +
+                  ": rank 0 did not hand over the group's memory in " +
+                  std::to_string(timeout.count()) + " ms; read its error");
+}
+
 Group::~Group() {
-  if (memory_.data() == nullptr) return;
+  if (memory_.data() == nullptr || is_inherited()) return;
   __atomic_store_n(&layout_.control(memory_.data(), rank_).has_left, 1U, __ATOMIC_RELEASE);
 }
 

@@ -61,6 +61,9 @@ class Group {
   }
   Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
 
+  /// Whether this object came here by a fork: it belongs to the parent, and must not be used.
+  bool is_inherited() const { return !hub_->is_current(); }
+
   pid_t pid_of(int rank) const;
   const std::string& host() const { return host_; }
 
@@ -74,6 +77,7 @@ class Group {
   AbortReason abort_reason() const;
 
  private:
+  SharedMemory fetch_memory(KeyValueStore& store, std::chrono::milliseconds timeout) const;
   void attach(KeyValueStore& store, const GroupIdentity& identity,
               std::chrono::milliseconds timeout);
 
@@ -81,6 +85,7 @@ class Group {
   int world_size_;
   SegmentLayout layout_;
   std::string host_;
+  ProcessHub* hub_;
   SharedMemory memory_;
   std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
 };

@@ -70,6 +70,8 @@ ProcessHub& ProcessHub::instance() {
   return *hub;
 }
 
+bool ProcessHub::is_current() const { return current_hub.load(std::memory_order_acquire) == this; }
+
 ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
@@ -103,13 +105,7 @@ UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
                            std::chrono::milliseconds timeout) {
   const UniqueFd socket = connect_to(address);
   send_text(socket.get(), key);
-  UniqueFd fd = recv_fd(socket.get(), timeout);
-  if (!fd)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: process " + std::to_string(credentials_of_peer(socket.get()).pid) +
-                    " did not hand over the shared memory of the group; it may have failed: read "
-                    "its error");
-  return fd;
+  return recv_fd(socket.get(), timeout);
 }
 
 std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {

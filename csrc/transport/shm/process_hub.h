@@ -33,6 +33,9 @@ class ProcessHub {
  public:
   /// The hub of this process. A forked child gets one of its own, and loses the parent's.
   static ProcessHub& instance();
+  /// Whether this is the hub of this process still: not in a forked child, where its thread is
+  /// missing.
+  bool is_current() const;
 
   /// What peers connect to: a name in Linux's abstract socket namespace, which leaves no file
   /// behind.
@@ -43,7 +46,7 @@ class ProcessHub {
   /// Takes back what is left of an offer. Nothing happens when there is none.
   void withdraw(const std::string& key);
 
-  /// Fetches what the hub at `address` offers under `key`.
+  /// Fetches what the hub at `address` offers under `key`; nothing when it offers no such thing.
   UniqueFd fetch(const std::string& address, const std::string& key,
                  std::chrono::milliseconds timeout);
 

@@ -1,0 +1,355 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/types.h"
+#include "device/host/simd_tables.h"
+#include "device/reduce_op.h"
+#include "reduce_oracle.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using host::CombineFn;
+using host::SimdKernels;
+using oracle::Bytes;
+
+constexpr std::size_t kMaxElems = 4099;
+// Nothing; a tail alone; around one vector and one unrolled step at every width; many steps with
+// and without a tail.
+constexpr std::size_t kSizes[] = {0, 1, 7, 63, 64, 65, 1000, kMaxElems};
+constexpr int kNumSrcs[] = {1, 2, 3, 5, 8};  // copy; the two-source path; the n-ary one
+constexpr int kDivisors[] = {1, 3, 1000};    // none; inexact; outside of int8
+constexpr std::size_t kGuardBytes = 128;     // at least two of the widest vectors
+constexpr unsigned char kGuard = 0xa5;
+constexpr int kNoAlias = -1;
+
+std::vector<const SimdKernels*> available_levels() {
+  std::vector<const SimdKernels*> levels;
+  for (const char* name : {"baseline", "avx2", "avx512"}) {
+    if (const SimdKernels* kernels = host::find_simd_kernels(name)) levels.push_back(kernels);
+  }
+  return levels;
+}
+
+CombineFn combine_of(const SimdKernels& kernels, Reduction reduction, DType dtype) {
+  return kernels.combine[static_cast<int>(reduction)][static_cast<int>(dtype)];
+}
+
+template <class Visit>
+void for_each_pair(Visit visit) {
+  for (int d = 0; d < kNumDTypes; ++d) {
+    for (int r = 0; r < kNumReductions; ++r)
+      visit(static_cast<Reduction>(r), static_cast<DType>(d));
+  }
+}
+
+void put(Bytes& bytes, std::size_t offset, std::uint64_t bits, std::size_t num_bytes) {
+  std::memcpy(bytes.data() + offset, &bits, num_bytes);
+}
+
+// Bits of the values where formats break: zeros, infinities, NaN (quiet and signalling, payload,
+// sign), the smallest and largest subnormal, the smallest and largest normal, and one.
+std::vector<std::uint64_t> special_bits(int exponent_bits, int mantissa_bits) {
+  const std::uint64_t infinity = ((std::uint64_t{1} << exponent_bits) - 1) << mantissa_bits;
+  const std::uint64_t normal = std::uint64_t{1} << mantissa_bits;
+  const std::uint64_t one = ((std::uint64_t{1} << (exponent_bits - 1)) - 1) << mantissa_bits;
+  std::vector<std::uint64_t> bits = {0,          infinity, infinity | normal >> 1, infinity | 1, 1,
+                                     normal - 1, normal,   infinity - 1,           one};
+  const std::uint64_t sign = std::uint64_t{1} << (exponent_bits + mantissa_bits);
+  for (std::size_t i = 0, n = bits.size(); i < n; ++i) bits.push_back(bits[i] | sign);
+  return bits;
+}
+
+// Elements of one source: a third special values, a third any bits, and a third near one, where
+// sums round often instead of returning the larger operand.
+Bytes random_source(DType dtype, std::mt19937_64& random) {
+  const std::size_t width = element_bytes(dtype);
+  const int mantissa_bits = dtype == DType::kFloat64   ? 52
+                            : dtype == DType::kFloat32 ? 23
+                            : dtype == DType::kFloat16 ? 10
+                                                       : 7;
+  const int exponent_bits = static_cast<int>(8 * width) - 1 - mantissa_bits;
+  std::vector<std::uint64_t> special = {0, 1, 2, ~std::uint64_t{0},
+                                        std::uint64_t{1} << (8 * width - 1)};
+  if (oracle::is_float(dtype)) special = special_bits(exponent_bits, mantissa_bits);
+  Bytes bytes(kMaxElems * width);
+  for (std::size_t i = 0; i < kMaxElems; ++i) {
+    std::uint64_t bits = random();
+    const auto kind = random() % 3;
+    if (kind == 0) bits = special[random() % special.size()];
+    if (kind == 1 && oracle::is_float(dtype)) {
+      const std::uint64_t exponent = (std::uint64_t{1} << (exponent_bits - 1)) - 4 + random() % 7;
+      bits = (bits & ~(((std::uint64_t{1} << exponent_bits) - 1) << mantissa_bits)) |
+             exponent << mantissa_bits;
+    }
+    if (dtype == DType::kBool)
+      bits = kind == 0 ? bits : bits % 2;  // also bytes that are neither 0 nor 1
+    put(bytes, i * width, bits, width);
+  }
+  return bytes;
+}
+
+std::vector<Bytes> random_sources(DType dtype, int num_srcs) {
+  std::mt19937_64 random(static_cast<unsigned>(num_srcs) * 100 + static_cast<unsigned>(dtype));
+  std::vector<Bytes> srcs;
+  for (int s = 0; s < num_srcs; ++s) srcs.push_back(random_source(dtype, random));
+  return srcs;
+}
+
+/// How one call is laid out in memory.
+struct Layout {
+  std::size_t num_elems = 0;
+  int to_alias = kNoAlias;  // the source that `to` is
+  bool has_also_to = false;
+  int also_alias = kNoAlias;
+  std::size_t offset_bytes = 0;  // of every array from its 64-byte boundary
+};
+
+/// An array between guards.
+struct Guarded {
+  explicit Guarded(const Layout& layout, std::size_t num_bytes)
+      : begin(kGuardBytes + layout.offset_bytes),
+        size(num_bytes),
+        bytes(begin + num_bytes + kGuardBytes, kGuard) {}
+
+  unsigned char* data() { return bytes.data() + begin; }
+  bool holds(const Bytes& expected) const {
+    const auto is_guard = [](unsigned char b) { return b == kGuard; };
+    const auto first = bytes.begin() + static_cast<std::ptrdiff_t>(begin);
+    const auto last = first + static_cast<std::ptrdiff_t>(size);
+    return std::all_of(bytes.begin(), first, is_guard) &&
+           std::equal(first, last, expected.begin()) && std::all_of(last, bytes.end(), is_guard);
+  }
+
+  std::size_t begin;
+  std::size_t size;
+  Bytes bytes;
+};
+
+// Calls `combine` on a copy of `srcs`; whether it left `expected` where it should and everything
+// else as it was.
+bool stores_expected(CombineFn combine, DType dtype, const std::vector<Bytes>& srcs,
+                     const Bytes& expected, const Layout& layout, int divisor) {
+  const std::size_t num_bytes = layout.num_elems * element_bytes(dtype);
+  std::vector<Guarded> arrays(srcs.size() + 2,
+                              Guarded(layout, num_bytes));  // the sources, to, also_to
+  std::vector<const void*> pointers;
+  for (std::size_t s = 0; s < srcs.size(); ++s) {
+    if (num_bytes > 0) std::memcpy(arrays[s].data(), srcs[s].data(), num_bytes);
+    pointers.push_back(arrays[s].data());
+  }
+  const std::size_t to =
+      layout.to_alias == kNoAlias ? srcs.size() : static_cast<std::size_t>(layout.to_alias);
+  const std::size_t also =
+      layout.also_alias == kNoAlias ? srcs.size() + 1 : static_cast<std::size_t>(layout.also_alias);
+  combine(arrays[to].data(), layout.has_also_to ? arrays[also].data() : nullptr, pointers.data(),
+          static_cast<int>(srcs.size()), layout.num_elems, divisor);
+  const Bytes untouched(num_bytes, kGuard);
+  for (std::size_t k = 0; k < arrays.size(); ++k) {
+    const bool is_result = k == to || (layout.has_also_to && k == also);
+    const Bytes& wanted = is_result ? expected : (k < srcs.size() ? srcs[k] : untouched);
+    if (!arrays[k].holds(wanted)) return false;
+  }
+  return true;
+}
+
+// Every aliasing of one size, with and without the second store, from aligned and unaligned
+// addresses.
+std::vector<Layout> layouts_of(std::size_t num_elems, int num_srcs, DType dtype) {
+  std::vector<Layout> layouts;
+  for (int alias = kNoAlias; alias < num_srcs; ++alias) {
+    for (const std::size_t offset_bytes : {std::size_t{0}, element_bytes(dtype)}) {
+      layouts.push_back({num_elems, alias, false, kNoAlias, offset_bytes});
+      layouts.push_back({num_elems, alias, true, kNoAlias, offset_bytes});
+    }
+    layouts.push_back({num_elems, kNoAlias, true, alias, 0});
+    if (alias != kNoAlias && num_srcs > 1)
+      layouts.push_back({num_elems, alias, true, (alias + 1) % num_srcs, 0});
+  }
+  return layouts;
+}
+
+void check_pair(Reduction reduction, DType dtype, const std::vector<Bytes>& srcs, int divisor) {
+  const Bytes expected = oracle::reduce(reduction, dtype, srcs, kMaxElems, divisor);
+  const int num_srcs = static_cast<int>(srcs.size());
+  for (const SimdKernels* kernels : available_levels()) {
+    const CombineFn combine = combine_of(*kernels, reduction, dtype);
+    for (const std::size_t num_elems : kSizes) {
+      for (const Layout& layout : layouts_of(num_elems, num_srcs, dtype)) {
+        if (stores_expected(combine, dtype, srcs, expected, layout, divisor)) continue;
+        FAIL_CHECK(kernels->level << ": " << name_of(reduction) << " " << name_of(dtype) << ", "
+                                  << num_srcs << " sources, " << num_elems << " elements, divisor "
+                                  << divisor << ", to is source " << layout.to_alias
+                                  << ", also_to is source " << layout.also_alias
+                                  << (layout.has_also_to ? "" : " (none)") << ", offset "
+                                  << layout.offset_bytes);
+        return;
+      }
+    }
+  }
+}
+
+TEST_CASE("every level gives the oracle's bits") {
+  for_each_pair([](Reduction reduction, DType dtype) {
+    if (!oracle::has_meaning(reduction, dtype)) return;
+    for (const int num_srcs : kNumSrcs) {
+      const std::vector<Bytes> srcs = random_sources(dtype, num_srcs);
+      for (const int divisor : kDivisors) {
+        if (divisor > 1 && dtype == DType::kBool)
+          continue;  // an average of truth values has no meaning
+        check_pair(reduction, dtype, srcs, divisor);
+      }
+    }
+  });
+}
+
+// One source passes through widening, rounding and packing, so that all 65,536 values must come
+// back.
+TEST_CASE("every 16-bit float survives the way to fp32 and back") {
+  constexpr std::size_t kNumValues = 65536;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    Bytes values(kNumValues * 2);
+    for (std::size_t i = 0; i < kNumValues; ++i) put(values, i * 2, i, 2);
+    const Bytes expected = oracle::reduce(Reduction::kSum, dtype, {values}, kNumValues, 1);
+    for (const SimdKernels* kernels : available_levels()) {
+      CAPTURE(kernels->level);
+      const CombineFn combine = combine_of(*kernels, Reduction::kSum, dtype);
+      CHECK(stores_expected(combine, dtype, {values}, expected, {.num_elems = kNumValues}, 1));
+    }
+  }
+}
+
+// Products with every 16-bit float round at every distance from a tie, and into and out of the
+// subnormals.
+TEST_CASE("16-bit products and quotients round to nearest even") {
+  constexpr std::size_t kNumValues = 65536;
+  std::mt19937_64 random(7);
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (int repeat = 0; repeat < 8; ++repeat) {
+      Bytes all(kNumValues * 2), factor(kNumValues * 2);
+      const std::uint64_t bits = random();
+      for (std::size_t i = 0; i < kNumValues; ++i) {
+        put(all, i * 2, i, 2);
+        put(factor, i * 2, bits, 2);
+      }
+      const int divisor = 1 + repeat;
+      const Bytes expected =
+          oracle::reduce(Reduction::kProduct, dtype, {all, factor}, kNumValues, divisor);
+      for (const SimdKernels* kernels : available_levels()) {
+        CAPTURE(kernels->level);
+        const CombineFn combine = combine_of(*kernels, Reduction::kProduct, dtype);
+        CHECK(stores_expected(combine, dtype, {all, factor}, expected, {.num_elems = kNumValues},
+                              divisor));
+      }
+    }
+  }
+}
+
+TEST_CASE("the sum of 16-bit floats is rounded once") {
+  // 256 + 1 + 1 is 258 exactly. A sum rounded to bfloat16 at every step would stay at 256.
+  const std::uint16_t srcs[3] = {0x4380, 0x3f80, 0x3f80};
+  const void* pointers[3] = {&srcs[0], &srcs[1], &srcs[2]};
+  for (const SimdKernels* kernels : available_levels()) {
+    std::uint16_t result = 0;
+    combine_of(*kernels, Reduction::kSum, DType::kBFloat16)(&result, nullptr, pointers, 3, 1, 1);
+    CHECK(result == 0x4381);
+  }
+}
+
+TEST_CASE("zeros of either sign and NaN in minima and maxima") {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<std::vector<float>> srcs = {{0.0F, -0.0F, nan, 1.0F}, {-0.0F, 0.0F, 1.0F, nan}};
+  const void* pointers[2] = {srcs[0].data(), srcs[1].data()};
+  for (const SimdKernels* kernels : available_levels()) {
+    for (const Reduction reduction : {Reduction::kMin, Reduction::kMax}) {
+      float result[4] = {};
+      combine_of(*kernels, reduction, DType::kFloat32)(result, nullptr, pointers, 2, 4, 1);
+      CHECK_FALSE(std::signbit(result[0]));  // of equals the first stays
+      CHECK(std::signbit(result[1]));
+      CHECK(std::isnan(result[2]));
+      CHECK(std::isnan(result[3]));
+    }
+  }
+}
+
+// The checks above mean something only if they fail on a wrong result.
+TEST_CASE("negative control: a wrong kernel is noticed") {
+  const std::vector<Bytes> srcs = random_sources(DType::kBFloat16, 3);
+  const Bytes expected = oracle::reduce(Reduction::kSum, DType::kBFloat16, srcs, kMaxElems, 1);
+  const CombineFn sum = combine_of(host::kBaselineKernels, Reduction::kSum, DType::kBFloat16);
+  const Layout layout{.num_elems = 65, .to_alias = 1};
+  REQUIRE(stores_expected(sum, DType::kBFloat16, srcs, expected, layout, 1));
+
+  SUBCASE("one bit of the last element") {
+    Bytes wrong = expected;
+    wrong[2 * 64] ^= 1;
+    CHECK_FALSE(stores_expected(sum, DType::kBFloat16, srcs, wrong, layout, 1));
+  }
+  SUBCASE("rounded at every step") {
+    const Bytes first_two =
+        oracle::reduce(Reduction::kSum, DType::kBFloat16, {srcs[0], srcs[1]}, kMaxElems, 1);
+    const Bytes stepwise =
+        oracle::reduce(Reduction::kSum, DType::kBFloat16, {first_two, srcs[2]}, kMaxElems, 1);
+    CHECK_FALSE(
+        stores_expected(sum, DType::kBFloat16, srcs, stepwise, {.num_elems = kMaxElems}, 1));
+  }
+  SUBCASE("another reduction") {
+    const CombineFn max = combine_of(host::kBaselineKernels, Reduction::kMax, DType::kBFloat16);
+    CHECK_FALSE(stores_expected(max, DType::kBFloat16, srcs, expected, layout, 1));
+  }
+  SUBCASE("a store past the end") {
+    const CombineFn too_long = [](void* to, void* also_to, const void* const* from, int n,
+                                  std::size_t num_elems, int) {
+      host::kBaselineKernels.combine[0][static_cast<int>(DType::kBFloat16)](to, also_to, from, n,
+                                                                            num_elems + 1, 1);
+    };
+    CHECK_FALSE(stores_expected(too_long, DType::kBFloat16, srcs, expected, layout, 1));
+  }
+}
+
+TEST_CASE("the registry names its operators and refuses what has no meaning") {
+  for_each_pair([](Reduction reduction, DType dtype) {
+    CAPTURE(name_of(reduction));
+    CAPTURE(name_of(dtype));
+    const ReduceOp* op = host::find_reduce_op(reduction, dtype);
+    CHECK((op != nullptr) == oracle::has_meaning(reduction, dtype));
+    for (const SimdKernels* kernels : available_levels()) {
+      CHECK((combine_of(*kernels, reduction, dtype) != nullptr) ==
+            oracle::has_meaning(reduction, dtype));
+    }
+    if (op == nullptr) return;
+    CHECK(std::string(op->name) == std::string(name_of(reduction)) + " " + name_of(dtype));
+    CHECK(op->element_bytes == element_bytes(dtype));
+    const bool is_of_level = op->combine == combine_of(host::simd_kernels(), reduction, dtype);
+    CHECK(is_of_level);
+  });
+}
+
+TEST_CASE("RINGCOMM_SIMD chooses the level") {
+  const std::string best = available_levels().back()->level;
+  CHECK(host::choose_simd_kernels(nullptr).level == best);
+  CHECK(host::choose_simd_kernels("").level == best);
+  CHECK(std::string(host::choose_simd_kernels("baseline").level) == "baseline");
+  const char* const requested = std::getenv("RINGCOMM_SIMD");
+  CHECK(std::string(host::simd_level()) == host::choose_simd_kernels(requested).level);
+  CHECK_THROWS_WITH_AS(
+      host::choose_simd_kernels("sse9"),
+      "RINGCOMM_SIMD=\"sse9\" is not an instruction set: expected avx512, avx2 or baseline",
+      std::invalid_argument);
+  for (const char* level : {"avx2", "avx512"}) {
+    if (host::find_simd_kernels(level) == nullptr) {
+      CHECK_THROWS_AS(host::choose_simd_kernels(level), std::invalid_argument);
+    }
+  }
+}
+
+}  // namespace
