@@ -89,12 +89,12 @@ class Communicator {
   int rank_;
   int world_size_;
   CommunicatorOptions options_;
+  Stats stats_;
   std::unique_ptr<shm::Group> group_;  // null in a group of one, as is all that needs it
   std::unique_ptr<shm::WaitScope> scope_;
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<P2pEngine> p2p_;
-  Stats stats_;
   std::atomic<std::uint64_t> next_seq_ = 0;
   OrderedQueue queue_;  // last, so first to go: it runs what is left
 };

@@ -15,6 +15,9 @@
 // autograd and wrappers stand in ringcomm/ops, in the same order. They run over any backend of
 // torch.distributed; the explicit ring needs ringcomm's.
 
+// _allgather_base and _reduce_scatter_base have new names since torch 2.13, which 2.11 does not know.
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
 namespace ringcomm {
 namespace {
 
