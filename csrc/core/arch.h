@@ -16,7 +16,7 @@ namespace ringcomm {
 /// explores interleavings. Orders stand on the operations themselves, never on free-standing
 /// fences, which ThreadSanitizer ignores.
 ///
-///   load_acquire    pairs with store_release and store_seq_cst of the same word
+///   load_acquire    pairs with store_seq_cst of the same word
 ///   load_seq_cst    } one total order over these three: a store followed by a load of another word
 ///   store_seq_cst   } (cursor, then sleepers; or sleepers, then cursor) is not reordered
 ///   add_seq_cst     }
@@ -31,7 +31,6 @@ concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::
   { arch.load_acquire(word) } -> std::same_as<std::uint64_t>;
   { arch.load_seq_cst(word) } -> std::same_as<std::uint64_t>;
   { arch.load_seq_cst(count) } -> std::same_as<std::uint32_t>;
-  arch.store_release(word, value);
   arch.store_seq_cst(word, value);
   arch.add_seq_cst(count, std::int32_t{1});
   arch.copy(to, from, num_bytes);

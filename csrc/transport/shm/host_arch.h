@@ -37,9 +37,6 @@ class HostArch {
   std::uint32_t load_seq_cst(const std::uint32_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
   }
-  void store_release(std::uint64_t& word, std::uint64_t value) const {
-    __atomic_store_n(&word, value, __ATOMIC_RELEASE);
-  }
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
     __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
   }

@@ -1,0 +1,117 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/arch.h"
+#include "machine.h"
+
+namespace ringcomm::checker {
+
+/// The machine on which the protocols of core are explored. Every operation, and every block of
+/// payload, is a scheduling point at which any other rank may go first.
+class CheckerArch {
+ public:
+  CheckerArch(Machine& machine, int rank) : machine_(machine), rank_(rank) {}
+
+  std::uint64_t load_acquire(const std::uint64_t& word) { return load(Op::kLoadAcquire, word); }
+  std::uint64_t load_seq_cst(const std::uint64_t& word) { return load(Op::kLoadSeqCst, word); }
+  std::uint32_t load_seq_cst(const std::uint32_t& count) {
+    return static_cast<std::uint32_t>(load(Op::kLoadSeqCst, count));
+  }
+  /// Not part of the concept: for mutants.
+  void store_relaxed(std::uint64_t& word, std::uint64_t value) {
+    store(Op::kStoreRelaxed, Order::kRelaxed, word, value);
+  }
+  void store_release(std::uint64_t& word, std::uint64_t value) {
+    store(Op::kStoreRelease, Order::kRelease, word, value);
+  }
+  void store_seq_cst(std::uint64_t& word, std::uint64_t value) {
+    store(Op::kStoreSeqCst, Order::kSeqCst, word, value);
+  }
+  void add_seq_cst(std::uint32_t& count, std::int32_t delta) {
+    machine_.point(rank_);
+    const int idx = machine_.memory.word_idx(&count);
+    machine_.memory.add(rank_, idx, delta);
+    machine_.observe(Op::kAdd, rank_, idx, static_cast<std::uint64_t>(std::int64_t{delta}));
+  }
+
+  void copy(void* to, const void* from, std::size_t num_bytes) {
+    for (std::size_t at = 0; at < num_bytes; at += kBlockBytes) {
+      write(static_cast<std::byte*>(to) + at, read(static_cast<const std::byte*>(from) + at));
+    }
+  }
+  /// The sum of 64-bit integers, as link_primitives.h calls its Combine.
+  void combine(std::byte* to, std::byte* also_to, const std::byte* received, const std::byte* local,
+               std::size_t num_bytes) {
+    for (std::size_t at = 0; at < num_bytes; at += kBlockBytes) {
+      const std::uint64_t sum = read(received + at) + read(local + at);
+      write(to + at, sum);
+      if (also_to != nullptr) write(also_to + at, sum);
+    }
+  }
+
+  void pause() { machine_.point(rank_); }
+  void yield() { machine_.point(rank_); }
+  void park(const std::uint64_t& word, std::uint64_t expected) {
+    machine_.point(rank_);
+    machine_.park(rank_, machine_.memory.word_idx(&word), expected);
+  }
+  void wake(const std::uint64_t& word) {
+    machine_.point(rank_);
+    machine_.wake(rank_, machine_.memory.word_idx(&word));
+  }
+  Stop stopped(int peer) {
+    // Where nobody can die the answer never changes, so nothing can come between.
+    if (machine_.has_victim()) machine_.point(rank_);
+    return machine_.stopped(rank_, peer);
+  }
+
+  /// Declares that from here on this rank's program depends on `step` and on the checked memory
+  /// only, so that states reached through different waits are one. True between two primitives:
+  /// their cursors count steps, and the buffers are checked memory.
+  void checkpoint(std::uint64_t step) { machine_.checkpoint(rank_, step); }
+  /// Demands something of the program that no access shows.
+  void require(bool condition, ViolationKind kind, const char* what) {
+    if (!condition) machine_.report(kind, rank_, what);
+  }
+  std::uint64_t peek(const std::uint64_t& word) const {
+    return machine_.memory.peek(machine_.memory.word_idx(&word));
+  }
+
+ private:
+  std::uint64_t load(Op op, const auto& word) {
+    machine_.point(rank_);
+    const int idx = machine_.memory.word_idx(&word);
+    // `sleepers` orders no payload: see Memory.
+    const std::uint64_t value = machine_.memory.load(rank_, idx, idx % 2 == 0);
+    machine_.observe(op, rank_, idx, value);
+    return value;
+  }
+  void store(Op op, Order order, const std::uint64_t& word, std::uint64_t value) {
+    machine_.point(rank_);
+    const int idx = machine_.memory.word_idx(&word);
+    machine_.memory.store(rank_, idx, value, order);
+    machine_.observe(op, rank_, idx, value);
+  }
+  std::uint64_t read(const std::byte* block) {
+    const int idx = machine_.memory.cell_idx(block);
+    if (machine_.steps_on_payload() && !machine_.memory.is_private(idx)) machine_.point(rank_);
+    const std::uint64_t value = machine_.memory.read(rank_, idx);
+    machine_.observe(Op::kRead, rank_, idx, value);
+    return value;
+  }
+  void write(std::byte* block, std::uint64_t value) {
+    const int idx = machine_.memory.cell_idx(block);
+    if (machine_.steps_on_payload() && !machine_.memory.is_private(idx)) machine_.point(rank_);
+    machine_.memory.write(rank_, idx, value);
+    machine_.observe(Op::kWrite, rank_, idx, value);
+  }
+
+  Machine& machine_;
+  int rank_;
+};
+
+static_assert(Arch<CheckerArch>);
+
+}  // namespace ringcomm::checker

@@ -1,0 +1,182 @@
+"""What run_mutants.py breaks in csrc/core, where the checker must see it, and as what."""
+
+import dataclasses
+
+NO_OWNER = "--no-owner"  # happens-before, data and progress only, not whose turn a slot is
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of the checker: `expected` is a kind of violation, or "ok" if it can see none."""
+
+    scenario: str
+    expected: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    header: str
+    old: str
+    new: str
+    runs: tuple[Run, ...]
+
+
+STORE = "  arch.store_seq_cst(cursor.value, value);\n"
+LOOK = "  if (arch.load_seq_cst(cursor.sleepers) != 0) arch.wake(cursor.value);\n"
+LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;\n"
+GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
+ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
+LOOK_AGAIN = "    const std::uint64_t seen = arch.load_seq_cst(cursor.value);\n"
+RECEIVED = "from.wait(received); stop != Stop::kNone) return stop;\n"
+OPEN_WAIT = "if (peer == rank_) continue;\n      if (const Stop stop = wait_published(peer);"
+WAIT_WAIT = (
+    "Stop wait(int peer, const std::byte*& region) {\n"
+    "    if (const Stop stop = wait_published(peer);"
+)
+PHASE_EARLY = "wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_ - (phase_ > 0), peer)"
+
+MUTANTS = (
+    Mutant(
+        "relaxed_publish",
+        "wait_policy.h",
+        STORE,
+        "  arch.store_relaxed(cursor.value, value);\n",
+        (Run("link", "race"), Run("board2", "race")),
+    ),
+    Mutant(
+        "release_publish",
+        "wait_policy.h",
+        STORE,
+        "  arch.store_release(cursor.value, value);\n",
+        (Run("link", "deadlock"), Run("ring2", "deadlock"), Run("board2", "deadlock")),
+    ),
+    Mutant(
+        "look_before_publish",
+        "wait_policy.h",
+        STORE + LOOK,
+        "  const bool has_sleepers = arch.load_seq_cst(cursor.sleepers) != 0;\n"
+        + STORE
+        + "  if (has_sleepers) arch.wake(cursor.value);\n",
+        (Run("link", "deadlock"),),
+    ),
+    Mutant("sleep_unannounced", "wait_policy.h", ANNOUNCE, "", (Run("link", "deadlock"),)),
+    # Harmless, and known to be: park() compares the word once more, after the announcement, in the
+    # kernel. The sequence matters as soon as a machine's park() does not.
+    Mutant(
+        "announce_after_look",
+        "wait_policy.h",
+        ANNOUNCE + LOOK_AGAIN,
+        LOOK_AGAIN + ANNOUNCE,
+        (Run("link", "ok"), Run("ring2", "ok"), Run("board2", "ok")),
+    ),
+    Mutant(
+        "no_abort_check",
+        "wait_policy.h",
+        GIVE_UP,
+        "",
+        (Run("link_death", "deadlock"), Run("board2_death", "deadlock")),
+    ),
+    Mutant(
+        "stop_before_cursor",
+        "wait_policy.h",
+        LAST_WORD + GIVE_UP,
+        GIVE_UP,
+        (Run("link_death", "bad_stop"),),
+    ),
+    Mutant(
+        "early_release",
+        "link_primitives.h",
+        RECEIVED + "  arch.copy(output, received, num_bytes);\n  from.release();\n",
+        RECEIVED + "  from.release();\n  arch.copy(output, received, num_bytes);\n",
+        (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),
+    ),
+    Mutant(
+        "publish_before_fill",
+        "link_primitives.h",
+        "  arch.copy(slot, local, num_bytes);\n  to.publish();\n",
+        "  to.publish();\n  arch.copy(slot, local, num_bytes);\n",
+        (Run("link", "unowned"), Run("link", "race", (NO_OWNER,))),
+    ),
+    # The ring of two hides it from clocks and data: the message that would overwrite a slot comes
+    # after one that the neighbour sent after it had read that slot. Only the ownership rule sees it
+    # there.
+    Mutant(
+        "credit_too_many",
+        "link_protocol.h",
+        "wait_drained(geometry_.num_slots - 1)",
+        "wait_drained(geometry_.num_slots)",
+        (
+            Run("ring2", "ok", (NO_OWNER,)),
+            Run("ring2", "unowned"),
+            Run("ring3", "wrong_data", (NO_OWNER,)),
+            Run("ring4", "race", (NO_OWNER,)),
+            Run("ring4_walks", "race", (NO_OWNER,)),
+        ),
+    ),
+    Mutant(
+        "try_credit_too_many",
+        "link_protocol.h",
+        ">= geometry_.num_slots) return false;",
+        "> geometry_.num_slots) return false;",
+        (Run("link_poll", "unowned"), Run("link_poll", "wrong_data", (NO_OWNER,))),
+    ),
+    Mutant(
+        "read_before_published",
+        "link_protocol.h",
+        "wait_at_least(arch_, budget_, geometry_.cursors->tail, head_ + 1, peer_)",
+        "wait_at_least(arch_, budget_, geometry_.cursors->tail, head_, peer_)",
+        (Run("link", "race"),),
+    ),
+    Mutant(
+        "tail_reset",
+        "link_protocol.h",
+        "advance(arch_, geometry_.cursors->tail, ++tail_);",
+        "advance(arch_, geometry_.cursors->tail, ++tail_ % geometry_.num_slots);",
+        (Run("link", "deadlock", (NO_OWNER,)), Run("ring2", "deadlock", (NO_OWNER,))),
+    ),
+    Mutant(
+        "drained_too_early",
+        "link_protocol.h",
+        "tail_ - max_in_flight, peer_",
+        "tail_ - max_in_flight - (max_in_flight == 0), peer_",
+        (Run("link_recut", "wrong_data"),),
+    ),
+    Mutant(
+        "board_open_unchecked",
+        "board_protocol.h",
+        OPEN_WAIT,
+        OPEN_WAIT.replace("wait_published(peer)", "Stop::kNone"),
+        (Run("board3_first", "unowned"), Run("board3_first", "wrong_data", (NO_OWNER,))),
+    ),
+    Mutant(
+        "board_open_phase_early",
+        "board_protocol.h",
+        OPEN_WAIT,
+        OPEN_WAIT.replace("wait_published(peer)", PHASE_EARLY),
+        (Run("board3_first", "unowned"), Run("board3_first", "race", (NO_OWNER,))),
+    ),
+    # With two ranks there is only one to ask.
+    Mutant(
+        "board_one_reader_asked",
+        "board_protocol.h",
+        "peer < geometry_.world_size; ++peer",
+        "peer < 2; ++peer",
+        (Run("board2", "ok"), Run("board3_first", "wrong_data", (NO_OWNER,))),
+    ),
+    Mutant(
+        "board_wait_phase_early",
+        "board_protocol.h",
+        WAIT_WAIT,
+        WAIT_WAIT.replace("wait_published(peer)", PHASE_EARLY),
+        (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
+    ),
+    Mutant(
+        "board_wrong_region",
+        "board_protocol.h",
+        "geometry_.region(peer, phase_ - 1)",
+        "geometry_.region(peer, phase_)",
+        (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
+    ),
+)

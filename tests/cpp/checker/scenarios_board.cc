@@ -1,0 +1,141 @@
+#include <memory>
+
+#include "checker_arch.h"
+#include "core/board_protocol.h"
+#include "scenarios.h"
+
+namespace ringcomm::checker {
+namespace {
+
+/// Phases of boards: who writes in which, read by everybody else.
+struct Phases {
+  enum class Writers { kAll, kFirst, kInTurn };
+
+  int num_ranks;
+  int num_phases;
+  Writers writers;
+  int region_blocks = 1;
+
+  BoardGeometry geometry;
+  std::vector<std::byte*> inputs;   ///< per rank: one region's worth for each phase
+  std::vector<std::byte*> outputs;  ///< per rank: what each peer wrote in each phase
+
+  bool writes(int rank, int phase) const {
+    switch (writers) {
+      case Writers::kAll:
+        return true;
+      case Writers::kFirst:
+        return rank == 0;
+      case Writers::kInTurn:
+        return rank == phase % num_ranks;
+    }
+    return false;
+  }
+  std::size_t region_bytes() const { return static_cast<std::size_t>(region_blocks) * kBlockBytes; }
+  std::byte* input(int rank, int phase) const { return inputs[rank] + phase * region_bytes(); }
+  std::byte* output(int rank, int phase, int peer) const {
+    return outputs[rank] + (phase * num_ranks + peer) * region_bytes();
+  }
+  std::uint64_t value(int rank, int phase, int block_idx) const {
+    return input_of(rank, static_cast<std::size_t>(phase * region_blocks + block_idx));
+  }
+
+  void lay_out(Memory& memory) {
+    std::vector<std::string> names;
+    for (int rank = 0; rank < num_ranks; ++rank)
+      names.push_back("published " + std::to_string(rank));
+    Cursor* published = memory.add_cursors(num_ranks, names);
+    std::byte* regions = memory.add_shared(2 * num_ranks * region_blocks, "regions");
+    geometry = {num_ranks, published, sizeof(Cursor), regions, region_bytes()};
+    inputs.clear();
+    outputs.clear();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      memory.own_as_board(geometry.region(rank, 0), region_blocks, published, rank);
+      inputs.push_back(memory.add_private(rank, num_phases * region_blocks, "input"));
+      outputs.push_back(memory.add_private(rank, num_phases * num_ranks * region_blocks, "output"));
+      for (int i = 0; i < num_phases * region_blocks; ++i) {
+        memory.poke(inputs[rank] + i * kBlockBytes, value(rank, 0, i));
+      }
+    }
+  }
+
+  std::string check(const Memory& memory, int rank) const {
+    for (int phase = 0; phase < num_phases; ++phase) {
+      for (int peer = 0; peer < num_ranks; ++peer) {
+        for (int i = 0; peer != rank && writes(peer, phase) && i < region_blocks; ++i) {
+          const std::string fault =
+              compare(memory, output(rank, phase, peer) + i * kBlockBytes, value(peer, phase, i));
+          if (!fault.empty()) return fault;
+        }
+      }
+    }
+    return {};
+  }
+};
+
+Stop run_phases(CheckerArch& arch, const Phases& phases, int rank) {
+  SpinBudget budget = SpinBudget::none();
+  Board<CheckerArch> board(arch, budget, phases.geometry, rank);
+  const std::uint64_t steps_per_phase = 8;
+  for (int phase = 0; phase < phases.num_phases; ++phase) {
+    std::uint64_t step = static_cast<std::uint64_t>(phase) * steps_per_phase;
+    arch.checkpoint(step++);
+    if (phases.writes(rank, phase)) {
+      std::byte* region = nullptr;
+      if (const Stop stop = board.open(region); stop != Stop::kNone) return stop;
+      arch.copy(region, phases.input(rank, phase), board.region_bytes());
+    }
+    board.publish();
+    for (int peer = 0; peer < phases.num_ranks; ++peer) {
+      arch.checkpoint(step++);
+      if (peer == rank || !phases.writes(peer, phase)) continue;
+      const std::byte* region = nullptr;
+      if (const Stop stop = board.wait(peer, region); stop != Stop::kNone) return stop;
+      arch.copy(phases.output(rank, phase, peer), region, board.region_bytes());
+    }
+  }
+  return Stop::kNone;
+}
+
+Scenario board(std::string name, Phases parameters, bool has_death, bool steps_on_payload) {
+  auto shape = std::make_shared<Phases>(std::move(parameters));
+  Scenario scenario;
+  scenario.name = std::move(name);
+  const char* writers = shape->writers == Phases::Writers::kAll     ? "all write"
+                        : shape->writers == Phases::Writers::kFirst ? "rank 0 writes"
+                                                                    : "one writes in turn";
+  scenario.text = "boards, " + std::to_string(shape->num_ranks) + " ranks, " +
+                  std::to_string(shape->num_phases) + " phases, " + writers;
+  scenario.num_ranks = shape->num_ranks;
+  scenario.has_death = has_death;
+  scenario.steps_on_payload = steps_on_payload;
+  scenario.setup = [shape](Memory& memory) { shape->lay_out(memory); };
+  scenario.body = [shape](CheckerArch& arch, int rank) { return run_phases(arch, *shape, rank); };
+  scenario.check = [shape](const Memory& memory, int rank) { return shape->check(memory, rank); };
+  return scenario;
+}
+
+Phases phases(int num_ranks, int num_phases, Phases::Writers writers, int region_blocks) {
+  Phases shape{};
+  shape.num_ranks = num_ranks;
+  shape.num_phases = num_phases;
+  shape.writers = writers;
+  shape.region_blocks = region_blocks;
+  return shape;
+}
+
+}  // namespace
+
+std::vector<Scenario> board_scenarios() {
+  using Writers = Phases::Writers;
+  return {
+      board("board2", phases(2, 4, Writers::kAll, 2), false, true),
+      board("board2_death", phases(2, 3, Writers::kAll, 2), true, true),
+      board("board3_first", phases(3, 3, Writers::kFirst, 1), false, true),
+      board("board3_in_turn", phases(3, 4, Writers::kInTurn, 1), false, true),
+      board("board3_all", phases(3, 3, Writers::kAll, 1), false, false),
+      board("board3_first_death", phases(3, 3, Writers::kFirst, 1), true, true),
+  };
+}
+
+}  // namespace ringcomm::checker

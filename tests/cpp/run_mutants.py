@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Breaks the protocols of csrc/core, one way at a time, and demands that the checker sees it.
+
+Each mutant (checker/mutants.py) is one textual replacement in a copy of csrc/core, so the shipped
+source carries no hooks. The text must occur exactly once: if the source has moved on, the run
+fails and says which mutant needs an update. The checker is compiled against the mutated copy and
+must report the expected kind of violation in each of the mutant's scenarios. That the shipped
+source passes is the checker's own run, or this one's with --shipped.
+
+    python3 tests/cpp/run_mutants.py [--cxx g++] [--keep DIR] [--only NAME] [--shipped] [--list]
+
+Exit status 0 if every mutant behaves as expected.
+"""
+
+import argparse
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from checker.mutants import MUTANTS, Mutant, Run
+
+CPP_TESTS = pathlib.Path(__file__).resolve().parent
+CORE = CPP_TESTS.parent.parent / "csrc" / "core"
+CHECKER = CPP_TESTS / "checker"
+# The rest of the checker includes only these of core: no mutant may touch them, so that its objects
+# serve all mutants.
+SHARED_HEADERS = {"arch.h", "cursor.h", "stop.h"}
+COMPILE_FLAGS = ["-std=c++20", "-O1", f"-I{CHECKER}"]
+TIMEOUT_S = 120
+
+
+class Failure(Exception):
+    pass
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failure(f"no end after {TIMEOUT_S} s: {' '.join(command)}") from error
+
+
+def compile_one(
+    cxx: str, source: pathlib.Path, include: pathlib.Path, to: pathlib.Path
+) -> pathlib.Path:
+    done = run([cxx, *COMPILE_FLAGS, f"-I{include}", "-c", str(source), "-o", str(to)])
+    if done.returncode != 0:
+        raise Failure(f"{source.name} does not compile:\n{done.stderr}")
+    return to
+
+
+def link(cxx: str, objects: list[pathlib.Path], to: pathlib.Path) -> pathlib.Path:
+    done = run([cxx, *map(str, objects), "-o", str(to)])
+    if done.returncode != 0:
+        raise Failure(f"{to.name} does not link:\n{done.stderr}")
+    return to
+
+
+def is_protocol_source(source: pathlib.Path) -> bool:
+    """Only the scenarios instantiate the protocols."""
+    return source.name.startswith("scenarios_")
+
+
+def mutate(mutant: Mutant, include: pathlib.Path) -> None:
+    if mutant.header in SHARED_HEADERS:
+        raise Failure(
+            f"{mutant.header} is compiled into the shared objects; no mutant may change it"
+        )
+    shutil.copytree(CORE, include / "core")
+    header = include / "core" / mutant.header
+    text = header.read_text()
+    # Token by token, so that a formatter's line breaks do not matter.
+    tokens = re.findall(r"\w+|[^\w\s]", mutant.old)
+    places = list(re.finditer(r"\s*".join(map(re.escape, tokens)), text))
+    if len(places) != 1:
+        raise Failure(
+            f"its text occurs {len(places)} times in {mutant.header} instead of once; "
+            f"update checker/mutants.py:\n{mutant.old}"
+        )
+    header.write_text(text[: places[0].start()] + mutant.new + text[places[0].end() :])
+
+
+def check(checker: pathlib.Path, expectation: Run) -> tuple[str, float]:
+    """What the checker found ("ok" or a kind of violation), and how long it took."""
+    begin = time.monotonic()
+    done = run([str(checker), "--scenario", expectation.scenario, *expectation.flags])
+    took_s = time.monotonic() - begin
+    found = re.search(r"^violation: (\w+)", done.stdout, re.MULTILINE)
+    if found:
+        return found.group(1), took_s
+    if done.returncode == 0:
+        return "ok", took_s
+    return f"exit status {done.returncode} {done.stderr.strip()}", took_s
+
+
+def headers_of(text: str) -> set[str]:
+    """The core headers that this text includes, directly or through others."""
+    found: set[str] = set()
+    waiting = re.findall(r'#include "core/([\w.]+)"', text)
+    while waiting:
+        header = waiting.pop()
+        if header not in found:
+            found.add(header)
+            waiting += re.findall(r'#include "core/([\w.]+)"', (CORE / header).read_text())
+    return found
+
+
+def try_mutant(
+    mutant: Mutant, cxx: str, work: pathlib.Path, objects: dict[pathlib.Path, pathlib.Path]
+) -> list[str]:
+    """The lines of the table for this mutant. `objects` are the shipped source's, by source."""
+    place = work / mutant.name
+    place.mkdir()
+    try:
+        mutate(mutant, place)
+        # What does not include the mutated header stays; what does must not be mixed with shipped
+        # instances of the same templates, of which the linker would keep either.
+        mutated = {
+            source: compile_one(cxx, source, place, place / f"{source.stem}.o")
+            for source in objects
+            if is_protocol_source(source) and mutant.header in headers_of(source.read_text())
+        }
+        checker = link(cxx, list((objects | mutated).values()), place / "checker")
+        lines = []
+        for expectation in mutant.runs:
+            found, took_s = check(checker, expectation)
+            is_expected = found == expectation.expected
+            verdict = "as expected" if is_expected else f"MISSED, expected {expectation.expected}"
+            scenario = " ".join((expectation.scenario, *expectation.flags))
+            lines.append(f"{mutant.name:24} {scenario:32} {found:10} {took_s:6.2f} s  {verdict}")
+        return lines
+    except Failure as failure:
+        return [f"{mutant.name:24} FAILED: {failure}"]
+
+
+def run_shipped(cxx: str, work: pathlib.Path, objects: dict[pathlib.Path, pathlib.Path]) -> bool:
+    checker = link(cxx, list(objects.values()), work / "checker")
+    return subprocess.run([str(checker)], check=False).returncode == 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cxx", default="g++", help="C++20 compiler (default: %(default)s)")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="build here and leave it")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this mutant; repeatable")
+    parser.add_argument(
+        "--shipped", action="store_true", help="first run everything on the shipped source"
+    )
+    parser.add_argument("--list", action="store_true", help="print the mutants' names and end")
+    arguments = parser.parse_args()
+    unknown = set(arguments.only or ()) - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"no such mutant: {', '.join(sorted(unknown))}")
+    return arguments
+
+
+def run_all(arguments: argparse.Namespace, work: pathlib.Path) -> bool:
+    begin = time.monotonic()
+    wanted = [mutant for mutant in MUTANTS if not arguments.only or mutant.name in arguments.only]
+    sources = sorted(CHECKER.glob("*.cc"))
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        cxx = arguments.cxx
+        built = pool.map(
+            lambda source: compile_one(cxx, source, CORE.parent, work / f"{source.stem}.o"), sources
+        )
+        objects = dict(zip(sources, built, strict=True))
+        is_good = True
+        if arguments.shipped:
+            is_good = run_shipped(arguments.cxx, work, objects)
+            print(f"shipped source: {'passes' if is_good else 'FAILS'}\n")
+        print(f"{'mutant':24} {'scenario':32} {'found':10}")
+        num_bad = 0
+        for lines in pool.map(lambda mutant: try_mutant(mutant, cxx, work, objects), wanted):
+            print("\n".join(lines), flush=True)
+            num_bad += any(not line.endswith("as expected") for line in lines)
+    print(
+        f"\n{len(wanted) - num_bad} of {len(wanted)} mutants behave as expected, "
+        f"{time.monotonic() - begin:.0f} s in all"
+    )
+    return is_good and num_bad == 0
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.list:
+        print("\n".join(mutant.name for mutant in MUTANTS))
+        return 0
+    try:
+        if arguments.keep:
+            shutil.rmtree(arguments.keep, ignore_errors=True)
+            arguments.keep.mkdir(parents=True)
+            return 0 if run_all(arguments, arguments.keep) else 1
+        with tempfile.TemporaryDirectory(prefix="ringcomm_mutants_") as work:
+            return 0 if run_all(arguments, pathlib.Path(work)) else 1
+    except Failure as failure:
+        print(f"FAILED: {failure}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
