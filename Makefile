@@ -1,0 +1,71 @@
+# Every target prepares what it needs first (see tools/bootstrap.py) and skips what is up to date.
+# PYTHON=python3.12 names another Python; RINGCOMM_USE_ENV=1 uses the active environment and its
+# torch; ARGS="..." goes to the program; VERBOSE=1 shows what pip and the compilers say.
+
+PYTHON ?= python3
+ARGS ?=
+ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
+PREPARE := cd "$(ROOT)" && "$(PYTHON)" tools/bootstrap.py
+CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
+        lint format types compat bench clean distclean check-python
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
+	    printf '  make %-13s %s\n' "$$name" "$$text"; done
+
+train: check-python  ## run the main job (ARGS="--steps 100 ...")
+	@$(PREPARE) --need train --extension -- examples/train.py $(ARGS)
+
+build: check-python  ## set up .venv and build the extension in place
+	@$(PREPARE) --extension
+
+test: build test-cpp test-tsan test-asan test-checker test-python  ## run all tests
+
+test-cpp:  ## C++ tests, at each SIMD level that this CPU has
+	@$(CPP) run
+
+test-tsan:  ## C++ tests under ThreadSanitizer
+	@$(CPP) run-tsan
+
+test-asan:  ## C++ tests under AddressSanitizer and UBSan
+	@$(CPP) run-asan
+
+test-checker: check-python  ## every interleaving of the protocols, and the mutants
+	@$(CPP) run-checker PYTHON="$(PYTHON)"
+
+test-python: check-python  ## Python tests (ARGS="-k name ...")
+	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
+
+lint: check-python  ## ruff and clang-format, changing nothing
+	@$(PREPARE) --need lint -- tools/lint.py
+
+format: check-python  ## rewrite files as lint wants them
+	@$(PREPARE) --need lint -- tools/lint.py --fix
+
+types: check-python  ## mypy
+	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
+
+compat: check-python  ## compile the bindings against torch 2.11 and the newest
+	@$(PREPARE) -- tools/compat.py $(ARGS)
+
+bench: check-python  ## all_reduce beside Gloo (ARGS="...")
+	@$(PREPARE) --extension -- benchmarks/all_reduce.py $(ARGS)
+
+clean:  ## remove what was built; .venv and .cache stay
+	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_C*.so .pytest_cache .mypy_cache \
+	    .ruff_cache && find ringcomm kernels examples benchmarks tools tests -name __pycache__ \
+	    -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv and .cache too
+	@cd "$(ROOT)" && rm -rf .venv .cache
+
+check-python:
+	@command -v "$(PYTHON)" >/dev/null || { echo "ringcomm: $(PYTHON) is not on PATH. Install" \
+	    "it: apt-get install python3 python3-venv python3-dev; or name one: make PYTHON=..."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "ringcomm:" \
+	    "Python >= 3.10 is needed; $(PYTHON) is $$("$(PYTHON)" --version 2>&1). Install a newer" \
+	    "one, and name it: make PYTHON=python3.12"; exit 1; }

@@ -1,0 +1,213 @@
+"""The command line: reads and checks it, then runs the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch._dynamo  # DDP imports it (1 s); before the fork, so that no rank has to
+import torch.distributed as dist
+
+from training import launch
+from training.checkpoint import FILE_NAME, Checkpoint, CheckpointError, load_checkpoint
+from training.corpus import Corpus, CorpusError, load_corpus
+from training.job import run_rank
+from training.model import ALIASES, PRESETS
+from training.options import CONTEXT_BYTES, RACE_TOKENS, InputError, Options
+from training.phases import run_phases
+from training.systems import OPTIMIZERS, PARALLELS, TrainState, why_impossible
+
+KNOWN_BACKENDS = ("ringcomm", "gloo", "nccl")
+SIZES = (*ALIASES, *PRESETS)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All options with their defaults; the only place that lists them."""
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        description="Trains a small Llama-style model on text over a c10d backend, checks the "
+        "losses against another backend and one process, and races the two.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--world", type=int, default=None, help="ranks (default 2, or what torchrun says)")
+    add("--backend", default="ringcomm,gloo", metavar="A[,B]",
+        help="A trains, B is compared and raced against; of ringcomm, gloo, nccl")  # fmt: skip
+    add("--parallel", choices=PARALLELS, default="ddp", help="how the ranks share the work")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="what updates the weights")
+    add("--size", choices=SIZES, default="small", help="model that learns")
+    add("--race-size", choices=SIZES, default="medium", help="model of the races")
+    add("--text", type=Path, default=None, help="a file to learn instead of pydoc_data.topics")
+    add("--steps", type=int, default=None, help="learn so many steps instead of --seconds")
+    add("--seconds", type=float, default=35.0, help="learn so long")
+    add("--race-seconds", type=float, default=35.0, help="race so long, all systems together")
+    add("--no-race", dest="race", action="store_false", help="only learn")
+    add("--tokens", choices=tuple(RACE_TOKENS), default="default",
+        help="rows x bytes per rank in the races: 4x128, or small: 1x64")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where to compute")
+    add("--resume", type=Path, default=None, metavar="RUN", help="a run's folder or checkpoint")
+    add("--out", type=Path, default=Path("runs"), help="folder that gets a folder per run")
+    add("--seed", type=int, default=0, help="of weights, rows and the sample")
+    return parser
+
+
+def _world_size(asked: int | None, parallel: str) -> int:
+    launched = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    if launched is not None and asked not in (None, int(launched)):
+        raise InputError(f"--world {asked}: the launcher started {launched} ranks; leave it out")
+    world_size = int(launched) if launched is not None else (2 if asked is None else asked)
+    if world_size < 1:
+        raise InputError(f"--world {world_size}: at least 1 rank is needed")
+    if parallel == "single":
+        if (asked or 1) > 1 or (launched is not None and world_size > 1):
+            raise InputError("--parallel single is one process: leave --world out")
+        return 1
+    return world_size
+
+
+def _backends(text: str, device: str, parallel: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not 1 <= len(names) <= 2:
+        raise InputError(f"--backend {text}: one or two names, such as ringcomm,gloo")
+    for name in names if parallel != "single" else ():
+        if name not in KNOWN_BACKENDS:
+            raise InputError(f"--backend {name}: one of {', '.join(KNOWN_BACKENDS)}")
+        if name == "nccl" and device == "cpu":
+            raise InputError("--backend nccl sends GPU memory only: add --device cuda")
+        if name == "nccl" and not dist.is_nccl_available():
+            raise InputError("--backend nccl: this torch was built without NCCL")
+        if name == "ringcomm" and name not in dist.Backend.backend_list:
+            raise InputError(
+                "--backend ringcomm: not installed in this Python; run `make build` "
+                "(or pip install --no-build-isolation .), or try --backend gloo"
+            )
+    return names
+
+
+def read_options(argv: list[str]) -> Options:
+    """Parses and checks what can be checked before anything is read.
+
+    Raises:
+        InputError: options that contradict each other or this machine.
+        SystemExit: options that argparse refuses.
+    """
+    args = make_parser().parse_args(argv)
+    for name in ("steps", "seconds"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise InputError(f"--{name} {value}: must be more than 0")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this torch finds no GPU; leave it out to use the CPU")
+    options = Options(
+        world_size=_world_size(args.world, args.parallel),
+        backends=_backends(args.backend, args.device, args.parallel),
+        parallel=args.parallel,
+        optimizer=args.optimizer,
+        size=ALIASES.get(args.size, args.size),
+        race_size=ALIASES.get(args.race_size, args.race_size),
+        text=args.text,
+        steps=args.steps,
+        seconds=args.seconds,
+        race_seconds=args.race_seconds,
+        race=args.race,
+        device=args.device,
+        resume=args.resume,
+        tokens=args.tokens,
+        out=args.out,
+        seed=args.seed,
+    )
+    reason = why_impossible(options.parallel, options.optimizer, options.config, options.world_size)
+    if reason is not None:
+        raise InputError(reason)
+    return options
+
+
+def make_run_dir(out: Path) -> Path:
+    """A new folder ``out``/UTC time, and the proof that it can be written to.
+
+    Raises:
+        InputError: no permission, no space, or something in the way.
+    """
+    name = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H-%M-%SZ")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            run_dir = out / (name if number == 1 else f"{name}-{number}")
+            try:
+                run_dir.mkdir()
+            except FileExistsError:
+                continue
+            (run_dir / "train.jsonl").touch()
+            return run_dir
+    except OSError as error:
+        raise InputError(
+            f"--out {out}: cannot write there: {error.strerror}; choose another folder"
+        ) from error
+    raise InputError(f"--out {out}: a thousand runs began in this second")
+
+
+def _start(options: Options, corpus: Corpus) -> Checkpoint:
+    identity = options.identity(corpus.sha256)
+    if options.resume is None:
+        return Checkpoint(TrainState.fresh(options.config, options.seed), 0, 0.0, identity)
+    start = load_checkpoint(options.resume, identity)
+    over = start.step >= options.steps if options.steps else start.elapsed_s >= options.seconds
+    if over:
+        limit = f"--steps {options.steps}" if options.steps else f"--seconds {options.seconds:g}"
+        raise InputError(
+            f"--resume {options.resume}: it stands at step {start.step} after "
+            f"{start.elapsed_s:.1f} s, so {limit} leaves nothing to do; give more"
+        )
+    return start
+
+
+def _say_interrupted(run_dir: Path) -> None:
+    if sys.stdout.isatty():
+        print("\033[?25h", end="")  # the cursor, which a live line that was killed had hidden
+    checkpoint = run_dir / FILE_NAME
+    if checkpoint.exists():
+        print(f"\ntrain: interrupted; go on with --resume {checkpoint}")
+    else:
+        print("\ntrain: interrupted before there was a checkpoint")
+
+
+def _run(options: Options, corpus: Corpus, start: Checkpoint) -> int:
+    launched_rank = os.environ.get("RANK")
+    if launched_rank is not None:
+        launch.prepare_rank_signals()
+        rank = int(launched_rank)
+        run_dir = make_run_dir(options.out) if rank == 0 else None
+        code = run_rank(options, corpus, start, rank, run_dir, None, run_phases)
+        if run_dir is not None and code == launch.EXIT_INTERRUPTED:
+            _say_interrupted(run_dir)
+        return code
+    run_dir = make_run_dir(options.out)
+    with tempfile.TemporaryDirectory(prefix="train-") as folder:
+        store = str(Path(folder) / "store")
+        code = launch.run_ranks(
+            options.world_size,
+            lambda rank: run_rank(options, corpus, start, rank, run_dir, store, run_phases),
+        )
+    for leftover in run_dir.glob("*.tmp"):  # of a rank that was killed while it saved
+        leftover.unlink()
+    if code == launch.EXIT_INTERRUPTED:
+        _say_interrupted(run_dir)
+    return code
+
+
+def main(argv: list[str]) -> int:
+    """Runs the main job; returns the exit code (0 fine, 2 bad input, 3 a promise did not hold)."""
+    try:
+        options = read_options(argv)
+        corpus = load_corpus(options.text, CONTEXT_BYTES)
+        return _run(options, corpus, _start(options, corpus))
+    except (InputError, CorpusError, CheckpointError) as error:
+        print(f"train: {error}", file=sys.stderr)
+        return launch.EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return launch.EXIT_INTERRUPTED

@@ -1,0 +1,156 @@
+"""Everything that is sent: one process group whose collectives are timed and counted.
+
+The systems call no ``torch.distributed`` collective themselves, so this file is also the one place
+that knows how bytes on the wire are read (``ringcomm.stats``) or computed (every other backend).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about them.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce_bytes(buffer_bytes: int, world_size: int) -> float:
+    """Bytes that one rank sends in an all-reduce of ``buffer_bytes``: 2(N-1)/N of it."""
+    return 2 * (world_size - 1) * buffer_bytes / world_size
+
+
+def scatter_or_gather_bytes(whole_bytes: int, world_size: int) -> float:
+    """Bytes that one rank sends in a reduce-scatter or all-gather of ``whole_bytes``: (N-1)/N."""
+    return (world_size - 1) * whole_bytes / world_size
+
+
+def comparison_sign(sent: float, formula: float) -> str:
+    """``=`` where both are equal, ``≈`` where only the chunks' unequal sizes show, else ``≠``.
+
+    With 2 ranks every algorithm sends exactly what the formula says. With more, a rank whose chunk
+    is longer sends some bytes more than the mean, and one-shot sends (N-1) times the buffer.
+    """
+    if sent == formula:
+        return "="
+    return "≈" if abs(sent - formula) <= 1e-3 * formula else "≠"
+
+
+@dataclass(frozen=True)
+class SentBytes:
+    """Bytes that a backend says it has sent from this process so far, by collective."""
+
+    by_collective: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Of all collectives."""
+        return sum(self.by_collective.values())
+
+    def since(self, before: SentBytes) -> SentBytes:
+        """What was sent between ``before`` and this reading."""
+        earlier = before.by_collective
+        return SentBytes({k: v - earlier.get(k, 0) for k, v in self.by_collective.items()})
+
+
+def read_sent_bytes(backend: str) -> SentBytes | None:
+    """The backend's own counters, or None where it has none (Gloo, NCCL).
+
+    ``ringcomm.stats()`` is a mapping from (collective, algorithm) to a mapping with
+    ``"sent_bytes"``: of this process, over all its groups, since its start.
+    """
+    stats = getattr(sys.modules.get("ringcomm"), "stats", None)
+    if backend != "ringcomm" or stats is None:
+        return None
+    by_collective: dict[str, int] = {}
+    for (name, _algorithm), counts in stats().items():
+        by_collective[name] = by_collective.get(name, 0) + int(counts["sent_bytes"])
+    return SentBytes(by_collective)
+
+
+class Wire:
+    """The collectives of one group. Each blocks, is timed, and adds to the formula's bytes.
+
+    Attributes:
+        seconds: spent inside collectives since ``reset``.
+        formula_bytes: what one rank has to send for them, by the ring's formulas.
+        num_calls: collectives since ``reset``.
+    """
+
+    def __init__(self, backend: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.backend = backend
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts counting anew; collective only in the sense that nothing may be in flight."""
+        self.seconds = 0.0
+        self.formula_bytes = 0.0
+        self.num_calls = 0
+
+    def _begin(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _end(self, start: float, sent: float) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - start
+        self.formula_bytes += sent
+        self.num_calls += 1
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces ``tensor`` in place over the group and returns it."""
+        if self.world_size > 1:
+            start = self._begin()
+            dist.all_reduce(tensor, op=op, group=self.group)
+            self._end(start, all_reduce_bytes(tensor.nbytes, self.world_size))
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Sums ``source`` [N * n] over the ranks; this rank's n elements go to ``output`` [n]."""
+        start = self._begin()
+        _reduce_scatter(output, source, group=self.group)
+        self._end(start, scatter_or_gather_bytes(source.nbytes, self.world_size))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Every rank's ``source`` [n], in rank order, into ``output`` [N * n]."""
+        start = self._begin()
+        _all_gather(output, source, group=self.group)
+        self._end(start, scatter_or_gather_bytes(output.nbytes, self.world_size))
+
+    def gather_uneven(self, part: Tensor, sizes: list[int]) -> list[Tensor]:
+        """The flat parts of all ranks, whose element counts are ``sizes``; padded on the way."""
+        padded = part.new_zeros(max(sizes))
+        padded[: part.numel()] = part.flatten()
+        gathered = part.new_empty(max(sizes) * self.world_size)
+        self.all_gather(gathered, padded)
+        rows = gathered.view(self.world_size, max(sizes))
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def from_rank_zero(self, values: list[float]) -> list[float]:
+        """Rank 0's ``values`` on every rank: 8 bytes each, the job's only control traffic."""
+        if self.world_size == 1:
+            return values
+        message = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(message, src=0, group=self.group)
+        return [float(v) for v in message.tolist()]
+
+    def barrier(self) -> None:
+        """Returns when every rank has come here."""
+        if self.world_size > 1:
+            dist.barrier(group=self.group)
+
+    def sent(self) -> SentBytes | None:
+        """The backend's counters now; see ``read_sent_bytes``."""
+        return read_sent_bytes(self.backend)

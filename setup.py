@@ -1,0 +1,158 @@
+"""Builds ringcomm: the engine and the bindings become one extension, ringcomm._C.
+
+Metadata stands in pyproject.toml. Here is what depends on the machine: the extension, and the
+version and the requirement on torch, both of which name the torch that it was built against.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if sys.version_info < (3, 10):  # before any import that an older Python cannot parse
+    sys.exit(f"ringcomm needs Python >= 3.10; this is {sys.version.split()[0]}.")
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import buildconfig
+import setuptools
+
+# An sdist and the list of build requirements come before torch is asked for.
+NEEDS_NO_TORCH = ("sdist", "egg_info", "clean", "--name", "--version", "--help")
+
+
+def torch_minor() -> str:
+    """Returns the minor of the torch that is here, such as "2.13", after the checks."""
+    try:
+        import torch
+    except ImportError as error:
+        raise buildconfig.BuildProblem(
+            f"ringcomm is compiled against the torch that it will run with, and here `import torch`"
+            f" failed ({error}). If torch is installed, pip's build isolation hides it: "
+            "pip install --no-build-isolation . -- otherwise install torch >= 2.11 first."
+        ) from error
+    version = buildconfig.parse_version(torch.__version__)
+    if version < buildconfig.MIN_TORCH:
+        raise buildconfig.BuildProblem(
+            f"ringcomm needs torch >= 2.11; installed is {torch.__version__}. "
+            "pip install --upgrade torch"
+        )
+    return f"{version[0]}.{version[1]}"
+
+
+def make_extension() -> setuptools.Extension:
+    """Returns the extension, with CUDA sources where nvcc and a CUDA torch are there."""
+    from torch.utils import cpp_extension
+
+    folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
+    if not buildconfig.sources(buildconfig.BINDINGS_FOLDER):
+        raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
+    found = buildconfig.sources(*folders)
+    cuda_found = buildconfig.sources("device/cuda", suffix=".cu")
+    flags = {"cxx": list(buildconfig.CXX_FLAGS)}
+    kind = cpp_extension.CppExtension
+    if cuda_found and has_cuda():
+        kind = cpp_extension.CUDAExtension
+        found += cuda_found
+        flags["cxx"].append("-DRINGCOMM_WITH_CUDA")
+        flags["nvcc"] = ["-O3", buildconfig.CXX_STANDARD, "-DRINGCOMM_WITH_CUDA"]
+    return kind(
+        "ringcomm._C",
+        [str(path.relative_to(ROOT)) for path in found],
+        include_dirs=[str(buildconfig.CSRC)],
+        depends=[str(path.relative_to(ROOT)) for path in buildconfig.headers()],
+        extra_compile_args=flags,
+        extra_link_args=["-pthread"],
+    )
+
+
+def has_cuda() -> bool:
+    """Tells whether CUDA sources can be compiled for the torch that is here."""
+    import torch
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME
+    return torch.version.cuda is not None and home is not None and Path(home, "bin/nvcc").exists()
+
+
+def make_build_ext() -> type:
+    """Returns the build_ext command: torch's, with objects that outlive one call of pip."""
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+
+    class BuildExt(BuildExtension):
+        """Keeps objects in build/, a folder per Python and torch, so that rebuilds are short."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = os.path.join("build", f"ext-{tag}")
+
+    return BuildExt
+
+
+def packages() -> "tuple[list[str], dict[str, str]]":
+    """Returns the packages and their folders: kernels/ is installed as ringcomm.kernels."""
+    names = setuptools.find_packages(include=["ringcomm", "ringcomm.*"])
+    folders = {"ringcomm": "ringcomm", "ringcomm.kernels": "kernels"}
+    names += ["ringcomm.kernels"]
+    names += [f"ringcomm.kernels.{name}" for name in setuptools.find_packages("kernels")]
+    return names, folders
+
+
+def dynamic_metadata() -> "dict[str, object]":
+    """Returns version, requirements and extension, as far as the command at hand needs them."""
+    version = buildconfig.public_version()
+    if any(word in sys.argv for word in NEEDS_NO_TORCH):
+        return {"version": version, "install_requires": ["torch>=2.11"]}
+    if buildconfig.parse_version(setuptools.__version__) < (64, 0):
+        raise buildconfig.BuildProblem(
+            f"setuptools >= 64 is needed, installed is {setuptools.__version__}: "
+            "pip install --upgrade setuptools"
+        )
+    minor = torch_minor()
+    buildconfig.check_compiler()
+    buildconfig.check_python_headers()
+    os.environ["MAX_JOBS"] = str(buildconfig.num_jobs())
+    # pip refuses a wheel whose version differs from its sdist's, so one made there has no suffix.
+    suffix = "" if (ROOT / "PKG-INFO").exists() else f"+torch{minor}"
+    return {
+        "version": version + suffix,
+        # c10d's classes change from minor to minor: a binary serves exactly one.
+        "install_requires": [f"torch=={minor}.*"],
+        "ext_modules": [make_extension()],
+        "cmdclass": {"build_ext": make_build_ext()},
+    }
+
+
+def main() -> None:
+    """Runs setuptools; a problem with the machine ends in one message."""
+    os.chdir(ROOT)
+    try:
+        buildconfig.check_platform()
+        dynamic = dynamic_metadata()
+    except buildconfig.BuildProblem as problem:
+        sys.exit(f"\nringcomm cannot be built: {problem}\n")
+    names, folders = packages()
+    scripts = []
+    if (ROOT / "ringcomm" / "__main__.py").exists():
+        scripts.append("ringcomm = ringcomm.__main__:main")
+    setuptools.setup(
+        packages=names,
+        package_dir=folders,
+        package_data={"ringcomm": ["py.typed", "*.pyi"]},
+        py_modules=["_ringcomm_autoload"],
+        entry_points={
+            "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
+            "console_scripts": scripts,
+        },
+        license="Apache-2.0",
+        license_files=["LICENSE"],
+        zip_safe=False,
+        **dynamic,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+// Wrong arguments are found before anything is exchanged: std::invalid_argument, and the group goes
+// on.
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "collective_case.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::Case;
+using testing::expect;
+using testing::kPatient;
+using testing::run_ranks;
+
+void expect_invalid(const std::function<void()>& body, const std::string& text) {
+  std::string what;
+  try {
+    body();
+  } catch (const std::invalid_argument& error) {
+    what = error.what();
+  }
+  expect(what.find(text) != std::string::npos,
+         "std::invalid_argument with \"" + text + "\", not \"" + what + "\"");
+}
+
+// On one rank alone: nobody else may notice.
+void expect_refused(Communicator& communicator, const Case& c, const std::string& text) {
+  testing::CaseBuffers buffers({.num_elems = 4}, communicator.rank(), communicator.world_size());
+  Collective call = buffers.call();
+  call.op = c.op;
+  call.dtype = c.dtype;
+  call.reduction = c.reduction;
+  call.algorithm = c.algorithm;
+  call.root = c.root;
+  call.ring_num_slots = c.ring_num_slots;
+  call.ring_slot_bytes = c.ring_slot_bytes;
+  const std::uint64_t seq = communicator.next_seq();
+  expect_invalid([&] { communicator.run(call, kPatient); }, text);
+  expect_invalid([&] { communicator.submit(call, kPatient, [](std::exception_ptr) {}); }, text);
+  expect(communicator.next_seq() == seq, "no number spent");
+}
+
+TEST_CASE("wrong arguments of a call are refused, and the group works on") {
+  for (const int world_size : {1, 3}) {
+    run_ranks(world_size, [](Communicator& communicator) {
+      const auto refused = [&](const Case& c, const std::string& text) {
+        if (communicator.rank() == 0) expect_refused(communicator, c, text);
+        testing::run_case(communicator, {.num_elems = 9});
+      };
+      refused({.reduction = Reduction::kBitAnd}, "band is not defined for float32");
+      refused({.dtype = DType::kByte}, "sum is not defined for byte");
+      refused({.dtype = DType::kBool, .reduction = Reduction::kAvg}, "not defined for bool");
+      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 1}, "num_slots is 2 to 64");
+      refused({.algorithm = Algorithm::kRing, .ring_num_slots = 65}, "num_slots is 2 to 64");
+      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 32}, "slot_bytes is a multiple");
+      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 100}, "slot_bytes is a multiple");
+      refused({.algorithm = Algorithm::kRing, .ring_slot_bytes = 512 << 10}, "do not fit");
+      refused({.algorithm = Algorithm::kRing,
+               .ring_num_slots = 64,
+               .ring_slot_bytes = std::uint64_t{64} << 20},
+              "do not fit");
+      refused({.algorithm = Algorithm::kRing,
+               .ring_slot_bytes = std::numeric_limits<std::uint64_t>::max() - 63},
+              "slot_bytes is a multiple");
+    });
+  }
+}
+
+TEST_CASE("a root that is no rank, and an op that is no collective, are refused") {
+  run_ranks(3, [](Communicator& communicator) {
+    const auto refused = [&](const Case& c, const std::string& text) {
+      if (communicator.rank() == 0) expect_refused(communicator, c, text);
+      testing::run_case(communicator, {.num_elems = 9});
+    };
+    for (const OpKind op : {OpKind::kBroadcast, OpKind::kReduce})
+      for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
+    refused({.op = OpKind::kSend}, "send is not a collective");
+    refused({.op = OpKind::kRecv}, "recv is not a collective");
+    refused({.algorithm = Algorithm::kDirect}, "direct is no algorithm of all_reduce");
+  });
+}
+
+TEST_CASE("wrong options are refused before the group is made") {
+  testing::MemoryStore store;
+  const auto make = [&](const CommunicatorOptions& options) {
+    Communicator(store, 0, 2, options, std::chrono::milliseconds(1));
+  };
+  for (const std::uint32_t num_slots : {0U, 1U, 65U})
+    expect_invalid([&] { make({.num_slots = num_slots}); }, "num_slots is 2 to 64");
+  for (const std::size_t slot_bytes :
+       {std::size_t{0}, std::size_t{63}, std::size_t{65}, (std::size_t{64} << 20) + 64})
+    expect_invalid([&] { make({.slot_bytes = slot_bytes}); }, "slot_bytes is a multiple of 64");
+  std::string value;
+  CHECK_FALSE(store.get("ringcomm/rank/0", std::chrono::milliseconds(0), value));
+  expect_invalid([] { algorithm_from_name("tree"); }, "'tree'");
+  for (const Algorithm algorithm :
+       {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+    CHECK(algorithm_from_name(name_of(algorithm)) == algorithm);
+}
+
+TEST_CASE("ranks with different options get both texts") {
+  testing::MemoryStore store;
+  testing::run_threads(2, [&](int rank) {
+    const CommunicatorOptions options{.num_slots = rank == 0 ? 2U : 3U};
+    testing::expect_error(
+        testing::error_of([&] { Communicator(store, rank, 2, options, testing::kBound); }),
+        ErrorKind::kMismatch, {"num_slots=2", "num_slots=3", "algorithm=auto"});
+  });
+}
+
+// Only slots that fill the links are asked for by their number alone.
+TEST_CASE("a number of slots alone cuts the links evenly") {
+  run_ranks(2, [](Communicator& communicator) {
+    for (const std::uint32_t num_slots : {2U, 3U, 7U, 64U})
+      testing::run_case(communicator, {.algorithm = Algorithm::kRing,
+                                       .num_elems = 300'001,
+                                       .ring_num_slots = num_slots,
+                                       .salt = num_slots});
+  });
+}
+
+TEST_CASE("a time-out without end is one") {
+  run_ranks(2, [](Communicator& communicator) {
+    testing::barrier(communicator, testing::within(std::chrono::milliseconds::max()));
+    if (communicator.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    testing::barrier(communicator, testing::within(std::chrono::milliseconds::max()));
+  });
+}
+
+}  // namespace

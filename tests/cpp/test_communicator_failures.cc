@@ -1,0 +1,262 @@
+// How a group ends: every rank gets an error of the right kind in bounded time, names in it.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collective_case.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using std::chrono::milliseconds;
+using testing::Case;
+using testing::CaseBuffers;
+using testing::error_of;
+using testing::expect;
+using testing::expect_error;
+using testing::kPatient;
+using testing::run_ranks;
+using testing::within;
+
+void call(Communicator& communicator, const Case& c, const shm::WaitLimits& limits = kPatient) {
+  CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
+  communicator.run(buffers.call(), limits);
+}
+
+struct Mismatch {
+  Case most, odd;
+  std::vector<std::string> texts;  // of both calls, in every rank's error
+};
+
+// A pair for every field of the header, and for pairs of algorithms that wait for each other
+// differently.
+const std::vector<Mismatch>& mismatches() {
+  static const std::vector<Mismatch> all = {
+      {{.op = OpKind::kBarrier}, {.num_elems = 8}, {"barrier #0", "all_reduce #0 (sum, float32"}},
+      {{.num_elems = 100}, {.num_elems = 101}, {"400 bytes", "404 bytes"}},
+      {{.dtype = DType::kFloat32, .num_elems = 8},
+       {.dtype = DType::kInt32, .num_elems = 8},
+       {"float32", "int32"}},
+      {{.num_elems = 8}, {.reduction = Reduction::kMax, .num_elems = 8}, {"(sum", "(max"}},
+      {{.op = OpKind::kBroadcast, .root = 0, .num_elems = 8},
+       {.op = OpKind::kBroadcast, .root = 2, .num_elems = 8},
+       {"root 0", "root 2"}},
+      {{.algorithm = Algorithm::kRing, .num_elems = 4000},
+       {.algorithm = Algorithm::kOneShot, .num_elems = 4000},
+       {"ring", "one_shot"}},
+      {{.algorithm = Algorithm::kTwoShot, .num_elems = 4000},
+       {.algorithm = Algorithm::kRing, .num_elems = 4000},
+       {"ring", "two_shot"}},
+      {{.algorithm = Algorithm::kRing, .num_elems = 400, .ring_num_slots = 2},
+       {.algorithm = Algorithm::kRing, .num_elems = 400, .ring_num_slots = 4},
+       {"2 slots", "4 slots"}},
+      {{.op = OpKind::kReduce, .root = 1, .num_elems = 0},
+       {.op = OpKind::kAllGather, .num_elems = 0},
+       {"reduce #0", "all_gather #0"}},
+      {{.op = OpKind::kBroadcast, .root = 1, .num_elems = 1'000'000},
+       {.op = OpKind::kReduceScatter, .num_elems = 1'000'000},
+       {"broadcast #0", "reduce_scatter #0"}},
+  };
+  return all;
+}
+
+TEST_CASE("a rank that calls something else ends the group for all, with both calls named") {
+  for (const Mismatch& mismatch : mismatches()) {
+    for (const int odd_rank : {0, 2}) {
+      CAPTURE(mismatch.texts.front());
+      CAPTURE(odd_rank);
+      std::atomic<int> num_checked = 0;
+      run_ranks(3, [&](Communicator& communicator) {
+        const Case& mine = communicator.rank() == odd_rank ? mismatch.odd : mismatch.most;
+        const Error error = error_of([&] { call(communicator, mine); });
+        expect_error(error, ErrorKind::kMismatch, mismatch.texts);
+        expect(error.info().op == name_of(mine.op) && error.info().seq == 0, "this rank's call");
+        // The first cause stays, word for word, whatever is called.
+        const Error later = error_of([&] { testing::barrier(communicator); });
+        expect_error(later, ErrorKind::kMismatch, {error.what()});
+        expect_error(error_of([&] { communicator.submit({}, kPatient, {}); }), ErrorKind::kMismatch,
+                     {error.what()});
+        ++num_checked;
+      });
+      CHECK(num_checked == 3);
+    }
+  }
+}
+
+TEST_CASE("a call that others do not make at all is a mismatch too, by its number") {
+  run_ranks(3, [](Communicator& communicator) {
+    testing::barrier(communicator);
+    const Case sum{.num_elems = 5};
+    const bool is_odd = communicator.rank() == 1;
+    if (!is_odd) call(communicator, sum, within(milliseconds(20'000)));
+    expect_error(error_of([&] {
+                   if (is_odd) testing::barrier(communicator);
+                   call(communicator, sum);
+                 }),
+                 ErrorKind::kMismatch, {"all_reduce #1", "barrier #1"});
+  });
+}
+
+TEST_CASE("submitted calls behind a failed one fail with it") {
+  run_ranks(2, [](Communicator& communicator) {
+    std::atomic<int> num_failed = 0;
+    CaseBuffers small({.num_elems = 1}, communicator.rank(), 2);
+    CaseBuffers large({.num_elems = 2}, communicator.rank(), 2);
+    const auto count = [&](const std::exception_ptr& error) {
+      if (error != nullptr) ++num_failed;
+    };
+    const bool is_first = communicator.rank() == 0;
+    OrderedQueue::Ticket last;
+    try {
+      communicator.submit((is_first ? small : large).call(), kPatient, count);
+      for (int i = 0; i < 3; ++i) last = communicator.submit(small.call(), kPatient, count);
+    } catch (const Error&) {
+      return;  // it had failed before the last was submitted
+    }
+    communicator.queue().wait(last, {});
+    expect(num_failed == 4, "four failures");
+  });
+}
+
+TEST_CASE("a rank that does not come is a time-out that names it, and is told when it comes") {
+  run_ranks(4, [others = std::make_shared<std::atomic<int>>(0)](Communicator& communicator) {
+    testing::barrier(communicator);
+    if (communicator.rank() != 3) {
+      const Error error =
+          error_of([&] { call(communicator, {.num_elems = 1000}, within(milliseconds(150))); });
+      expect_error(error, ErrorKind::kTimeout, {"all_reduce #1", "rank 3", "150 ms"});
+      expect(error.info().rank == 3, "rank 3 to be blamed");
+      ++*others;
+      testing::wait_until([&] { return *others == 4; }, "rank 3 through");
+      return;
+    }
+    testing::wait_until([&] { return *others == 3; }, "the others' time-outs");
+    const Error error = error_of([&] {
+      call(communicator, {.num_elems = 1000});  // all it needs may be there
+      testing::barrier(communicator);
+    });
+    expect_error(error, ErrorKind::kTimeout, {"gave up", "all_reduce #1", "150 ms"});
+    ++*others;
+  });
+}
+
+TEST_CASE("a time-out in the middle of a ring names a neighbour") {
+  run_ranks(2, [](Communicator& communicator) {
+    // Rank 1 dies, so to speak, in the call: it is interrupted, and tells no reason but that.
+    const bool is_dying = communicator.rank() == 1;
+    const shm::WaitLimits limits{.timeout = milliseconds(100),
+                                 .is_interrupted = [&] { return is_dying; }};
+    if (is_dying) std::this_thread::sleep_for(milliseconds(400));
+    const Error error = error_of([&] {
+      for (int i = 0; i < 2; ++i)
+        call(communicator, {.algorithm = Algorithm::kRing, .num_elems = 400'000}, limits);
+    });
+    expect(error.info().kind == ErrorKind::kTimeout, "the time-out of rank 0, on both");
+  });
+}
+
+TEST_CASE("abort wakes who waits, here and on the other ranks") {
+  run_ranks(3, [](Communicator& communicator) {
+    testing::barrier(communicator);
+    const auto begin = std::chrono::steady_clock::now();
+    if (communicator.rank() == 0) {
+      std::thread aborter([&] {
+        std::this_thread::sleep_for(milliseconds(50));
+        communicator.abort("because of the test");
+      });
+      const Error error = error_of([&] { testing::barrier(communicator); });
+      aborter.join();
+      expect_error(error, ErrorKind::kAborted, {"because of the test"});
+    } else if (communicator.rank() == 1) {
+      const Error error = error_of([&] { testing::barrier(communicator); });
+      expect_error(error, ErrorKind::kAborted, {"rank 0", "gave up", "because of the test"});
+      expect(error.info().rank == 0, "rank 0 to be blamed");
+    } else {  // in its next call, however late
+      std::this_thread::sleep_for(milliseconds(200));
+      expect_error(error_of([&] {
+                     for (;;) testing::barrier(communicator);
+                   }),
+                   ErrorKind::kAborted, {"because of the test"});
+    }
+    expect(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10), "an end in time");
+    expect_error(error_of([&] { testing::barrier(communicator); }), ErrorKind::kAborted, {});
+  });
+}
+
+TEST_CASE("abort in a group of one") {
+  run_ranks(1, [](Communicator& communicator) {
+    testing::barrier(communicator);
+    communicator.abort("alone");
+    expect_error(error_of([&] { testing::barrier(communicator); }), ErrorKind::kAborted,
+                 {"rank 0/1", "alone"});
+  });
+}
+
+TEST_CASE("a rank that destroys its side is gone for the others, after what it did before") {
+  std::atomic<int> num_told = 0;
+  run_ranks(3, [&](Communicator& communicator) {
+    call(communicator, {.algorithm = Algorithm::kRing, .num_elems = 1000});
+    if (communicator.rank() == 1) return;
+    const Error error = error_of([&] { testing::barrier(communicator); });
+    expect_error(error, ErrorKind::kPeerDied, {"rank 1", "has destroyed"});
+    expect(error.info().rank == 1, "rank 1 to be blamed");
+    ++num_told;
+    testing::wait_until([&] { return num_told == 2; }, "both told");
+  });
+}
+
+TEST_CASE("is_interrupted ends a wait, and the others' with it") {
+  run_ranks(3, [](Communicator& communicator) {
+    testing::barrier(communicator);
+    if (communicator.rank() == 2) {
+      expect_error(error_of([&] {
+                     for (;;) {
+                       std::this_thread::sleep_for(milliseconds(100));
+                       testing::barrier(communicator);
+                     }
+                   }),
+                   ErrorKind::kInterrupted, {"gave up", "interrupted"});
+      return;
+    }
+    std::atomic<int> num_asked = 0;
+    const shm::WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [&] {
+                                   return ++num_asked == 2 && communicator.rank() == 0;
+                                 }};
+    const Error error = error_of([&] { testing::barrier(communicator, limits); });
+    expect(error.info().kind == ErrorKind::kInterrupted, error.what());
+  });
+}
+
+TEST_CASE("is_interrupted is asked behind another thread's call too") {
+  run_ranks(2, [](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      expect_error(error_of([&] {
+                     for (;;) {
+                       std::this_thread::sleep_for(milliseconds(250));
+                       testing::barrier(communicator);
+                     }
+                   }),
+                   ErrorKind::kAborted, {});
+      return;
+    }
+    std::exception_ptr ended;
+    communicator.submit({.op = OpKind::kBarrier}, kPatient,
+                        [&](const std::exception_ptr& error) { ended = error; });
+    std::this_thread::sleep_for(milliseconds(20));  // for the queue's thread to take it
+    const shm::WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};
+    const Error error = error_of([&] { testing::barrier(communicator, limits); });
+    expect(error.info().kind == ErrorKind::kAborted || error.info().kind == ErrorKind::kInterrupted,
+           error.what());
+    expect(ended != nullptr, "the call in front ended as well");
+  });
+}
+
+}  // namespace

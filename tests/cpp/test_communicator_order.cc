@@ -1,0 +1,180 @@
+// Many collectives one after another: mixed, submitted, from several threads.
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collective_case.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::Case;
+using testing::CaseBuffers;
+using testing::expect;
+using testing::kPatient;
+using testing::run_case;
+using testing::run_ranks;
+
+constexpr CommunicatorOptions kSmallSlots{.num_slots = 4, .slot_bytes = 1024};
+
+// The same sequence on every rank, since all make it from the same seed.
+class RandomCases {
+ public:
+  RandomCases(std::uint32_t seed, int world_size) : random_(seed), world_size_(world_size) {}
+
+  Case next() {
+    constexpr DType kDTypes[] = {DType::kInt8,     DType::kInt32,   DType::kInt64,  DType::kFloat16,
+                                 DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+    constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kAllReduce, OpKind::kAllReduce,
+                               OpKind::kReduce,    OpKind::kAllGather, OpKind::kReduceScatter,
+                               OpKind::kBroadcast, OpKind::kAllReduce};
+    constexpr Algorithm kChoices[] = {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot,
+                                      Algorithm::kRing, Algorithm::kRing};
+    constexpr Reduction kReductions[] = {Reduction::kSum, Reduction::kProduct, Reduction::kMin,
+                                         Reduction::kMax};
+    Case c{.op = kOps[below(8)],
+           .dtype = kDTypes[below(7)],
+           .reduction = kReductions[below(4)],
+           .algorithm = kChoices[below(5)],
+           .num_elems = below(3) == 0 ? below(9) : below(2500),
+           .is_in_place = below(2) == 0,
+           .salt = static_cast<std::uint32_t>(below(1000))};
+    if (c.op == OpKind::kReduce || c.op == OpKind::kBroadcast)
+      c.root = static_cast<int>(below(static_cast<std::size_t>(world_size_)));
+    if (c.op != OpKind::kAllReduce) c.algorithm = Algorithm::kAuto;
+    if (c.algorithm == Algorithm::kRing && below(2) == 0) {
+      c.ring_num_slots = static_cast<std::uint32_t>(2 + below(3));
+      c.ring_slot_bytes = 64 * (1 + below(8));
+    }
+    return c;
+  }
+  std::size_t below(std::size_t bound) { return random_() % bound; }
+
+ private:
+  std::mt19937 random_;
+  int world_size_;
+};
+
+TEST_CASE("many different collectives in a random order, the same on all ranks") {
+  for (int world_size = 2; world_size <= 8; ++world_size) {
+    CAPTURE(world_size);
+    const int num_calls = world_size == 4 ? 300 : 40;
+    run_ranks(
+        world_size,
+        [&](Communicator& communicator) {
+          RandomCases cases(1234U + static_cast<std::uint32_t>(world_size), world_size);
+          std::mt19937 own(static_cast<std::uint32_t>(communicator.rank()));
+          for (int i = 0; i < num_calls; ++i) {
+            const Case c = cases.next();
+            if (own() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+            if (c.num_elems % 11 == 0) testing::barrier(communicator);
+            run_case(communicator, c);
+          }
+        },
+        kSmallSlots);
+  }
+}
+
+TEST_CASE("several groups at once, used in turn") {
+  testing::MemoryStore first_store, second_store;
+  testing::run_threads(3, [&](int rank) {
+    Communicator first(first_store, rank, 3, {}, testing::kBound);
+    // The other way round in the second group.
+    Communicator second(second_store, 2 - rank, 3, kSmallSlots, testing::kBound);
+    for (std::uint32_t salt = 0; salt < 30; ++salt) {
+      run_case(first, {.algorithm = Algorithm::kRing, .num_elems = 77, .salt = salt});
+      run_case(second, {.algorithm = Algorithm::kRing, .num_elems = 770, .salt = salt});
+    }
+  });
+}
+
+TEST_CASE("submitted collectives run in order, and a blocking one after them") {
+  constexpr int kNumSubmitted = 12;
+  run_ranks(4, [&](Communicator& communicator) {
+    std::vector<std::unique_ptr<CaseBuffers>> buffers;
+    std::mutex mutex;
+    std::vector<int> done_order;
+    std::exception_ptr error;
+    for (int i = 0; i < kNumSubmitted; ++i) {
+      buffers.push_back(std::make_unique<CaseBuffers>(
+          Case{.algorithm = i % 2 == 0 ? Algorithm::kRing : Algorithm::kOneShot,
+               .num_elems = static_cast<std::size_t>(1 + 100 * i),
+               .salt = static_cast<std::uint32_t>(i)},
+          communicator.rank(), 4));
+      communicator.submit(buffers.back()->call(), kPatient,
+                          [&, i](const std::exception_ptr& result) {
+                            const std::lock_guard lock(mutex);
+                            done_order.push_back(i);
+                            if (result != nullptr) error = result;
+                          });
+    }
+    run_case(communicator, {.op = OpKind::kAllGather, .num_elems = 33});
+    const std::lock_guard lock(mutex);
+    if (error != nullptr) std::rethrow_exception(error);
+    expect(done_order.size() == kNumSubmitted, "all done before the blocking call returns");
+    expect(std::is_sorted(done_order.begin(), done_order.end()), "done in order");
+    for (const auto& buffer : buffers) buffer->check();
+    expect(communicator.next_seq() == kNumSubmitted + 1, "one number for each");
+  });
+}
+
+TEST_CASE("a submitted collective is waited for by its ticket, by polling, and by destruction") {
+  run_ranks(3, [&](Communicator& communicator) {
+    const Case c{.num_elems = 500};
+    CaseBuffers waited(c, communicator.rank(), 3), polled(c, communicator.rank(), 3);
+    const auto ignore = [](const std::exception_ptr&) {};
+    communicator.queue().wait(communicator.submit(waited.call(), kPatient, ignore), {});
+    waited.check();
+    const auto ticket = communicator.submit(polled.call(), kPatient, ignore);
+    testing::wait_until([&] { return communicator.queue().is_done(ticket); }, "a done ticket");
+    polled.check();
+  });
+  testing::MemoryStore store;
+  testing::run_threads(3, [&](int rank) {
+    CaseBuffers last({.num_elems = 500}, rank, 3);
+    bool is_done = false;
+    {
+      Communicator communicator(store, rank, 3, {}, testing::kBound);
+      communicator.submit(last.call(), kPatient,
+                          [&](const std::exception_ptr& error) { is_done = error == nullptr; });
+    }
+    expect(is_done, "a submitted collective run to its end by the destructor");
+    last.check();
+  });
+}
+
+TEST_CASE("threads of one rank may call at once: equal calls need no order") {
+  constexpr int kNumThreads = 3;
+  constexpr int kNumCalls = 20;
+  std::atomic<int> num_failed = 0;
+  run_ranks(2, [&](Communicator& communicator) {
+    testing::run_threads(kNumThreads, [&](int) {
+      for (int i = 0; i < kNumCalls; ++i) {
+        std::int32_t value = 3;
+        const void* input = &value;
+        void* output = &value;
+        communicator.run({.op = OpKind::kAllReduce,
+                          .dtype = DType::kInt32,
+                          .num_elems = 1,
+                          .inputs = &input,
+                          .outputs = &output},
+                         kPatient);
+        if (value != 6) ++num_failed;
+      }
+    });
+    expect(communicator.next_seq() == kNumThreads * kNumCalls, "every call counted");
+  });
+  CHECK(num_failed == 0);
+}
+
+}  // namespace

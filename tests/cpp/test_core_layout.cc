@@ -1,0 +1,200 @@
+// The arithmetic of core: who sends what, where it lies. Most of it is checked by the compiler.
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "core/chunk_layout.h"
+#include "core/ring_schedule.h"
+#include "core/wait_policy.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+
+constexpr int kMaxWorld = 64;
+
+// What a rank receives at a step is what its previous rank sends then, and what it passes on next.
+constexpr bool is_chained(int world) {
+  for (int rank = 0; rank < world; ++rank) {
+    const RingSchedule mine(rank, world);
+    const RingSchedule previous(mine.previous(), world);
+    if (previous.next() != rank || mine.num_steps() != world - 1) return false;
+    for (int step = 0; step < mine.num_steps(); ++step) {
+      const int reduced = mine.reduce_scatter_recv_chunk(step);
+      const int gathered = mine.all_gather_recv_chunk(step);
+      if (reduced != previous.reduce_scatter_send_chunk(step)) return false;
+      if (gathered != previous.all_gather_send_chunk(step)) return false;
+      if (step + 1 == mine.num_steps()) continue;
+      if (reduced != mine.reduce_scatter_send_chunk(step + 1)) return false;
+      if (gathered != mine.all_gather_send_chunk(step + 1)) return false;
+    }
+    // The all-gather starts with the chunk that the reduce-scatter ends with: the rank's own.
+    if (world > 1 && (mine.reduce_scatter_recv_chunk(world - 2) != rank ||
+                      mine.all_gather_send_chunk(0) != rank))
+      return false;
+  }
+  return true;
+}
+
+// Plays the ring with sets of contributors: bit r of parts[rank][chunk] says that rank r's share of
+// the chunk is in. Each share comes in once, and in the end every rank has all chunks complete.
+constexpr bool is_complete(int world) {
+  std::array<std::array<std::uint64_t, kMaxWorld>, kMaxWorld> parts{};
+  const std::uint64_t all =
+      world == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << world) - std::uint64_t{1};
+  for (int rank = 0; rank < world; ++rank)
+    for (int chunk = 0; chunk < world; ++chunk) parts[rank][chunk] = std::uint64_t{1} << rank;
+  for (int step = 0; step + 1 < world; ++step) {
+    const auto before = parts;
+    for (int rank = 0; rank < world; ++rank) {
+      const RingSchedule mine(rank, world);
+      const int chunk = mine.reduce_scatter_recv_chunk(step);
+      const std::uint64_t received = before[mine.previous()][chunk];
+      if ((received & parts[rank][chunk]) != 0) return false;  // a share would count twice
+      parts[rank][chunk] |= received;
+    }
+  }
+  for (int rank = 0; rank < world; ++rank)
+    if (parts[rank][rank] != all) return false;
+  for (int step = 0; step + 1 < world; ++step) {
+    const auto before = parts;
+    for (int rank = 0; rank < world; ++rank) {
+      const RingSchedule mine(rank, world);
+      const int chunk = mine.all_gather_recv_chunk(step);
+      if (before[mine.previous()][chunk] != all || parts[rank][chunk] == all) return false;
+      parts[rank][chunk] = all;
+    }
+  }
+  for (int rank = 0; rank < world; ++rank)
+    for (int chunk = 0; chunk < world; ++chunk)
+      if (parts[rank][chunk] != all) return false;
+  return true;
+}
+
+// In turn each rank holds each chunk exactly once per half of the ring.
+constexpr bool visits_once(int world) {
+  for (int rank = 0; rank < world; ++rank) {
+    const RingSchedule mine(rank, world);
+    std::uint64_t reduced = 0, gathered = 0;
+    for (int step = 0; step < mine.num_steps(); ++step) {
+      reduced |= std::uint64_t{1} << mine.reduce_scatter_send_chunk(step);
+      gathered |= std::uint64_t{1} << mine.all_gather_recv_chunk(step);
+    }
+    // All but the own one, which the last step completes and the all-gather starts with.
+    const std::uint64_t own = std::uint64_t{1} << rank;
+    const std::uint64_t all = world == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << world) - 1;
+    if (reduced != (all & ~own) || gathered != (all & ~own)) return false;
+  }
+  return true;
+}
+
+static_assert(is_chained(1) && is_complete(1) && visits_once(1));
+static_assert(is_chained(2) && is_complete(2) && visits_once(2));
+static_assert(is_chained(3) && is_complete(3) && visits_once(3));
+static_assert(is_chained(8) && is_complete(8) && visits_once(8));
+
+TEST_CASE("ring schedule of every world up to 64") {
+  for (int world = 1; world <= kMaxWorld; ++world) {
+    CAPTURE(world);
+    CHECK(is_chained(world));
+    CHECK(is_complete(world));
+    CHECK(visits_once(world));
+  }
+}
+
+// Chunks lie end to end, cover everything, and differ by one at most, the longer ones in front.
+constexpr bool is_partition(std::size_t num_elems, int num_chunks) {
+  const ChunkLayout layout(num_elems, num_chunks);
+  std::size_t end_elems = 0;
+  const std::size_t longest = layout.max_chunk_elems();
+  for (int idx = 0; idx < num_chunks; ++idx) {
+    const ElemRange chunk = layout.chunk(idx);
+    if (chunk.begin_elems != end_elems) return false;
+    if (chunk.num_elems > longest || chunk.num_elems + 1 < longest) return false;
+    if (idx > 0 && chunk.num_elems > layout.chunk(idx - 1).num_elems) return false;
+    end_elems = chunk.end_elems();
+  }
+  return end_elems == num_elems && layout.chunk(0).num_elems == longest;
+}
+
+static_assert(is_partition(0, 4));
+static_assert(is_partition(3, 4));
+static_assert(ChunkLayout(3, 4).chunk(3) == ElemRange{3, 0});
+static_assert(ChunkLayout(10, 4).chunk(1) == ElemRange{3, 3});
+static_assert(ChunkLayout(10, 4).chunk(2) == ElemRange{6, 2});
+static_assert(is_partition((std::size_t{1} << 31) + 5, 8));
+static_assert(is_partition((std::size_t{1} << 40) + 7, 64));
+static_assert(is_partition(std::numeric_limits<std::size_t>::max() / 64, 64));
+
+TEST_CASE("chunks cover every count in order") {
+  for (int num_chunks = 1; num_chunks <= 64; ++num_chunks) {
+    for (std::size_t num_elems = 0; num_elems <= 200; ++num_elems) {
+      if (is_partition(num_elems, num_chunks)) continue;
+      FAIL_CHECK(num_elems << " elements in " << num_chunks << " chunks");
+    }
+  }
+}
+
+static_assert(num_slices(0, 16) == 0);
+static_assert(num_slices(1, 16) == 1);
+static_assert(num_slices(16, 16) == 1);
+static_assert(num_slices(17, 16) == 2);
+static_assert(slice_of({100, 20}, 0, 16) == ElemRange{100, 16});
+static_assert(slice_of({100, 20}, 1, 16) == ElemRange{116, 4});
+static_assert(slice_of({100, 20}, 2, 16) == ElemRange{120, 0});
+static_assert(slice_of({100, 0}, 0, 16) == ElemRange{100, 0});
+static_assert(slice_of({5, std::size_t{3} << 31}, 2, std::size_t{1} << 31) ==
+              ElemRange{5 + (std::size_t{2} << 31), std::size_t{1} << 31});
+
+TEST_CASE("slices cover a range in order, and are empty past it") {
+  for (std::size_t max_elems = 1; max_elems <= 9; ++max_elems) {
+    for (std::size_t num_elems = 0; num_elems <= 40; ++num_elems) {
+      const ElemRange range{7, num_elems};
+      std::size_t end_elems = range.begin_elems;
+      const std::size_t count = num_slices(num_elems, max_elems);
+      for (std::size_t idx = 0; idx < count; ++idx) {
+        const ElemRange slice = slice_of(range, idx, max_elems);
+        CHECK(slice.begin_elems == end_elems);
+        CHECK(slice.num_elems > 0);
+        CHECK(slice.num_elems <= max_elems);
+        end_elems = slice.end_elems();
+      }
+      CHECK(end_elems == range.end_elems());
+      CHECK(slice_of(range, count, max_elems).num_elems == 0);
+      CHECK(slice_of(range, count + 3, max_elems).num_elems == 0);
+    }
+  }
+}
+
+constexpr std::uint32_t pauses_after(int num_hits, int num_misses) {
+  SpinBudget budget;
+  for (int i = 0; i < num_hits; ++i) budget.hit();
+  for (int i = 0; i < num_misses; ++i) budget.miss();
+  return budget.num_pauses();
+}
+
+static_assert(pauses_after(1000, 0) == SpinBudget::kMaxPauses);
+static_assert(pauses_after(0, 1000) == SpinBudget::kMinPauses);
+static_assert(pauses_after(1, 0) > pauses_after(0, 0));
+static_assert(pauses_after(0, 1) == pauses_after(0, 0) / 2);
+
+TEST_CASE("a spin budget comes back from either end") {
+  SpinBudget budget;
+  for (int i = 0; i < 100; ++i) budget.miss();
+  CHECK(budget.num_pauses() == SpinBudget::kMinPauses);
+  budget.hit();
+  CHECK(budget.num_pauses() > SpinBudget::kMinPauses);
+  for (int i = 0; i < 1000; ++i) budget.hit();
+  CHECK(budget.num_pauses() == SpinBudget::kMaxPauses);
+  CHECK(budget.num_yields() == SpinBudget::kMaxYields);
+
+  SpinBudget none = SpinBudget::none();
+  none.hit();
+  none.miss();
+  CHECK(none.num_pauses() == 0);
+  CHECK(none.num_yields() == 0);
+}
+
+}  // namespace

@@ -1,0 +1,222 @@
+// Groups: how ranks find each other, what they say when they cannot, and what is left behind.
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/shm/group.h"
+#include "transport/shm/rank_record.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::shm;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::expect;
+using testing::expect_error;
+using testing::MemoryStore;
+using testing::run_threads;
+
+std::size_t num_entries(const char* directory) {
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator(directory), {}));
+}
+
+GroupIdentity identity(int rank, int world_size, const std::string& options = "o=1") {
+  return {.rank = rank, .world_size = world_size, .options = options};
+}
+
+TEST_CASE("ranks of a group see the same memory and each other's lives") {
+  MemoryStore store;
+  std::atomic<int> num_left = 0;
+  run_threads(3, [&](int rank) {
+    Group group(store, identity(rank, 3), {}, testing::kBound);
+    expect(group.pid_of((rank + 1) % 3) == ::getpid(), "the peer's pid");
+    WaitScope scope(group);
+    HostArch arch(scope);
+    SpinBudget budget;
+    scope.begin(testing::kPatient);
+    Board<HostArch> board(arch, budget, group.board(), rank);
+    std::byte* region = nullptr;
+    expect(board.open(region) == Stop::kNone, "an open region");
+    region[0] = static_cast<std::byte>(rank + 1);
+    board.publish();
+    for (int peer = 0; peer < 3; ++peer) {
+      const std::byte* read = nullptr;
+      if (peer == rank) continue;
+      expect(board.wait(peer, read) == Stop::kNone, "a published region");
+      expect(read[0] == static_cast<std::byte>(peer + 1), "the peer's byte");
+    }
+    board.publish();
+    for (int peer = 0; peer < 3; ++peer) {
+      const std::byte* read = nullptr;
+      if (peer != rank) expect(board.wait(peer, read) == Stop::kNone, "all have read");
+    }
+    ++num_left;
+  });
+  CHECK(num_left == 3);
+}
+
+TEST_CASE("different options are a mismatch on every rank, with both texts") {
+  MemoryStore store;
+  std::atomic<int> num_errors = 0;
+  run_threads(4, [&](int rank) {
+    const std::string mine = rank == 2 ? "num_slots=3" : "num_slots=2";
+    const Error error =
+        error_of([&] { Group(store, identity(rank, 4, mine), {}, milliseconds(20'000)); });
+    expect_error(error, ErrorKind::kMismatch, {"{num_slots=2}", "{num_slots=3}", "rank 2"});
+    ++num_errors;
+  });
+  CHECK(num_errors == 4);
+}
+
+TEST_CASE("a rank that does not come is a time-out that names it") {
+  MemoryStore store;
+  run_threads(3, [&](int rank) {  // the fourth is missing: rank 3
+    const Error error = error_of([&] { Group(store, identity(rank, 4), {}, milliseconds(100)); });
+    expect_error(error, ErrorKind::kTimeout, {"rank 3 did not join", "100 ms"});
+    expect(error.info().rank == 3, "the missing rank");
+  });
+}
+
+TEST_CASE("ranks on different hosts are told so") {
+  MemoryStore store;
+  RankRecord stranger{.host_id = "elsewhere",
+                      .host = "far-away",
+                      .hub_address = "ringcomm-far-away",
+                      .pid = 1,
+                      .memory_key = {},
+                      .options = "o=1"};
+  store.set("ringcomm/rank/1", stranger.to_text());
+  expect_error(error_of([&] { Group(store, identity(0, 2), {}, milliseconds(1000)); }),
+               ErrorKind::kSystem, {"share no memory", "far-away", "elsewhere"});
+}
+
+TEST_CASE("a record of an earlier group in the same store is waited out") {
+  MemoryStore store;
+  {
+    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+  }
+  run_threads(2, [&](int rank) {
+    if (rank == 0) std::this_thread::sleep_for(milliseconds(50));
+    const Group group(store, identity(rank, 2), {}, testing::kBound);
+    std::string ignored;
+    expect(group.state_of(1 - rank) == Stop::kNone, "the peer of this group");
+    store.set("joined" + std::to_string(rank), "");
+    expect(store.get("joined" + std::to_string(1 - rank), testing::kBound, ignored), "the other");
+  });
+}
+
+TEST_CASE("memory that rank 0 never hands over is a time-out that says so") {
+  MemoryStore store;
+  {
+    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+  }
+  expect_error(error_of([&] { Group(store, identity(1, 2), {}, milliseconds(100)); }),
+               ErrorKind::kTimeout, {"rank 0 did not hand over", "100 ms"});
+}
+
+TEST_CASE("memory of another size is refused") {
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    const SegmentConfig config{.board_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
+    if (rank == 0) {
+      Group group(store, identity(0, 2), config, testing::kBound);
+      std::string over;
+      expect(store.get("over", testing::kBound, over), "the other rank's end");
+    } else {
+      const Error error = error_of([&] { Group(store, identity(1, 2), config, testing::kBound); });
+      store.set("over", "");
+      expect_error(error, ErrorKind::kMismatch, {"another size"});
+    }
+  });
+}
+
+TEST_CASE("a group that is given up says why, the first reason to all") {
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    auto group =
+        std::make_unique<Group>(store, identity(rank, 2), SegmentConfig{}, testing::kBound);
+    std::string ignored;
+    if (rank == 0) {
+      group->abort({.kind = ErrorKind::kTimeout, .origin = 0, .culprit = 1, .text = "first"});
+      group->abort({.kind = ErrorKind::kMismatch, .origin = 1, .culprit = 0, .text = "second"});
+      group.reset();
+      store.set("left", "");
+      return;
+    }
+    expect(store.get("left", testing::kBound, ignored), "the peer's end");
+    expect(group->state_of(0) == Stop::kAborted && group->state_of(1) == Stop::kAborted,
+           "an aborted group, whomever one waits for, though its maker has left");
+    const AbortReason reason = group->abort_reason();
+    expect(reason.kind == ErrorKind::kTimeout && reason.origin == 0 && reason.culprit == 1 &&
+               reason.text == "first",
+           "the first reason");
+  });
+}
+
+TEST_CASE("a rank that has left is gone for the others, and only that one") {
+  MemoryStore store;
+  run_threads(3, [&](int rank) {
+    auto group =
+        std::make_unique<Group>(store, identity(rank, 3), SegmentConfig{}, testing::kBound);
+    std::string ignored;
+    if (rank == 1) {
+      group.reset();
+      store.set("left", "");
+      return;
+    }
+    expect(store.get("left", testing::kBound, ignored), "the peer's end");
+    expect(group->state_of(1) == Stop::kPeerLeft, "rank 1 gone");
+    expect(group->state_of(rank) == Stop::kNone, "this rank there");
+    store.set("seen" + std::to_string(rank), "");
+    expect(store.get("seen" + std::to_string(2 - rank), testing::kBound, ignored), "the other");
+  });
+}
+
+TEST_CASE("a long reason is cut and ends") {
+  MemoryStore store;
+  Group group(store, identity(0, 1), {}, testing::kBound);
+  group.abort({.text = std::string(5000, 'x')});
+  CHECK(group.state_of(0) == Stop::kAborted);
+  CHECK(group.abort_reason().text == std::string(1023, 'x'));
+}
+
+TEST_CASE("groups leave no descriptor, thread or mapping behind") {
+  const auto make_and_use = [] {
+    testing::run_ranks(3, [](Communicator& communicator) { testing::barrier(communicator); });
+  };
+  make_and_use();  // the first makes the hub, its thread, and its watch of this process
+  const std::size_t num_fds = num_entries("/proc/self/fd");
+  const std::size_t num_threads = num_entries("/proc/self/task");
+  for (int i = 0; i < 15; ++i) make_and_use();
+  // The hub closes its ends when it gets round to it.
+  testing::wait_until([&] { return num_entries("/proc/self/fd") <= num_fds; },
+                      "as many descriptors as before", std::chrono::seconds(10));
+  testing::wait_until([&] { return num_entries("/proc/self/task") <= num_threads; },
+                      "as many threads as before", std::chrono::seconds(10));
+}
+
+TEST_CASE("groups that fail to form leave nothing behind either") {
+  const auto fail = [] {
+    MemoryStore store;
+    error_of([&] { Group(store, identity(0, 2), {}, milliseconds(1)); });
+  };
+  fail();
+  const std::size_t num_fds = num_entries("/proc/self/fd");
+  for (int i = 0; i < 20; ++i) fail();
+  testing::wait_until([&] { return num_entries("/proc/self/fd") <= num_fds; },
+                      "as many descriptors as before", std::chrono::seconds(10));
+}
+
+}  // namespace

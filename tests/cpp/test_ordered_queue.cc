@@ -1,0 +1,177 @@
+// The queue of a communicator: order, who runs a task, and waits that end.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "collectives/ordered_queue.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using std::chrono::milliseconds;
+using testing::expect;
+
+// Holds a task until it is opened.
+class Gate {
+ public:
+  void open() {
+    const std::lock_guard lock(mutex_);
+    is_open_ = true;
+    opened_.notify_all();
+  }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    ++num_came_;
+    opened_.wait(lock, [&] { return is_open_; });
+  }
+  int num_came() {
+    const std::lock_guard lock(mutex_);
+    return num_came_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool is_open_ = false;
+  int num_came_ = 0;
+};
+
+TEST_CASE("run with nothing before it runs in the caller's thread") {
+  OrderedQueue queue;
+  std::thread::id runner;
+  queue.run([&] { runner = std::this_thread::get_id(); }, {});
+  CHECK(runner == std::this_thread::get_id());
+}
+
+TEST_CASE("tasks run one at a time and in order, whoever put them in or waits") {
+  constexpr int kNumTasks = 300;
+  OrderedQueue queue;
+  std::vector<int> order;  // unguarded: the queue is the guard, ThreadSanitizer the judge
+  std::atomic<int> num_inside = 0;
+  std::atomic<bool> has_overlap = false;
+  std::vector<OrderedQueue::Ticket> tickets;
+  for (int i = 0; i < kNumTasks; ++i) {
+    const auto task = [&, i] {
+      if (++num_inside > 1) has_overlap = true;
+      order.push_back(i);
+      --num_inside;
+    };
+    if (i % 7 == 6)
+      queue.run(task, {});
+    else
+      tickets.push_back(queue.submit(task));
+    if (i % 50 == 49) queue.wait(tickets.back(), {});
+  }
+  for (const auto& ticket : tickets) queue.wait(ticket, {});
+  CHECK(order.size() == kNumTasks);
+  CHECK(std::is_sorted(order.begin(), order.end()));
+  CHECK_FALSE(has_overlap);
+}
+
+TEST_CASE("tasks of many threads are each run once, and done when a wait returns") {
+  constexpr int kNumThreads = 4;
+  constexpr int kNumTasks = 200;
+  OrderedQueue queue;
+  int num_run = 0;  // unguarded on purpose
+  testing::run_threads(kNumThreads, [&](int rank) {
+    for (int i = 0; i < kNumTasks; ++i) {
+      bool is_run = false;
+      const auto task = [&] {
+        ++num_run;
+        is_run = true;
+      };
+      if ((i + rank) % 3 == 0) {
+        queue.run(task, {});
+      } else if ((i + rank) % 3 == 1) {
+        queue.wait(queue.submit(task), {});
+      } else {
+        expect(
+            queue.wait_until(queue.submit(task), OrderedQueue::Clock::now() + testing::kBound, {}),
+            "a task run by others");
+      }
+      expect(is_run, "the task has run");
+    }
+  });
+  queue.run([&] { CHECK(num_run == kNumThreads * kNumTasks); }, {});
+}
+
+TEST_CASE("wait_until leaves a task that takes long, and polls meanwhile") {
+  OrderedQueue queue;
+  Gate gate;
+  const auto ticket = queue.submit([&] { gate.pass(); });
+  std::atomic<int> num_polls = 0;
+  const auto begin = OrderedQueue::Clock::now();
+  CHECK_FALSE(queue.wait_until(ticket, begin + milliseconds(180), [&] { ++num_polls; }));
+  CHECK(OrderedQueue::Clock::now() - begin >= milliseconds(180));
+  CHECK(num_polls >= 2);
+  CHECK_FALSE(queue.wait_until(ticket, begin, {}));  // a deadline in the past
+  CHECK_FALSE(queue.is_done(ticket));
+  gate.open();
+  queue.wait(ticket, {});
+  CHECK(queue.is_done(ticket));
+  CHECK(queue.wait_until(ticket, begin, {}));  // done, so late or not
+}
+
+TEST_CASE("threads that wait for different tickets all return") {
+  OrderedQueue queue;
+  Gate gate;
+  std::vector<OrderedQueue::Ticket> tickets;
+  tickets.push_back(queue.submit([&] { gate.pass(); }));
+  for (int i = 0; i < 5; ++i) tickets.push_back(queue.submit([] {}));
+  std::atomic<int> num_polls = 0;
+  std::thread opener([&] {
+    testing::wait_until([&] { return num_polls >= 6 && gate.num_came() == 1; }, "polls");
+    gate.open();
+  });
+  testing::run_threads(6, [&](int rank) {
+    const auto& ticket = tickets[static_cast<std::size_t>(5 - rank)];
+    queue.wait(ticket, [&] { ++num_polls; });
+    expect(queue.is_done(ticket), "a done ticket");
+  });
+  opener.join();
+}
+
+TEST_CASE("a task may wait for another thread that puts tasks in") {
+  OrderedQueue queue;
+  OrderedQueue::Ticket inner;
+  bool is_inner_run = false;
+  queue.run(
+      [&] {
+        std::thread other([&] { inner = queue.submit([&] { is_inner_run = true; }); });
+        other.join();
+        CHECK_FALSE(queue.is_done(inner));
+      },
+      {});
+  queue.wait(inner, {});
+  CHECK(is_inner_run);
+}
+
+TEST_CASE("a task's captures go when it has run, not with its ticket") {
+  OrderedQueue queue;
+  auto held = std::make_shared<int>(1);
+  const std::weak_ptr<int> watched = held;
+  const auto ticket = queue.submit([held = std::move(held)] {});
+  queue.wait(ticket, {});
+  CHECK(watched.expired());
+}
+
+TEST_CASE("destruction runs what is in") {
+  int num_run = 0;
+  {
+    OrderedQueue queue;
+    for (int i = 0; i < 50; ++i) queue.submit([&] { ++num_run; });
+  }
+  CHECK(num_run == 50);
+  {
+    const OrderedQueue unused;
+  }
+}
+
+}  // namespace

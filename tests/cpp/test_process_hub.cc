@@ -1,0 +1,186 @@
+// What is per pair of processes: memory handed over, deaths noticed. The other process is this
+// program again, started with the one test case "child: ..." that does its part.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "core/errors.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/shm/process_hub.h"
+#include "transport/shm/shared_memory.h"
+#include "transport/shm/unix_socket.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::shm;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::expect_error;
+
+constexpr milliseconds kSecond{1000};
+constexpr const char* kChildFd = "RINGCOMM_TEST_CHILD_FD";
+constexpr const char* kChildKey = "memory of the child";
+
+std::string read_line(int fd) {
+  std::string line;
+  for (char c = 0; ::read(fd, &c, 1) == 1 && c != '\n';) line += c;
+  return line;
+}
+
+void write_line(int fd, const std::string& line) {
+  const std::string text = line + "\n";
+  CHECK(::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+}
+
+// The child's part: makes a hub, offers memory, reports its address, and waits to be killed.
+TEST_CASE("child: offers memory until it is killed" * doctest::skip()) {
+  const char* fd_text = std::getenv(kChildFd);
+  if (fd_text == nullptr) return;
+  UniqueFd memory = create_memfd(4096);
+  SharedMemory(memory.get(), 4096).data()[0] = std::byte{77};
+  ProcessHub& hub = ProcessHub::instance();
+  hub.offer(kChildKey, std::move(memory), 1);
+  write_line(std::atoi(fd_text), hub.address());
+  ::alarm(120);  // should the parent die
+  for (;;) ::pause();
+}
+
+// A process with a hub of its own; killed at the latest when this goes.
+class Child {
+ public:
+  Child() {
+    int ends[2] = {};
+    if (::pipe(ends) != 0) throw std::runtime_error("pipe");
+    const UniqueFd read_end(ends[0]);
+    const std::string fd_text = std::to_string(ends[1]);
+    pid_ = ::fork();
+    if (pid_ == 0) {  // only calls that a child of a program with threads may make
+      ::setenv(kChildFd, fd_text.c_str(), 1);
+      ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: offers*",
+              nullptr);
+      ::_exit(127);
+    }
+    ::close(ends[1]);
+    address_ = read_line(read_end.get());
+  }
+  ~Child() { kill_and_reap(); }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+
+  pid_t pid() const { return pid_; }
+  const std::string& address() const { return address_; }
+  void kill() const { ::kill(pid_, SIGKILL); }
+  void kill_and_reap() {
+    if (pid_ <= 0) return;
+    kill();
+    ::waitpid(pid_, nullptr, 0);
+    pid_ = -1;
+  }
+
+ private:
+  pid_t pid_ = -1;
+  std::string address_;
+};
+
+TEST_CASE("an offer is fetched as often as it says") {
+  ProcessHub& hub = ProcessHub::instance();
+  UniqueFd memory = create_memfd(4096);
+  const int number = memory.get();
+  hub.offer("test/twice", std::move(memory), 2);
+  for (int i = 0; i < 2; ++i) {
+    const UniqueFd fd = hub.fetch(hub.address(), "test/twice", 30 * kSecond);
+    CHECK(size_of_memfd(fd.get()) == 4096);
+  }
+  CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), "test/twice", 30 * kSecond)));
+  // Closed with the last fetch: the number is free, or some other file's.
+  CHECK((::fcntl(number, F_GETFD) < 0 || ::fcntl(number, F_GET_SEALS) < 0));
+}
+
+TEST_CASE("an offer withdrawn, and one never made, are known to be missing at once") {
+  ProcessHub& hub = ProcessHub::instance();
+  hub.offer("test/withdrawn", create_memfd(4096), 1);
+  hub.withdraw("test/withdrawn");
+  hub.withdraw("test/withdrawn");
+  const auto begin = std::chrono::steady_clock::now();
+  for (const char* key : {"test/withdrawn", "test/never made"})
+    CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), key, 30 * kSecond)));
+  CHECK(std::chrono::steady_clock::now() - begin < 20 * kSecond);
+  expect_error(error_of([&] { hub.fetch("ringcomm-nobody", "key", kSecond); }), ErrorKind::kSystem,
+               {"connect", "ringcomm-nobody"});
+}
+
+TEST_CASE("a client that hangs up, or sends nothing, leaves the hub at work") {
+  ProcessHub& hub = ProcessHub::instance();
+  for (int i = 0; i < 20; ++i) {
+    const UniqueFd silent = connect_to(hub.address());
+    const UniqueFd hasty = connect_to(hub.address());
+    send_text(hasty.get(), "test/never made");
+  }
+  hub.offer("test/after", create_memfd(4096), 1);
+  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/after", std::chrono::seconds(30))));
+}
+
+TEST_CASE("memory of another process is fetched, and outlives it") {
+  Child child;
+  REQUIRE_FALSE(child.address().empty());
+  const UniqueFd fd =
+      ProcessHub::instance().fetch(child.address(), kChildKey, std::chrono::seconds(30));
+  child.kill_and_reap();
+  CHECK(SharedMemory(fd.get(), 4096).data()[0] == std::byte{77});
+}
+
+TEST_CASE("the death of a watched process is seen, before anybody reaps it") {
+  ProcessHub& hub = ProcessHub::instance();
+  Child child, other;
+  const std::shared_ptr<PeerProcess> process = hub.watch(child.address());
+  CHECK(hub.watch(child.address()) == process);  // one watch for all groups
+  const std::shared_ptr<PeerProcess> other_process = hub.watch(other.address());
+  CHECK(process->pid == child.pid());
+  CHECK(other_process->pid == other.pid());
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK_FALSE(process->is_dead.load());
+
+  child.kill();
+  testing::wait_until([&] { return process->is_dead.load(); }, "the death seen in 2 s",
+                      milliseconds(2000));
+  CHECK_FALSE(other_process->is_dead.load());
+  CHECK_FALSE(hub.watch(hub.address())->is_dead.load());
+  child.kill_and_reap();
+  expect_error(error_of([&] { hub.watch(child.address()); }), ErrorKind::kSystem, {"connect"});
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
+TEST_CASE("a forked child has a hub of its own and none of the parent's descriptors") {
+  ProcessHub& hub = ProcessHub::instance();
+  UniqueFd memory = create_memfd(4096);
+  const int number = memory.get();
+  hub.offer("test/kept from children", std::move(memory), 1);
+  int ends[2] = {};
+  REQUIRE(::pipe(ends) == 0);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    const bool has_lost_memory = ::fcntl(number, F_GETFD) < 0;
+    write_line(ends[1], (has_lost_memory ? "lost " : "kept ") + ProcessHub::instance().address());
+    ::_exit(0);
+  }
+  const std::string report = read_line(ends[0]);
+  ::waitpid(pid, nullptr, 0);
+  ::close(ends[0]);
+  ::close(ends[1]);
+  CHECK(report.substr(0, 5) == "lost ");
+  CHECK(report.substr(5, 9) == "ringcomm-");
+  CHECK(report.substr(5) != hub.address());
+  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/kept from children", kSecond)));
+}
+#endif
+
+}  // namespace

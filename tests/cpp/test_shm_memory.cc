@@ -1,0 +1,234 @@
+// The pieces under a group: memory that can be mapped twice and not resized, descriptors that
+// travel, and the plan of where everything lies.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/errors.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/shm/rank_record.h"
+#include "transport/shm/segment.h"
+#include "transport/shm/shared_memory.h"
+#include "transport/shm/unique_fd.h"
+#include "transport/shm/unix_socket.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::shm;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::expect_error;
+
+bool is_open(int fd) { return ::fcntl(fd, F_GETFD) >= 0; }
+
+std::string unused_name(const char* what) {
+  return "ringcomm-test-" + std::to_string(::getpid()) + "-" + what;
+}
+
+TEST_CASE("a memfd is zeroed, shared by its mappings, and keeps its size") {
+  const UniqueFd fd = create_memfd(10'000);
+  CHECK(size_of_memfd(fd.get()) == 10'000);
+  const SharedMemory one(fd.get(), 10'000);
+  const SharedMemory two(fd.get(), 10'000);
+  CHECK(one.data() != two.data());
+  CHECK(std::all_of(one.data(), one.data() + 10'000, [](std::byte b) { return b == std::byte{}; }));
+  one.data()[9'999] = std::byte{42};
+  CHECK(two.data()[9'999] == std::byte{42});
+
+  CHECK(::ftruncate(fd.get(), 5'000) != 0);
+  CHECK(::ftruncate(fd.get(), 20'000) != 0);
+  CHECK(::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_WRITE) != 0);  // nor can the seals be changed
+  CHECK(size_of_memfd(fd.get()) == 10'000);
+  CHECK((::fcntl(fd.get(), F_GETFD) & FD_CLOEXEC) != 0);
+}
+
+TEST_CASE("a mapping outlives its descriptor, and moves") {
+  SharedMemory memory;
+  {
+    const UniqueFd fd = create_memfd(4096);
+    memory = SharedMemory(fd.get(), 4096);
+  }
+  memory.data()[0] = std::byte{7};
+  const SharedMemory moved(std::move(memory));
+  CHECK(moved.data()[0] == std::byte{7});
+  CHECK(moved.num_bytes() == 4096);
+}
+
+TEST_CASE("refusals of the system carry the call, its text and its code") {
+  expect_error(error_of([] { SharedMemory(-1, 4096); }), ErrorKind::kSystem,
+               {"mmap of 4096 bytes", "Bad file descriptor", "errno 9"});
+  expect_error(error_of([] { size_of_memfd(-1); }), ErrorKind::kSystem, {"fstat", "errno 9"});
+  expect_error(error_of([] { create_memfd(std::size_t{1} << 63); }), ErrorKind::kSystem,
+               {"ftruncate"});
+  const std::string nobody = unused_name("nobody");
+  expect_error(error_of([&] { connect_to(nobody); }), ErrorKind::kSystem,
+               {"connect", nobody, "Connection refused"});
+}
+
+TEST_CASE("UniqueFd closes what it owns, once") {
+  UniqueFd fd = create_memfd(1);
+  const int number = fd.get();
+  UniqueFd moved = std::move(fd);
+  CHECK(is_open(number));
+  UniqueFd& alias = moved;
+  moved = std::move(alias);
+  CHECK(is_open(number));
+  moved.reset();
+  CHECK_FALSE(is_open(number));
+  CHECK_FALSE(static_cast<bool>(moved));
+}
+
+struct Connection {
+  UniqueFd client, server;
+};
+
+Connection connect_pair(const char* what) {
+  const std::string name = unused_name(what);
+  const UniqueFd listener = listen_at(name);
+  expect_error(error_of([&] { listen_at(name); }), ErrorKind::kSystem, {"bind", name});
+  Connection pair;
+  pair.client = connect_to(name);
+  pair.server = UniqueFd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  REQUIRE(static_cast<bool>(pair.server));
+  return pair;
+}
+
+TEST_CASE("texts over a Unix socket keep their bounds") {
+  Connection pair = connect_pair("texts");
+  CHECK(credentials_of_peer(pair.client.get()).pid == ::getpid());
+  CHECK(credentials_of_peer(pair.server.get()).uid == ::geteuid());
+  std::string text;
+  CHECK_FALSE(recv_text(pair.server.get(), milliseconds(1), text));
+  send_text(pair.client.get(), "one");
+  send_text(pair.client.get(), "two");
+  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
+  CHECK(text == "one");
+  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
+  CHECK(text == "two");
+  pair.client.reset();
+  CHECK(recv_text(pair.server.get(), milliseconds(1000), text));
+  CHECK(text.empty());
+  expect_error(error_of([&] { send_text(pair.server.get(), "three"); }), ErrorKind::kSystem,
+               {"send"});
+}
+
+TEST_CASE("a descriptor over a Unix socket is the same memory") {
+  Connection pair = connect_pair("fds");
+  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1))));
+  const UniqueFd sent = create_memfd(4096);
+  send_fd(pair.client.get(), sent.get());
+  const UniqueFd received = recv_fd(pair.server.get(), milliseconds(1000));
+  REQUIRE(static_cast<bool>(received));
+  CHECK(received.get() != sent.get());
+  CHECK((::fcntl(received.get(), F_GETFD) & FD_CLOEXEC) != 0);
+  SharedMemory(sent.get(), 4096).data()[1] = std::byte{9};
+  CHECK(SharedMemory(received.get(), 4096).data()[1] == std::byte{9});
+
+  send_text(pair.client.get(), "no descriptor");
+  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1000))));
+  pair.client.reset();
+  CHECK_FALSE(static_cast<bool>(recv_fd(pair.server.get(), milliseconds(1000))));
+}
+
+TEST_CASE("a rank record survives its text, and a stranger's is refused") {
+  const RankRecord record{.host_id = "boot:net4026531840",
+                          .host = "somewhere",
+                          .hub_address = "ringcomm-0123",
+                          .pid = 4711,
+                          .memory_key = "",
+                          .options = "algorithm=auto num_slots=2"};
+  const RankRecord copy = RankRecord::from_text(record.to_text());
+  CHECK(copy.host_id == record.host_id);
+  CHECK(copy.host == record.host);
+  CHECK(copy.hub_address == record.hub_address);
+  CHECK(copy.pid == record.pid);
+  CHECK(copy.memory_key.empty());
+  CHECK(copy.options == record.options);
+  expect_error(error_of([] { RankRecord::from_text("ringcomm-shm-0\nx\n"); }), ErrorKind::kMismatch,
+               {"different version", "ringcomm-shm-0"});
+  expect_error(error_of([] { RankRecord::from_text(""); }), ErrorKind::kMismatch, {});
+}
+
+// ---- the plan of the segment
+
+struct Region {
+  std::uintptr_t begin, end;
+};
+
+template <class T>
+Region region_of(const T* at, std::size_t num_bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(at);
+  return {begin, begin + num_bytes};
+}
+
+void add_link(std::vector<Region>& regions, const LinkGeometry& link) {
+  regions.push_back(region_of(link.cursors, sizeof(LinkCursors)));
+  regions.push_back(region_of(link.slots, link.num_slots * link.slot_bytes));
+}
+
+// Addresses are only computed, never followed: the base needs no memory behind it.
+std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std::byte* base) {
+  std::vector<Region> regions = {region_of(&layout.header(base), sizeof(SegmentHeader))};
+  const BoardGeometry board = layout.board(base);
+  for (int rank = 0; rank < world_size; ++rank) {
+    regions.push_back(region_of(&layout.control(base, rank), sizeof(RankControl)));
+    CHECK(&board.cursor(rank) == &layout.control(base, rank).published);
+    for (std::uint64_t phase = 0; phase < 2; ++phase)
+      regions.push_back(region_of(board.region(rank, phase), board.region_bytes));
+    add_link(regions, layout.ring_link(base, rank));
+    for (int peer = 0; peer < world_size; ++peer)
+      if (peer != rank) add_link(regions, layout.p2p_link(base, rank, peer));
+  }
+  return regions;
+}
+
+TEST_CASE("the parts of a segment lie inside it and apart from each other") {
+  constexpr std::uintptr_t kBase = std::uintptr_t{1} << 40;
+  auto* base = reinterpret_cast<std::byte*>(kBase);
+  const SegmentConfig odd{.board_bytes = 5000,
+                          .ring_num_slots = 3,
+                          .ring_slot_bytes = 192,
+                          .p2p_num_slots = 5,
+                          .p2p_slot_bytes = 4160};
+  const SegmentConfig large{.board_bytes = std::size_t{1} << 20,
+                            .ring_num_slots = 64,
+                            .ring_slot_bytes = std::size_t{64} << 20,
+                            .p2p_num_slots = 4,
+                            .p2p_slot_bytes = std::size_t{128} << 10};
+  for (const SegmentConfig& config : {SegmentConfig{}, odd, large}) {
+    for (int world_size = 2; world_size <= 9; ++world_size) {
+      CAPTURE(world_size);
+      const SegmentLayout layout(world_size, config);
+      std::vector<Region> regions = regions_of(layout, world_size, base);
+      std::sort(regions.begin(), regions.end(),
+                [](const Region& a, const Region& b) { return a.begin < b.begin; });
+      CHECK(regions.front().begin == kBase);
+      CHECK(regions.back().end <= kBase + layout.num_bytes());
+      for (std::size_t i = 0; i < regions.size(); ++i) {
+        CHECK(regions[i].begin % 64 == 0);
+        CHECK(regions[i].begin < regions[i].end);
+        if (i > 0) CHECK(regions[i - 1].end <= regions[i].begin);
+      }
+    }
+  }
+}
+
+TEST_CASE("words that different ranks write stand on lines of their own") {
+  CHECK(sizeof(RankControl) % kLineBytes == 0);
+  CHECK(offsetof(LinkCursors, head) % kLineBytes == 0);
+  CHECK(offsetof(RankControl, doorbell) % kLineBytes == 0);
+  CHECK(offsetof(RankControl, has_left) % kLineBytes == 0);
+}
+
+}  // namespace

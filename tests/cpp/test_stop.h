@@ -1,0 +1,34 @@
+#pragma once
+
+// What ends the waits of tests that run protocols without a group.
+
+#include <chrono>
+
+#include "core/stop.h"
+#include "transport/shm/host_arch.h"
+
+namespace ringcomm::testing {
+
+/// Waits end in half a minute: a lost wake-up or credit is a failure then and not a hang.
+class Patience final : public shm::StopSource {
+ public:
+  Stop stopped(int) override {
+    return std::chrono::steady_clock::now() < deadline_ ? Stop::kNone : Stop::kTimeout;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point deadline_ =
+      std::chrono::steady_clock::now() + std::chrono::seconds(30);
+};
+
+/// No wait sleeps.
+class Refusal final : public shm::StopSource {
+ public:
+  explicit Refusal(Stop why) : why_(why) {}
+  Stop stopped(int) override { return why_; }
+
+ private:
+  Stop why_;
+};
+
+}  // namespace ringcomm::testing

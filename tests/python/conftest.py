@@ -1,0 +1,25 @@
+"""Starts the server of the ranks before anything else, and looks at the end what they have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ranks
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    ranks.start()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    left = ranks.server().stop()
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print("\nleft behind by the ranks:", *left, sep="\n  ")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pools_end_with_their_file() -> Iterator[None]:
+    yield
+    ranks.server().close_pools()

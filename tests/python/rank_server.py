@@ -1,0 +1,187 @@
+"""The far side of ranks.py: a server that has imported torch once, and the ranks that it forks.
+
+The server is forked from pytest before any test has run, so that neither it nor a rank inherits threads. It
+imports torch and ringcomm, runs nothing of them, and forks ranks when asked. A rank is a loop: it takes a pickled
+function and arguments, calls it, sends back the result or the traceback.
+
+Nothing survives a killed pytest: the server ends with the socket to it, and the kernel kills ranks with the server.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _die_with(parent: int) -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # gone before the call
+        os._exit(1)
+
+
+def _redirect(path: Path) -> None:
+    """Standard output and error go to a file: the report quotes it."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def start_server(folder: Path) -> socket.socket:
+    """Forks the server; returns the socket on which it takes requests.
+
+    By way of a process that ends at once: other tests assert that pytest has no children left.
+    """
+    ours, theirs = socket.socketpair()
+    between = os.fork()
+    if between == 0:
+        if os.fork() == 0:
+            ours.close()
+            _server_main(theirs, folder)
+        os._exit(0)
+    os.waitpid(between, 0)
+    theirs.close()
+    return ours
+
+
+def _server_main(requests: socket.socket, folder: Path) -> NoReturn:
+    try:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to pytest
+        _redirect(folder / "server.log")
+        _Server(requests).run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+class _Server:
+    def __init__(self, requests: socket.socket) -> None:
+        self._socket = requests
+        self._requests = Connection(os.dup(requests.fileno()))
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import torch  # noqa: F401
+
+        import ringcomm  # noqa: F401
+
+    def run(self) -> None:
+        while True:
+            try:
+                request, *args = pickle.loads(self._requests.recv_bytes())
+            except EOFError:
+                return
+            answer = getattr(self, request)(*args)
+            self._requests.send_bytes(pickle.dumps(answer))
+            if request == "stop":
+                return
+
+    def fork_rank(self, rank: int, folder: Path, env: dict[str, str]) -> int:
+        ours, theirs = socket.socketpair()
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._socket.close()
+            self._requests.close()
+            _rank_main(rank, server, theirs, folder, env)
+        socket.send_fds(self._socket, [b"f"], [ours.fileno()])
+        ours.close()
+        theirs.close()
+        return pid
+
+    def status(self, pid: int, timeout_s: float) -> str | None:
+        """How a rank ended, or None when it is still there after the time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                return "no child of the server"
+            if ended == pid:
+                code = os.waitstatus_to_exitcode(status)
+                return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.005)
+
+    def stop(self, timeout_s: float) -> list[str]:
+        """Names processes that are still there; as their subreaper the server knows orphans as well."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                ended, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return []
+            if ended == 0 and time.monotonic() >= deadline:
+                return self._kill_children()
+            if ended == 0:
+                time.sleep(0.005)
+
+    def _kill_children(self) -> list[str]:
+        named = []
+        for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+            named.append(f"pid {pid}: {Path(f'/proc/{pid}/cmdline').read_text()[:200]}")
+            os.kill(pid, signal.SIGKILL)
+        return named
+
+
+def _rank_main(
+    rank: int, server: int, calls: socket.socket, folder: Path, env: dict[str, str]
+) -> NoReturn:
+    code = 1
+    try:
+        _die_with(server)
+        _redirect(folder / f"rank{rank}.log")
+        faulthandler.enable(sys.stderr)
+        faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(env)
+        import torch
+
+        torch.set_num_threads(1)
+        _answer_calls(rank, Connection(calls.detach()))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _answer_calls(rank: int, calls: Connection) -> None:
+    while True:
+        try:
+            message = calls.recv_bytes()
+        except EOFError:
+            return
+        # Plain pickle: torch's own for Connection.send would share tensors' memory.
+        try:
+            fn, args = pickle.loads(message)
+            reply: tuple[str, Any] = ("result", fn(rank, *args))
+            data = pickle.dumps(reply)
+        except BaseException:
+            data = pickle.dumps(("error", traceback.format_exc()))
+        calls.send_bytes(data)

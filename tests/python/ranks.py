@@ -1,0 +1,286 @@
+"""run_ranks(): a function on several ranks of a process group, for tests.
+
+Ranks are kept in pools, one for each test file, world size and kind of group: a call costs a millisecond, a forked
+rank some 0.1 s, a spawned one 14 s. A case that fails ends its pool; the next one gets fresh ranks. Nothing
+waits for ever: a rank that is late is named, its stack shown, and the pool killed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import rank_server
+
+__all__ = ["RankFailure", "run_ranks"]
+
+# After the first error the others, who may be waiting for that rank, get this long to say theirs.
+GRACE_S = 3.0
+CLOSE_TIMEOUT_S = 20.0
+MAX_LOG_CHARS = 6000
+
+
+class RankFailure(AssertionError):
+    """What went wrong, of each rank."""
+
+
+class _Pool:
+    """Some ranks, and what they were told last."""
+
+    def __init__(self, server: Server, world_size: int, env: dict[str, str]) -> None:
+        self._server = server
+        self._folder = Path(tempfile.mkdtemp(dir=server.folder))
+        self._pids: list[int] = []
+        self._calls: list[Connection] = []
+        for rank in range(world_size):
+            pid, fd = server.fork_rank(rank, self._folder, env)
+            self._pids.append(pid)
+            self._calls.append(Connection(fd))
+
+    def init_group(self, backend: str, pg_options: Any, timeout_s: float) -> None:
+        world_size = len(self._pids)
+        store = str(self._folder / "store")
+        self.call(_init_group, (world_size, backend, store, pg_options, timeout_s), 60.0)
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout_s: float,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """fn(rank, *args) on every rank; their results. Raises RankFailure, and kills all, on any error."""
+        __tracebackhide__ = True
+        message = pickle.dumps((fn, args))
+        for calls in self._calls:
+            calls.send_bytes(message)
+        waiting = {calls: rank for rank, calls in enumerate(self._calls)}
+        results: list[Any] = [None] * len(self._calls)
+        errors: list[str] = []
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors.append(self._describe_stuck(sorted(waiting.values()), timeout_s))
+                break
+            for calls in ready:
+                assert isinstance(calls, Connection)
+                rank = waiting.pop(calls)
+                kind, value = self._receive(calls, rank)
+                if kind == "result":
+                    results[rank] = value
+                elif kind == "error" or rank not in may_die:
+                    errors.append(f"rank {rank}: {value}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            self.kill()
+            raise RankFailure("\n".join(["", *errors, *self._logs()]))
+        return results
+
+    def _receive(self, calls: Connection, rank: int) -> tuple[str, Any]:
+        try:
+            kind, value = pickle.loads(calls.recv_bytes())
+        except (EOFError, ConnectionError):
+            return "end", f"the process ended: {self._server.status(self._pids[rank], 5.0)}"
+        return kind, value
+
+    def _describe_stuck(self, ranks: list[int], timeout_s: float) -> str:
+        for rank in ranks:
+            os.kill(self._pids[rank], signal.SIGUSR1)  # faulthandler writes its stack to the log
+        time.sleep(0.3)
+        return f"rank(s) {ranks} did not finish in {timeout_s:g} s (or {GRACE_S:g} s after the first error); stacks below"
+
+    def _logs(self) -> list[str]:
+        logs = []
+        for rank in range(len(self._pids)):
+            path = self._folder / f"rank{rank}.log"
+            text = path.read_text(errors="replace") if path.exists() else ""
+            if text.strip():
+                logs.append(f"---- output of rank {rank}\n{text[-MAX_LOG_CHARS:]}")
+        return logs
+
+    def close(self, may_die: Collection[int] = ()) -> None:
+        """Ends the ranks as a program ends: group destroyed, exit status 0."""
+        living = [rank for rank in range(len(self._pids)) if rank not in may_die]
+        try:
+            if len(living) == len(self._pids):
+                for names in self.call(_leave, (), CLOSE_TIMEOUT_S):
+                    self._server.sockets_seen |= names
+        finally:
+            for calls in self._calls:
+                calls.close()
+        for rank in living:
+            status = self._server.status(self._pids[rank], CLOSE_TIMEOUT_S)
+            if status not in ("exit status 0", "no child of the server"):
+                self.kill()
+                raise RankFailure("\n".join([f"rank {rank} ended with {status}", *self._logs()]))
+
+    def kill(self) -> None:
+        for rank, pid in enumerate(self._pids):
+            if self._server.status(pid, 0.0) is None:
+                os.kill(pid, signal.SIGKILL)
+                self._server.status(pid, 5.0)
+            self._calls[rank].close()
+        self._server.forget(self)
+
+
+class Server:
+    """This process's end of the server that forks ranks, and the pools."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ringcomm-tests-"))
+        self.sockets_seen: set[str] = set()
+        self._socket = rank_server.start_server(self.folder)
+        self._requests = Connection(os.dup(self._socket.fileno()))
+        self._pools: dict[Any, _Pool] = {}
+
+    def _ask(self, *request: Any) -> None:
+        self._requests.send_bytes(pickle.dumps(request))
+
+    def _answer(self) -> Any:
+        if not self._requests.poll(60.0):
+            raise RankFailure("the server of the ranks does not answer: see its server.log")
+        return pickle.loads(self._requests.recv_bytes())
+
+    def fork_rank(self, rank: int, folder: Path, env: dict[str, str]) -> tuple[int, int]:
+        self._ask("fork_rank", rank, folder, env)
+        self._socket.settimeout(60.0)
+        _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not fds:
+            raise RankFailure((self.folder / "server.log").read_text())
+        return self._answer(), fds[0]
+
+    def status(self, pid: int, timeout_s: float) -> str | None:
+        self._ask("status", pid, timeout_s)
+        return self._answer()  # type: ignore[no-any-return]
+
+    def pool(self, key: Any, make: Callable[[], _Pool]) -> _Pool:
+        if key not in self._pools:
+            self._pools[key] = make()
+        return self._pools[key]
+
+    def forget(self, pool: _Pool) -> None:
+        self._pools = {key: other for key, other in self._pools.items() if other is not pool}
+
+    def close_pools(self) -> None:
+        """Called after each test file."""
+        pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
+
+    def stop(self) -> list[str]:
+        """Ends the server; names what the ranks have left behind."""
+        self.close_pools()
+        self._ask("stop", 2.0)
+        left = list(self._answer())
+        if not self._requests.poll(5.0):  # nor is the server itself there: its end is closed
+            left.append("the server of the ranks")
+        open_sockets = {line.split()[-1] for line in _ringcomm_sockets()}
+        left += [f"socket {name}" for name in open_sockets & self.sockets_seen]
+        left += [f"shared memory {path}" for path in Path("/dev/shm").glob("*ringcomm*")]
+        if not left:
+            shutil.rmtree(self.folder)
+        return left
+
+
+_server: Server | None = None
+
+
+def start() -> None:
+    global _server
+    _server = Server()
+
+
+def server() -> Server:
+    assert _server is not None, "conftest.py starts it"
+    return _server
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str | None = "ringcomm",
+    pg_options: Any = None,
+    fresh: bool = False,
+    may_die: Collection[int] = (),
+    group_timeout_s: float = 30.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Calls fn(rank, *args) on every rank of a group and returns the results, by rank.
+
+    Args:
+        fn: a function at the top of a module; like args, it is pickled.
+        timeout_s: of the whole call.
+        backend: of the default group, which is there when fn is called; None makes no group.
+        pg_options: of the default group.
+        fresh: ranks of its own, for a case that does not leave the group whole.
+        may_die: ranks that may end in the case; their result is None. Wants `fresh`.
+        group_timeout_s: of the group's collectives.
+        env: added to the ranks' environment.
+
+    Raises:
+        RankFailure: with every rank's traceback, and the stacks of those that did not come back.
+    """
+    __tracebackhide__ = True
+    env = env or {}
+
+    def make() -> _Pool:
+        pool = _Pool(server(), world_size, env)
+        if backend is not None:
+            pool.init_group(backend, pg_options, group_timeout_s)
+        return pool
+
+    if not fresh:
+        key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(env))
+        return server().pool(key, make).call(fn, args, timeout_s)
+    pool = make()
+    results = pool.call(fn, args, timeout_s, may_die)
+    pool.close(may_die)
+    return results
+
+
+def _init_group(
+    rank: int, world_size: int, backend: str, store: str, pg_options: Any, timeout_s: float
+) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        pg_options=pg_options,
+    )
+
+
+def _ringcomm_sockets() -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if line.split()[-1].startswith("@ringcomm-")]
+
+
+def _leave(rank: int) -> set[str]:
+    """Names this process's sockets of ringcomm, and destroys the groups."""
+    import torch.distributed as dist
+
+    mine = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    names = {
+        line.split()[-1]
+        for line in _ringcomm_sockets()
+        if f"socket:[{line.split()[6]}]" in mine
+    }
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return names

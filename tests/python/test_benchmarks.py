@@ -1,0 +1,221 @@
+"""The benchmarks end to end in small: their records, and that wrong results do not go unseen.
+
+No test here asserts a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import all_reduce
+import harness
+import machine
+import operations
+import table
+from interleave import Timings, labels_of
+
+BACKENDS = ["ringcomm", "gloo"]
+pytestmark = pytest.mark.skipif(
+    "ringcomm" not in dist.Backend.backend_list, reason="the extension is not installed"
+)
+
+
+def run(path: Path, *argv: str) -> int:
+    """A sweep that takes as little time as one can; its exit code."""
+    quick = ["--seconds", "0.02", "--repeats", "0", "--json", str(path)]
+    return all_reduce.main([*quick, *argv])
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "records" / "sweep.jsonl"
+    assert run(path, "--sizes", "1024,1000000") == harness.EXIT_OK
+    records = lines_of(path)
+    points = [(r["op"], r["bytes"], r["backend"]) for r in records]
+    assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
+    for record in records:
+        assert record["kind"] == "collective"
+        assert (record["world_size"], record["dtype"]) == (2, "float32")
+        assert record["date"].endswith("+00:00")
+        assert record["machine"].keys() == {"cpu", "cores", "kernel"}
+        assert record["torch"] == torch.__version__
+        assert {"commit", "dirty", "ringcomm", "python"} <= record.keys()
+        assert record["p10_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
+        assert record["verified"]
+        assert record["wrong_elems"] == 0
+        assert record["num_calls"] >= 5
+        # Bandwidths follow from the same p50; records keep five digits.
+        algbw = record["bytes"] / record["p50_us"] / 1000
+        assert record["algbw_gb_per_s"] == pytest.approx(algbw, rel=1e-3)
+        assert record["busbw_gb_per_s"] == pytest.approx(algbw, rel=1e-3)  # 2 (N - 1) / N = 1
+        assert 0 <= record["others_busy_percent"] <= 100
+        assert record["quiet"] == (record["others_busy_percent"] <= machine.MAX_OTHERS_PERCENT)
+        assert record["floor_us"]["before"] > 0
+        assert record["flag_us"].keys() == {"before", "after"}
+        if record["backend"] == "gloo":
+            ratio = record["ratio"]
+            assert ratio["over"] == "ringcomm"
+            assert ratio["p10"] <= ratio["p50"] <= ratio["p90"]
+            assert ratio["num_pairs"] >= 5
+            assert record["algorithms"] == []
+        else:
+            assert record["ratio"] is None
+            assert set(record["algorithms"]) <= {"one_shot", "two_shot", "ring"}
+            assert record["algorithms"]
+    said = capfd.readouterr().out
+    assert "time over ringcomm's" in said
+    assert table.main([str(path)]) == harness.EXIT_OK
+    markdown = capfd.readouterr().out
+    assert "| bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in markdown
+    assert "| 1 KiB |" in markdown
+    assert records[0]["date"] in markdown
+
+
+def test_every_operation_is_right(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.jsonl"
+    ops = ",".join(operations.OPERATIONS)
+    # Not a multiple of the ranks: collectives that divide the buffer round down.
+    assert run(path, "--ops", ops, "--sizes", "1004", "--dtype", "bfloat16") == harness.EXIT_OK
+    records = lines_of(path)
+    assert [r["op"] for r in records[::2]] == list(operations.OPERATIONS)
+    assert all(record["verified"] for record in records)
+    assert records[-1]["bytes"] == 0  # barrier
+
+
+def spoil_one_element(buffers: operations.Buffers, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(buffers.output, group=group)
+    if dist.get_backend(group) == "ringcomm" and buffers.place.rank == 1:
+        buffers.output[7] += 1
+
+
+def test_one_wrong_element_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = dataclasses.replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
+    monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
+    path = tmp_path / "sweep.jsonl"
+    assert run(path, "--sizes", "1024") == harness.EXIT_WRONG_RESULTS
+    ours, gloo = lines_of(path)
+    assert (ours["verified"], gloo["verified"]) == (False, True)
+    assert ours["wrong_elems"] == 2  # one before the clocks ran, one after
+    assert gloo["ratio"] is None
+    said = capfd.readouterr().out
+    assert "wrong results" in said
+    assert "×" not in said
+
+
+@pytest.mark.parametrize("name", [n for n, op in operations.OPERATIONS.items() if op.has_data])
+def test_a_call_that_does_nothing_is_wrong(name: str) -> None:
+    """On some rank at least: the source of a broadcast needs nothing done."""
+
+    def nothing(_buffers: operations.Buffers, _group: dist.ProcessGroup) -> None: ...
+
+    lazy = dataclasses.replace(operations.OPERATIONS[name], call=nothing)
+    wrong: list[list[int]] = []
+
+    def main(team: harness.Team) -> None:
+        place = operations.Place(team.rank, 2, 64, torch.float32, torch.device("cpu"))
+        mine = lazy.verify(lazy, lazy.setup(place), None, team)  # type: ignore[arg-type]
+        counts = team.share(mine)
+        if team.rank == 0:
+            team.report(counts)
+
+    harness.run_ranks(2, main, wrong.append)
+    assert sum(wrong[0]) > 0
+
+
+def test_a_barrier_that_does_not_wait_is_wrong() -> None:
+    lazy = dataclasses.replace(operations.OPERATIONS["barrier"], call=lambda _buffers, _group: None)
+    wrong: list[list[int]] = []
+
+    def main(team: harness.Team) -> None:
+        place = operations.Place(team.rank, 2, 0, torch.float32, torch.device("cpu"))
+        mine = lazy.verify(lazy, lazy.setup(place), None, team)  # type: ignore[arg-type]
+        counts = team.share(mine)
+        if team.rank == 0:
+            team.report(counts)
+
+    harness.run_ranks(2, main, wrong.append)
+    assert sum(wrong[0]) > 0
+
+
+@pytest.mark.parametrize("how", ["raises", "is killed"])
+def test_a_rank_that_fails_is_named_and_ends_the_others(how: str) -> None:
+    pids: list[int] = []
+
+    def main(team: harness.Team) -> None:
+        team.report(os.getpid())
+        team.share(None)
+        if team.rank == 1 and how == "raises":
+            raise ValueError("on purpose")
+        if team.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        team.share(None)
+
+    expected = (
+        "(?s)rank 1 failed.*on purpose" if how == "raises" else "rank 1 was killed by SIGKILL"
+    )
+    with pytest.raises(harness.RankError, match=expected):
+        harness.run_ranks(3, main, pids.append)
+    assert len(pids) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ratio_is_paired() -> None:
+    """Both slow down tenfold half-way: each pair still says 3."""
+    fast = Timings([[1.0, 1.0], [10.0, 10.0]])
+    slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]])
+    assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
+
+
+def test_quantiles_interpolate() -> None:
+    assert harness.quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
+    assert harness.quantile([5.0], 0.99) == 5.0
+
+
+def test_a_backend_may_race_itself() -> None:
+    assert labels_of(["gloo", "ringcomm", "gloo"]) == ["gloo", "ringcomm", "gloo#2"]
+
+
+def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
+    def record(date: str, quiet: bool) -> dict[str, Any]:
+        place = {"op": "all_reduce", "world_size": 2, "device": "cpu", "dtype": "float32"}
+        state = {"quiet": quiet, "verified": True, "machine": {"cpu": "a CPU", "cores": 2}}
+        return {"kind": "collective", "date": date, "bytes": 64, **place, **state}
+
+    old, quiet, busy = record("1", True), record("2", True), record("3", False)
+    assert table.newest([old, busy, quiet], "collective") == [[quiet]]
+    assert table.newest([busy], "collective") == [[busy]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backends", "carrier_pigeon"], "carrier_pigeon"),
+        (["--backends", "nccl"], "--device cuda"),
+        (["--sizes", "many"], "--sizes"),
+        (["--ops", "all_reduce,juggle"], "juggle"),
+        (["--world", "0"], "at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        all_reduce.parse(argv)
+    assert message in capsys.readouterr().err

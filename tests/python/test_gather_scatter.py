@@ -1,0 +1,231 @@
+"""broadcast, all_gather and reduce_scatter in all their forms, against numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+WORLDS = [2, 3, 4]
+# What is only moved may be of any type.
+MOVED = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.uint64,
+]
+# 0 and 1; odd; the piece of a broadcast (half a board) and of all_gather (a board) are crossed by
+# 600,001 elements of one byte (two pieces, one) and of 16 bytes (many).
+SIZES = [0, 1, 13, 600_001]
+
+
+def any_bits(rank: int, num_elems: int, dtype: torch.dtype) -> Tensor:
+    """Every bit pattern of the type, NaN included; of bool 0 and 1."""
+    raw = oracle.integers(rank, num_elems * dtype.itemsize, torch.uint8, seed=9)
+    return raw.bitwise_and(1).bool() if dtype == torch.bool else raw.view(dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert oracle.bits(actual) == oracle.bits(expected)
+
+
+def finish(work: Any) -> None:
+    """Waits for an asynchronous call; a synchronous one gave None."""
+    if work is not None:
+        work.wait()
+
+
+# ---- broadcast
+
+
+def check_broadcast(rank: int, dtype: torch.dtype) -> None:
+    for root in range(dist.get_world_size()):
+        for num_elems in SIZES:
+            tensor = any_bits(rank, num_elems, dtype)
+            finish(dist.broadcast(tensor, root, async_op=num_elems == 13))
+            assert_same_bits(tensor, any_bits(root, num_elems, dtype))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", MOVED)
+def test_broadcast(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, check_broadcast, dtype)
+
+
+# ---- all_gather
+
+
+def check_all_gather(rank: int, dtype: torch.dtype) -> None:
+    world_size = dist.get_world_size()
+    for num_elems in SIZES:
+        expected = [any_bits(r, num_elems, dtype) for r in range(world_size)]
+        own = expected[rank].clone()
+        outputs = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(outputs, own)
+        for output, share in zip(outputs, expected, strict=True):
+            assert_same_bits(output, share)
+        for shape in ((world_size * num_elems,), (world_size, num_elems)):
+            gathered = torch.empty(shape, dtype=dtype)
+            dist.all_gather_into_tensor(gathered, own)
+            assert_same_bits(gathered.view(-1), torch.cat(expected))
+        assert_same_bits(own, expected[rank])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", MOVED)
+def test_all_gather(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, check_all_gather, dtype)
+
+
+def check_in_place(rank: int) -> None:
+    """ZeRO's way: the input is this rank's part of the output, or the output of the input."""
+    world_size = dist.get_world_size()
+    for num_elems in (5, 400_001):
+        shares = [oracle.integers(r, num_elems, torch.float32) for r in range(world_size)]
+        whole = torch.zeros(world_size * num_elems)
+        whole.chunk(world_size)[rank].copy_(shares[rank])
+        dist.all_gather_into_tensor(whole, whole.chunk(world_size)[rank])
+        oracle.assert_equal(whole, torch.cat(shares))
+        inputs = [
+            oracle.integers(r, world_size * num_elems, torch.float32) for r in range(world_size)
+        ]
+        whole = inputs[rank].clone()
+        dist.reduce_scatter_tensor(whole.chunk(world_size)[rank], whole)
+        expected = oracle.reduced(inputs, "sum").chunk(world_size)[rank]
+        oracle.assert_equal(whole.chunk(world_size)[rank], expected)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_in_place(world_size: int) -> None:
+    run_ranks(world_size, check_in_place)
+
+
+# ---- reduce_scatter
+
+
+def check_reduce_scatter(rank: int, dtype: torch.dtype, op: str) -> None:
+    world_size = dist.get_world_size()
+    reduce_op = getattr(dist.ReduceOp, op.upper())
+    # The last: more than one piece (a board of 1 MiB has a share for each of the others).
+    for num_elems in (0, 1, 13, 300_001):
+        inputs = [oracle.integers(r, world_size * num_elems, dtype) for r in range(world_size)]
+        expected = oracle.reduced(inputs, op)[rank * num_elems : (rank + 1) * num_elems]
+        own = inputs[rank].clone()
+        output = torch.empty(num_elems, dtype=dtype)
+        dist.reduce_scatter_tensor(output, own, reduce_op)
+        oracle.assert_equal(output, expected)
+        output = torch.empty(num_elems, dtype=dtype)
+        parts = [own[r * num_elems : (r + 1) * num_elems] for r in range(world_size)]
+        dist.reduce_scatter(output, parts, reduce_op)
+        oracle.assert_equal(output, expected)
+        oracle.assert_equal(own, inputs[rank])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+def test_reduce_scatter(world_size: int, dtype: torch.dtype, op: str) -> None:
+    run_ranks(world_size, check_reduce_scatter, dtype, op)
+
+
+# ---- coalesced
+
+
+def check_coalesced(rank: int, is_async: bool) -> None:
+    """The forms that DTensor and functional collectives use, and torch's manager makes."""
+    world_size = dist.get_world_size()
+    sizes = [3, 0, 1000, 70_000]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.float32]
+    values = [
+        [
+            oracle.integers(r, world_size * n, dtype, seed)
+            for seed, (n, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+        ]
+        for r in range(world_size)
+    ]
+    device = torch.device("cpu")
+    totals = [oracle.reduced([own[i] for own in values], "sum") for i in range(len(sizes))]
+
+    mine = [tensor.clone() for tensor in values[rank]]
+    with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+        for tensor in mine:
+            dist.all_reduce(tensor)
+    finish(manager if is_async else None)
+    for tensor, total in zip(mine, totals, strict=True):
+        oracle.assert_equal(tensor, total)
+
+    outputs = [torch.empty(n, dtype=dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+    with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+        for output, tensor in zip(outputs, values[rank], strict=True):
+            dist.reduce_scatter_tensor(output, tensor)
+    finish(manager if is_async else None)
+    for output, total, n in zip(outputs, totals, sizes, strict=True):
+        oracle.assert_equal(output, total[rank * n : (rank + 1) * n])
+
+    gathered = [torch.empty(world_size * t.numel(), dtype=t.dtype) for t in values[rank]]
+    with dist._coalescing_manager(device=device, async_ops=is_async) as manager:
+        for output, tensor in zip(gathered, values[rank], strict=True):
+            dist.all_gather_into_tensor(output, tensor)
+    finish(manager if is_async else None)
+    for i, output in enumerate(gathered):
+        oracle.assert_equal(output, torch.cat([own[i] for own in values]))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_coalesced(world_size: int, is_async: bool) -> None:
+    run_ranks(world_size, check_coalesced, is_async)
+
+
+def check_functional(rank: int) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    world_size = dist.get_world_size()
+    value = torch.arange(4.0 * world_size) + rank
+    mean = torch.arange(4.0 * world_size) + (world_size - 1) / 2
+    group = dist.group.WORLD
+    assert group is not None
+    oracle.assert_equal(funcol.all_reduce(value, "avg", group) + 0, mean)
+    gathered = funcol.all_gather_tensor(value, 0, group) + 0
+    expected = torch.cat([torch.arange(4.0 * world_size) + r for r in range(world_size)])
+    oracle.assert_equal(gathered, expected)
+    scattered = funcol.reduce_scatter_tensor(value, "avg", 0, group) + 0
+    oracle.assert_equal(scattered, mean.chunk(world_size)[rank])
+    # The average of these is exact: integers and a half.
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_functional_collectives(world_size: int) -> None:
+    run_ranks(world_size, check_functional)
+
+
+def check_objects(rank: int) -> None:
+    world_size = dist.get_world_size()
+    mine = {"rank": rank, "text": "ä" * (rank * 1000)}
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    assert [item["rank"] for item in everyone] == list(range(world_size))
+    assert [len(item["text"]) for item in everyone] == [1000 * r for r in range(world_size)]
+    items: list[Any] = [mine, "two", 3] if rank == 1 else [None, None, None]
+    dist.broadcast_object_list(items, 1)
+    assert items == [{"rank": 1, "text": "ä" * 1000}, "two", 3]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_object_collectives(world_size: int) -> None:
+    run_ranks(world_size, check_objects)

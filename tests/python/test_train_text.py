@@ -1,0 +1,134 @@
+"""The main job's text, batches and command line: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from training import cli
+from training.corpus import Batches, CorpusError, load_corpus
+from training.machine import OtherPrograms, why_no_claim
+from training.options import CONTEXT_BYTES, InputError
+
+CPU = torch.device("cpu")
+
+
+def test_own_text_is_split_without_loss() -> None:
+    corpus = load_corpus(None, CONTEXT_BYTES)
+    assert corpus.train + corpus.held_out == corpus.data
+    assert len(corpus.held_out) == round(0.05 * len(corpus.data))
+    assert corpus.sha256 == hashlib.sha256(corpus.data).hexdigest()
+    held, whole = corpus.gzip_bits_per_byte()
+    assert 1.5 < whole < 3.0
+    assert 1.5 < held < 3.0
+
+
+def test_text_that_is_not_utf8_works(tmp_path: Path) -> None:
+    file = tmp_path / "latin1.txt"
+    file.write_bytes(bytes(range(256)) * 40)
+    with pytest.raises(UnicodeDecodeError):
+        file.read_text(encoding="utf-8")
+    corpus = load_corpus(file, CONTEXT_BYTES)
+    inputs, targets = Batches(corpus.train, CONTEXT_BYTES, 0, CPU).rows(0, 3)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal((inputs + 1) % 256, targets)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(b"", "is empty", id="empty"),
+        pytest.param(b"x" * 100, "too few", id="shorter than a row"),
+        pytest.param(b"x" * 600, "too few", id="held-out part too short"),
+    ],
+)
+def test_hopeless_text_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(CorpusError, match=words):
+        load_corpus(file, CONTEXT_BYTES)
+
+
+def test_the_length_asked_for_is_enough(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"x")
+    with pytest.raises(CorpusError) as refused:
+        load_corpus(file, CONTEXT_BYTES)
+    shortest = int(str(refused.value).partition("give ")[2].split()[0])
+    file.write_bytes(b"x" * shortest)
+    assert len(load_corpus(file, CONTEXT_BYTES).data) == shortest
+
+
+def test_batches_depend_on_seed_and_step_alone() -> None:
+    data = load_corpus(None, CONTEXT_BYTES).train
+    first, again = (Batches(data, 16, 3, CPU) for _ in range(2))
+    first.rows(0, 4)  # an earlier call leaves no trace
+    assert torch.equal(first.rows(7, 4)[0], again.rows(7, 4)[0])
+    assert not torch.equal(first.rows(7, 4)[0], first.rows(8, 4)[0])
+    assert not torch.equal(first.rows(7, 4)[0], Batches(data, 16, 4, CPU).rows(7, 4)[0])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--backend", "smoke"], "one of ringcomm"),
+        (["--backend", "gloo,gloo,gloo"], "one or two names"),
+        (["--backend", "nccl"], "--device cuda"),
+        (["--backend", "gloo", "--world", "0"], "at least 1 rank"),
+        (["--backend", "gloo", "--steps", "0"], "more than 0"),
+        (["--backend", "gloo", "--parallel", "single", "--world", "2"], "one process"),
+        (["--backend", "gloo", "--parallel", "zero1", "--optimizer", "lomo"], "LOMO has none"),
+        (["--backend", "gloo", "--parallel", "tp", "--world", "3"], "at most 2 ranks"),
+    ],
+)
+def test_contradicting_options_are_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        cli.read_options(argv)
+
+
+def test_launcher_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.read_options(["--backend", "gloo"]).world_size == 4
+    with pytest.raises(InputError, match="started 4 ranks"):
+        cli.read_options(["--backend", "gloo", "--world", "2"])
+
+
+def test_no_write_permission_is_said_before_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A folder under a file: refused to root as well, who may write everywhere else.
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "runs"
+    assert cli.main(["--backend", "gloo", "--size", "tiny", "--out", str(out)]) == 2
+    assert f"--out {out}: cannot write there" in capfd.readouterr().err
+
+
+def test_bad_checkpoints_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base = ["--backend", "gloo", "--size", "tiny", "--out", str(tmp_path / "runs"), "--resume"]
+    assert cli.main([*base, str(tmp_path)]) == 2
+    assert "there is no" in capfd.readouterr().err
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    assert cli.main([*base, str(tmp_path)]) == 2
+    assert "not a checkpoint of this program" in capfd.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_busy_machine_claims_nothing() -> None:
+    assert why_no_claim(0.10) is None
+    assert "10%" in (why_no_claim(0.11) or "")
+    assert why_no_claim(None) is not None
+
+
+def test_share_of_other_programs_is_a_share() -> None:
+    watch = OtherPrograms([])
+    torch.randn(300, 300).matmul(torch.randn(300, 300))
+    while (share := watch.share()) is None:
+        pass
+    assert 0.0 <= share <= 1.0

@@ -1,0 +1,150 @@
+"""What setup.py, tools/bootstrap.py and tools/compat.py must agree on: sources, flags, checks.
+
+Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+
+MIN_PYTHON = (3, 10)
+MIN_TORCH = (2, 11)
+MACHINES = ("x86_64", "aarch64")
+
+# Everything but the bindings is the engine: no torch headers, and the C++ tests link it alone.
+ENGINE_FOLDERS = ("core", "device", "transport", "collectives")
+BINDINGS_FOLDER = "bindings"
+
+CXX_STANDARD = "-std=c++20"
+# Contraction is off so that a sum rounds the same way on every machine and SIMD level.
+CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall")
+
+# A translation unit with torch headers takes about this much memory to compile.
+BYTES_PER_JOB = 2 << 30
+
+_CXX20_PROBE = """
+#include <atomic>
+#include <concepts>
+#include <span>
+template <std::integral T> consteval T twice(T x) { return 2 * x; }
+static_assert(twice(21) == 42);
+int main() { std::atomic<int> word{0}; word.notify_all(); return int(std::span<int>().size()); }
+"""
+
+
+class BuildProblem(Exception):
+    """Something the machine lacks; the message says what to run."""
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Returns (major, minor) of a version such as "2.13.0+cpu"."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None:
+        raise ValueError(f"not a version: {text!r}")
+    return int(match.group(1)), int(match.group(2))
+
+
+def public_version() -> str:
+    """Returns the version in ringcomm/version.py, the only place where it is written."""
+    text = (ROOT / "ringcomm" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
+    if match is None:
+        raise BuildProblem('ringcomm/version.py has no line __version__ = "..."')
+    return match.group(1)
+
+
+def sources(*folders: str, suffix: str = ".cc") -> list[Path]:
+    """Returns the sources under csrc/FOLDER, sorted, for each of the folders in turn."""
+    return [path for name in folders for path in sorted((CSRC / name).rglob(f"*{suffix}"))]
+
+
+def headers() -> list[Path]:
+    """Returns every header under csrc."""
+    return sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
+
+
+def compiler() -> list[str]:
+    """Returns the C++ compiler as torch's cpp_extension picks it: $CXX, else c++."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def num_jobs() -> int:
+    """Returns how many compilers to run at once: $RINGCOMM_MAX_JOBS, $MAX_JOBS, else as fits."""
+    for name in ("RINGCOMM_MAX_JOBS", "MAX_JOBS"):
+        text = os.environ.get(name, "").strip()
+        if text:
+            if not text.isdigit() or int(text) < 1:
+                raise BuildProblem(f"{name} must be a positive integer, got {text!r}")
+            return int(text)
+    num_cpus = len(os.sched_getaffinity(0))
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(num_cpus, memory_bytes // BYTES_PER_JOB))
+
+
+def check_platform() -> None:
+    """Raises BuildProblem unless this is Linux on x86-64 or arm64 with a Python new enough."""
+    if sys.platform != "linux":
+        raise BuildProblem(
+            f"ringcomm needs Linux (memfd, futex, pidfd); this is {platform.system()}. "
+            "On other systems use a Linux container or virtual machine."
+        )
+    if platform.machine() not in MACHINES:
+        raise BuildProblem(
+            f"ringcomm supports {' and '.join(MACHINES)}; this machine is {platform.machine()}."
+        )
+    if sys.version_info[:2] < MIN_PYTHON:
+        raise BuildProblem(
+            f"ringcomm needs Python >= 3.10; {sys.executable} is {platform.python_version()}. "
+            "Install a newer one, and name it: make PYTHON=python3.12 ..."
+        )
+
+
+def check_compiler() -> None:
+    """Raises BuildProblem unless there is a C++ compiler that knows C++20."""
+    command = compiler()
+    if shutil.which(command[0]) is None:
+        raise BuildProblem(
+            f"no C++ compiler: {command[0]!r} is not on PATH. Install one: "
+            "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX."
+        )
+    probe = [*command, CXX_STANDARD, "-x", "c++", "-fsyntax-only", "-"]
+    done = subprocess.run(probe, input=_CXX20_PROBE, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        version = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, check=False
+        ).stdout.splitlines()
+        reason = (done.stderr.strip().splitlines() or ["no message"])[0]
+        raise BuildProblem(
+            f"{' '.join(command)} ({version[0] if version else 'unknown version'}) cannot compile "
+            f"C++20: {reason}. g++ >= 11 or clang >= 14 can: apt-get install g++-12, "
+            "then CXX=g++-12."
+        )
+
+
+def check_python_headers() -> None:
+    """Raises BuildProblem unless the running Python's headers are installed."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise BuildProblem(
+            f"no Python headers: {header} does not exist. Install them: "
+            f"apt-get install python3-dev (or python{version}-dev), dnf install python3-devel."
+        )
+
+
+def check_all() -> None:
+    """Runs every check that needs neither torch nor anything installed."""
+    check_platform()
+    check_compiler()
+    check_python_headers()
