@@ -53,7 +53,7 @@ compat: check-python  ## compile the bindings against torch 2.11 and the newest
 	@$(PREPARE) -- tools/compat.py $(ARGS)
 
 bench: check-python  ## all_reduce beside Gloo (ARGS="...")
-	@$(PREPARE) --extension -- benchmarks/all_reduce.py $(ARGS)
+	@$(PREPARE) --need train --extension -- benchmarks/all_reduce.py $(ARGS)
 
 clean:  ## remove what was built; .venv and .cache stay
 	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_C*.so .pytest_cache .mypy_cache \

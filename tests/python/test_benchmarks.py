@@ -155,11 +155,9 @@ def test_a_barrier_that_does_not_wait_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_a_rank_that_fails_is_named_and_ends_the_others(how: str) -> None:
-    pids: list[int] = []
-
+def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str) -> None:
     def main(team: harness.Team) -> None:
-        team.report(os.getpid())
+        (tmp_path / str(os.getpid())).touch()
         team.share(None)
         if team.rank == 1 and how == "raises":
             raise ValueError("on purpose")
@@ -171,9 +169,10 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(how: str) -> None:
         "(?s)rank 1 failed.*on purpose" if how == "raises" else "rank 1 was killed by SIGKILL"
     )
     with pytest.raises(harness.RankError, match=expected):
-        harness.run_ranks(3, main, pids.append)
+        harness.run_ranks(3, main, print)
+    pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 3
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(Path("/proc", pid).exists() for pid in pids)
 
 
 def test_ratio_is_paired() -> None:

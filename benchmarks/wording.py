@@ -1,0 +1,53 @@
+"""How people write options and read figures; shared by all scripts, needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def words(text: str) -> list[str]:
+    """The parts of a comma-separated option. Raises ValueError when there is none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError("names nothing")
+    return parts
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The parts of a comma-separated option as whole numbers. Raises ValueError."""
+    return [int(part) for part in words(text)]
+
+
+def microseconds(value: float) -> str:
+    """Three digits, thousands whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def byte_count(value: int) -> str:
+    """``4 MiB`` where that is exact, else all digits."""
+    for size, unit in UNITS:
+        if value >= size and value % size == 0:
+            return f"{value // size} {unit}"
+    return f"{value:,} B"
+
+
+def comparison(record: dict[str, Any]) -> str:
+    """``38.1× (35.0–41.2)``, with an asterisk when the machine was disturbed; or why not."""
+    ratio = record["ratio"]
+    if ratio is None:
+        return "" if record["verified"] else "wrong results"
+    mark = "" if record["quiet"] else " *"
+    return f"{ratio['p50']:.3g}× ({ratio['p10']:.3g}–{ratio['p90']:.3g}){mark}"
+
+
+def facts_line(record: dict[str, Any]) -> str:
+    """Machine, versions and date of a record in one line."""
+    machine = record["machine"]
+    changes = " + changes" if record["dirty"] else ""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; torch"
+        f" {record['torch']}, ringcomm {record['ringcomm']}; {record['date']}; commit"
+        f" {str(record['commit'])[:9]}{changes}"
+    )
