@@ -24,6 +24,23 @@ bool is_reduction(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
 }
 
+void check_algorithm(Algorithm algorithm) {
+  if (algorithm == Algorithm::kDirect)
+    throw std::invalid_argument("direct is no algorithm of all_reduce");
+}
+
+// What no rank could carry out, and what would have it read the board of a rank that is not there.
+void check_op(const Collective& call, int world_size) {
+  if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
+    throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  if (call.op == OpKind::kAllReduce) check_algorithm(call.algorithm);
+  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce;
+  if (has_root && (call.root < 0 || call.root >= world_size))
+    throw std::invalid_argument("root is a rank of the group, 0 to " +
+                                std::to_string(world_size - 1) + ", got " +
+                                std::to_string(call.root));
+}
+
 // In a group of one every output is its input.
 void run_alone(const Collective& call) {
   if (call.op == OpKind::kBarrier || call.num_bytes() == 0 || call.inputs[0] == call.outputs[0])
@@ -41,6 +58,7 @@ std::string CommunicatorOptions::to_text() const {
 }
 
 void CommunicatorOptions::validate() const {
+  check_algorithm(algorithm);
   if (num_slots < 2 || num_slots > 64)
     throw std::invalid_argument(
         "num_slots is 2 to 64 (with one slot the ranks of a ring would wait for each other "
@@ -103,6 +121,7 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const shm::Wai
 }
 
 void Communicator::validate(const Collective& call) const {
+  check_op(call, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
   const CommunicatorOptions asked = ring_options(call);
   asked.validate();

@@ -9,7 +9,7 @@ void Failure::rethrow_if_any() const {
         prefix() +
             "this process was forked from the one that made the group, and has no part in it; make "
             "groups after forking");
-  if (!has_failed_.load(std::memory_order_acquire)) return;
+  if (!has_failed()) return;
   std::rethrow_exception(first_cause());
 }
 

@@ -33,6 +33,8 @@ class Failure {
   /// group's.
   void rethrow_if_any() const;
   std::exception_ptr first_cause() const;
+  /// Whether the group has ended, as far as this rank knows.
+  bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   /// A wait for `peer` ended early.
   [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity);

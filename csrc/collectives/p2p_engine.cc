@@ -1,6 +1,7 @@
 #include "collectives/p2p_engine.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "transport/background_thread.h"
@@ -12,6 +13,9 @@ namespace {
 // sooner, and keeps the thread out of the way.
 constexpr std::chrono::milliseconds kGrace{1};
 constexpr std::chrono::milliseconds kPollInterval{50};
+// How late a time-out, a death or an interruption may be noticed under traffic: as late as a
+// sleeper does, at the end of its slice.
+constexpr std::chrono::milliseconds kLookInterval{20};
 
 Activity activity_of(const P2pOp& op) {
   const bool is_send = op.kind == P2pOp::Kind::kSend;
@@ -51,10 +55,21 @@ P2pEngine::~P2pEngine() {
   drive(lock, [this] { return pending_.empty(); }, {});
 }
 
+void P2pEngine::check_peer(const P2pOp& op) const {
+  const int least = op.kind == P2pOp::Kind::kRecv ? -1 : 0;  // -1: from any source
+  if (op.peer < least || op.peer >= group_.world_size() || op.peer == group_.rank())
+    throw std::invalid_argument("the peer of a send or receive is another rank of the group's " +
+                                std::to_string(group_.world_size()) + ", got " +
+                                std::to_string(op.peer));
+}
+
 void P2pEngine::post(const P2pOpPtr& op) {
+  check_peer(*op);
   Lock lock(mutex_);
   failure_.rethrow_if_any();
-  op->deadline = Clock::now() + op->timeout;
+  op->deadline = shm::deadline_after(op->timeout);
+  // What is done at once costs no look, which may be one into Python.
+  if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
   pending_.push_back(op);
   try {
     if (op->kind == P2pOp::Kind::kSend) {
@@ -80,7 +95,10 @@ void P2pEngine::post(const P2pOpPtr& op) {
   settle(lock);
 }
 
+// Moves nothing once the group has ended: an operation that failed is done, its buffer perhaps
+// freed, and yet half of its message may be in a mailbox.
 bool P2pEngine::progress() {
+  if (failure_.has_failed()) return false;
   bool has_moved = false;
   for (std::size_t rank = 0; rank < mailboxes_.size(); ++rank) {
     if (mailboxes_[rank] == nullptr) continue;
@@ -90,6 +108,15 @@ bool P2pEngine::progress() {
     has_moved |= has_sent || has_received;
   }
   return has_moved;
+}
+
+bool P2pEngine::progress_or_fail() {
+  try {
+    return progress();
+  } catch (const P2pMailbox::SizeMismatch& mismatch) {
+    fail_size(mismatch);
+    return false;
+  }
 }
 
 void P2pEngine::ring(int rank) {
@@ -106,21 +133,16 @@ void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
   Cursor& doorbell = group_.doorbell(group_.rank());
   while (!is_enough()) {
     const std::uint64_t seen = arch_.load_acquire(doorbell.value);
-    bool has_moved = false;
-    try {
-      has_moved = progress();
-    } catch (const P2pMailbox::SizeMismatch& mismatch) {
-      fail_size(mismatch);
-    }
+    const bool has_moved = progress_or_fail();
     settle(lock);
+    // By the clock and not when a sleep was in vain: one peer's traffic hides no other's silence.
+    if (Clock::now() >= next_look_) look_around(lock, is_interrupted);
     if (has_moved || is_enough()) continue;
     lock.unlock();
     slice_.begin();
-    const Stop stop = wait_at_least(arch_, budget_, doorbell, seen + 1, group_.rank());
-    if (stop != Stop::kNone) abort_if(is_interrupted);
+    [[maybe_unused]] const Stop slice_over =
+        wait_at_least(arch_, budget_, doorbell, seen + 1, group_.rank());
     lock.lock();
-    if (stop != Stop::kNone) fail_stuck();
-    settle(lock);
   }
   is_driving_ = false;
   if (num_waiting_ > 0) has_news_.notify_all();
@@ -131,17 +153,32 @@ void P2pEngine::abort_if(const Interrupted& is_interrupted) {
     failure_.abort("interrupted by a signal in a send or receive");
 }
 
+void P2pEngine::look_around(Lock& lock, const Interrupted& is_interrupted) {
+  lock.unlock();
+  abort_if(is_interrupted);
+  lock.lock();
+  next_look_ = Clock::now() + kLookInterval;
+  fail_stuck();
+  settle(lock);
+}
+
 // Ends operations that have no hope: past their deadline, or with a peer that is gone.
 void P2pEngine::fail_stuck() {
   const Clock::time_point now = Clock::now();
+  std::vector<std::pair<P2pOpPtr, Stop>> stuck;
   for (const P2pOpPtr& op : pending_) {
-    if (op->is_done) continue;
     const Stop state = group_.state_of(op->peer >= 0 ? op->peer : group_.rank());
     if (state != Stop::kNone)
-      fail(op, state);
+      stuck.emplace_back(op, state);
     else if (now >= op->deadline)
-      fail(op, Stop::kTimeout);
+      stuck.emplace_back(op, Stop::kTimeout);
   }
+  if (stuck.empty()) return;
+  // A peer that sent and then left has still sent: the links have the last word, and are read after
+  // the reason to stop.
+  progress_or_fail();
+  for (const auto& [op, stop] : stuck)
+    if (!op->is_done) fail(op, stop);
 }
 
 void P2pEngine::fail(const P2pOpPtr& op, Stop stop) {

@@ -38,7 +38,8 @@ class P2pEngine {
   P2pEngine(const P2pEngine&) = delete;
   P2pEngine& operator=(const P2pEngine&) = delete;
 
-  /// Starts an operation; its buffer must live until it is done. Throws what ended the group.
+  /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
+  /// std::invalid_argument where `peer` is no other rank.
   void post(const P2pOpPtr& op);
   /// Returns true when the operation is done (well or not), false when `deadline` passes before.
   /// `is_interrupted` is asked about every 20 ms, true ends the group; may be empty.
@@ -61,9 +62,12 @@ class P2pEngine {
 
   using Lock = std::unique_lock<std::mutex>;
 
+  void check_peer(const P2pOp& op) const;
   bool progress();
+  bool progress_or_fail();
   void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
   void abort_if(const Interrupted& is_interrupted);
+  void look_around(Lock& lock, const Interrupted& is_interrupted);
   void fail_stuck();
   void fail(const P2pOpPtr& op, Stop stop);
   void fail_size(const P2pMailbox::SizeMismatch& mismatch);
@@ -86,6 +90,7 @@ class P2pEngine {
   std::condition_variable has_news_;  // waiters that do not drive sleep here
   std::condition_variable has_work_;  // the thread does here
   bool is_driving_ = false;
+  Clock::time_point next_look_ = {};
   int num_waiting_ = 0;
   bool is_thread_asleep_ = false;
   bool is_stopping_ = false;

@@ -21,10 +21,11 @@ namespace ringcomm {
 ///   store_seq_cst   } (cursor, then sleepers; or sleepers, then cursor) is not reordered
 ///   add_seq_cst     }
 ///   copy            payload, no order of its own
-///   pause, yield    one step of waiting without, and with, giving the processor away
-///   park            sleeps while the low half of the word equals `expected`, for one slice at most
-///   wake            wakes all that are parked on the word
-///   stopped         why this rank should no longer wait for `peer`; Stop::kNone while it should
+///   pause           one step of waiting
+///   yield           gives the processor away; true when it came back late, because a stranger had
+///   it park            sleeps while the low half of the word equals `expected`, for one slice at
+///   most wake            wakes all that are parked on the word stopped         why this rank
+///   should no longer wait for `peer`; Stop::kNone while it should
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
                         void* to, const void* from, std::size_t num_bytes, int peer) {
@@ -35,7 +36,7 @@ concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::
   arch.add_seq_cst(count, std::int32_t{1});
   arch.copy(to, from, num_bytes);
   arch.pause();
-  arch.yield();
+  { arch.yield() } -> std::same_as<bool>;
   arch.park(word, value);
   arch.wake(word);
   { arch.stopped(peer) } -> std::same_as<Stop>;

@@ -179,7 +179,7 @@ def _say_interrupted(run_dir: Path) -> None:
 def _run(options: Options, corpus: Corpus, start: Checkpoint) -> int:
     launched_rank = os.environ.get("RANK")
     if launched_rank is not None:
-        launch.prepare_rank_signals()
+        launch.prepare_rank_signals(launched=True)
         rank = int(launched_rank)
         run_dir = make_run_dir(options.out) if rank == 0 else None
         code = run_rank(options, corpus, start, rank, run_dir, None, run_phases)

@@ -14,7 +14,12 @@ from training.model import Llama
 
 EVAL_ROWS = 32
 SAMPLE_TEMPERATURE = 0.7
-PROMPT_BYTES = 32
+
+
+def prompt_of(corpus: Corpus) -> bytes:
+    """How a sample begins: as an English sentence, or as the held-out text where there are none."""
+    english = b"The "
+    return english if english in corpus.train else corpus.held_out[: len(english)]
 
 
 def _tokens(data: bytes, device: torch.device) -> Tensor:

@@ -48,9 +48,13 @@ def _request_stop(_signum: int, _frame: FrameType | None) -> None:
     _stop_requested = True
 
 
-def prepare_rank_signals() -> None:
-    """Ctrl-C reaches every process of the terminal; ranks leave it to their parent's SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def prepare_rank_signals(launched: bool) -> None:
+    """Makes signals ask this rank to end after its step.
+
+    Ctrl-C reaches every process of the terminal. Our own ranks leave it to their parent, who then
+    sends SIGTERM; ranks of another launcher obey it, since torchrun passes on what it got.
+    """
+    signal.signal(signal.SIGINT, _request_stop if launched else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
 
 
@@ -64,7 +68,7 @@ def _die_with_parent(parent_pid: int) -> None:
 def _be_rank(rank: int, main: Callable[[int], int], parent_pid: int) -> NoReturn:
     code = EXIT_FAILED
     try:
-        prepare_rank_signals()
+        prepare_rank_signals(launched=False)
         _die_with_parent(parent_pid)
         code = main(rank)
     except BaseException:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from training.checkpoint import FILE_NAME
-from training.evaluate import PROMPT_BYTES, held_out_bits_per_byte, sample
+from training.evaluate import held_out_bits_per_byte, prompt_of, sample
 from training.job import Job
 from training.launch import Interrupted
 from training.learn import Learned, learn, system_bytes
@@ -85,7 +85,7 @@ def _evaluate(job: Job, learned: Learned) -> None:
         f"held out  [bold]{bits:.3f} bits per byte[/bold]; gzip -9 needs {gzip_held:.3f} for the "
         f"same bytes alone and {gzip_whole:.3f} for the whole text"
     )
-    prompt = corpus.held_out[:PROMPT_BYTES]
+    prompt = prompt_of(corpus)
     written = sample(
         system.model, prompt, SAMPLE_BYTES, CONTEXT_BYTES, job.options.seed, job.device
     )

@@ -188,13 +188,20 @@ TEST_CASE("a spin budget comes back from either end") {
   CHECK(budget.num_pauses() > SpinBudget::kMinPauses);
   for (int i = 0; i < 1000; ++i) budget.hit();
   CHECK(budget.num_pauses() == SpinBudget::kMaxPauses);
-  CHECK(budget.num_yields() == SpinBudget::kMaxYields);
+  CHECK(budget.miss() == SpinBudget::kMaxYields);
 
   SpinBudget none = SpinBudget::none();
   none.hit();
-  none.miss();
+  CHECK(none.miss() == 0);
   CHECK(none.num_pauses() == 0);
-  CHECK(none.num_yields() == 0);
+}
+
+TEST_CASE("after a yield that was dear, waits do without for a while") {
+  SpinBudget budget;
+  CHECK(budget.miss() == SpinBudget::kMaxYields);
+  budget.yield_was_dear();
+  for (std::uint32_t i = 0; i < SpinBudget::kWaitsWithoutYield; ++i) CHECK(budget.miss() == 0);
+  CHECK(budget.miss() == SpinBudget::kMaxYields);
 }
 
 }  // namespace

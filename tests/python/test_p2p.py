@@ -262,7 +262,7 @@ def check_objects(rank: int) -> None:
         dist.send_object_list([3.5], 2)
     else:
         items = [None]
-        assert dist.recv_object_list(items, None) == 1
+        assert dist.recv_object_list(items, 1) == 1
         assert items == [3.5]
 
 

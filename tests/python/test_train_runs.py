@@ -116,9 +116,9 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(
 @pytest.mark.slow
 def test_torchrun_starts_it_too(tmp_path: Path) -> None:
     argv = [*TINY, "--no-race", "--steps", "2", "--out", str(tmp_path)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-        + [str(EXAMPLES / "train.py"), *argv],
+        [*torchrun, "--standalone", str(EXAMPLES / "train.py"), *argv],
         capture_output=True,
         text=True,
         timeout=120,

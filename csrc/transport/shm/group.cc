@@ -15,6 +15,10 @@ namespace {
 constexpr std::chrono::milliseconds kFirstRetry{1};
 constexpr std::chrono::milliseconds kLastRetry{50};
 
+// Looking for signals takes Python's lock, for which another thread may make us wait: seldom, and
+// never in the waits that are over at once.
+constexpr std::chrono::milliseconds kLookInterval{50};
+
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
 
 // Takes the memory back from the hub when not every rank has come for it.
@@ -100,7 +104,7 @@ void Group::attach(KeyValueStore& store, const GroupIdentity& identity,
 }
 
 SharedMemory Group::fetch_memory(KeyValueStore& store, std::chrono::milliseconds timeout) const {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   std::string text;
   for (auto pause = kFirstRetry; std::chrono::steady_clock::now() < deadline;
        pause = std::min(2 * pause, kLastRetry)) {
@@ -169,16 +173,27 @@ AbortReason Group::abort_reason() const {
           .text = record.text};
 }
 
+std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
+  using TimePoint = std::chrono::steady_clock::time_point;
+  const TimePoint now = std::chrono::steady_clock::now();
+  // Compared in milliseconds: the clock's nanoseconds would overflow first.
+  const auto countable = std::chrono::floor<std::chrono::milliseconds>(TimePoint::max() - now);
+  return timeout < countable ? now + timeout : TimePoint::max();
+}
+
 void WaitScope::begin(const WaitLimits& limits) {
   limits_ = &limits;
-  deadline_ = Clock::now() + limits.timeout;
+  deadline_ = deadline_after(limits.timeout);
+  next_look_ = Clock::now() + kLookInterval;
 }
 
 Stop WaitScope::stopped(int peer) {
   if (const Stop stop = group_.state_of(peer); stop != Stop::kNone) return stop;
-  if (limits_ != nullptr && limits_->is_interrupted && limits_->is_interrupted())
-    return Stop::kInterrupted;
-  return Clock::now() >= deadline_ ? Stop::kTimeout : Stop::kNone;
+  const Clock::time_point now = Clock::now();
+  if (now >= deadline_) return Stop::kTimeout;
+  if (limits_ == nullptr || !limits_->is_interrupted || now < next_look_) return Stop::kNone;
+  next_look_ = now + kLookInterval;
+  return limits_->is_interrupted() ? Stop::kInterrupted : Stop::kNone;
 }
 
 }  // namespace ringcomm::shm

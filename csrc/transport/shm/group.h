@@ -90,10 +90,13 @@ class Group {
   std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
 };
 
+/// `timeout` from now; the end of time where the clock does not count that far.
+std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
+
 /// How long, and under whose eyes, an operation may wait.
 struct WaitLimits {
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};
-  /// Asked by the waiting thread once per slice of sleep (20 ms); true ends the operation. May be
+  /// Asked by the waiting thread about every 50 ms; true ends the operation. May be
   /// empty.
   std::function<bool()> is_interrupted;
 };
@@ -113,6 +116,7 @@ class WaitScope final : public StopSource {
  private:
   const Group& group_;
   Clock::time_point deadline_ = Clock::time_point::max();
+  Clock::time_point next_look_ = Clock::time_point::max();
   const WaitLimits* limits_ = nullptr;
 };
 

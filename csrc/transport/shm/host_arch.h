@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sched.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -55,7 +53,7 @@ class HostArch {
     __asm__ __volatile__("isb");  // a few tens of cycles, where `yield` is one
 #endif
   }
-  void yield() const { ::sched_yield(); }
+  bool yield() const;
 
   /// Sleeps while the low half of `word` is that of `expected`, 20 ms at most.
   void park(std::uint64_t& word, std::uint64_t expected) const;

@@ -4,9 +4,11 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include "transport/shm/system_error.h"
 
@@ -38,8 +40,10 @@ Address abstract_address(const std::string& name) {
 
 bool is_readable(int socket, std::chrono::milliseconds timeout) {
   pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
+  const auto timeout_ms = static_cast<int>(
+      std::min<std::chrono::milliseconds::rep>(timeout.count(), std::numeric_limits<int>::max()));
   for (;;) {
-    const int ready = ::poll(&entry, 1, static_cast<int>(timeout.count()));
+    const int ready = ::poll(&entry, 1, timeout_ms);
     if (ready >= 0) return ready > 0;
     if (errno != EINTR) throw_errno("poll of a Unix socket");
   }

@@ -52,7 +52,10 @@ class CheckerArch {
   }
 
   void pause() { machine_.point(rank_); }
-  void yield() { machine_.point(rank_); }
+  bool yield() {
+    machine_.point(rank_);
+    return false;
+  }
   void park(const std::uint64_t& word, std::uint64_t expected) {
     machine_.point(rank_);
     machine_.park(rank_, machine_.memory.word_idx(&word), expected);

@@ -1,0 +1,326 @@
+"""Wrong arguments, and calls that differ between ranks: what is raised, by whom, and what it says."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import ringcomm
+from ringcomm import CollectiveTimeoutError, MismatchError, Options, RingcommError
+
+
+def caught(fn: Callable[[], Any]) -> dict[str, Any]:
+    """The error of a call, in a form that travels; {} if there was none."""
+    try:
+        fn()
+    except Exception as error:
+        names = ("rank", "pid", "op", "seq", "host")
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            **{name: getattr(error, name, None) for name in names},
+        }
+    return {}
+
+
+# ---- calls that differ
+
+f32, f64 = torch.float32, torch.float64
+
+
+def all_reduce(num_elems: int, dtype: torch.dtype = f32, op: Any = dist.ReduceOp.SUM) -> Any:
+    return lambda: dist.all_reduce(torch.zeros(num_elems, dtype=dtype), op)
+
+
+def broadcast(num_elems: int, root: int = 0, dtype: torch.dtype = f32) -> Any:
+    return lambda: dist.broadcast(torch.zeros(num_elems, dtype=dtype), root)
+
+
+def all_gather(num_elems: int, dtype: torch.dtype = f32) -> Any:
+    def call() -> None:
+        own = torch.zeros(num_elems, dtype=dtype)
+        dist.all_gather([torch.empty_like(own) for _ in range(dist.get_world_size())], own)
+
+    return call
+
+
+def reduce_scatter(num_elems: int) -> Any:
+    world_size = dist.get_world_size
+    return lambda: dist.reduce_scatter_tensor(
+        torch.zeros(num_elems), torch.zeros(num_elems * world_size())
+    )
+
+
+# What rank 0 calls, what all others call, and a word of each in the message.
+DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
+    "size": (all_reduce(4), all_reduce(5), "16 bytes", "20 bytes"),
+    "size_large": (all_reduce(300_000), all_reduce(300_001), "1200000 bytes", "1200004 bytes"),
+    "size_other_algorithm": (all_reduce(4), all_reduce(300_000), "one_shot", "two_shot"),
+    "zero_elements": (all_reduce(0), all_reduce(1), "0 bytes", "4 bytes"),
+    "dtype": (all_reduce(4, f32), all_reduce(2, f64), "float32", "float64"),
+    "dtype_same_width": (all_reduce(4, f32), all_reduce(4, torch.int32), "float32", "int32"),
+    "reduction": (all_reduce(4), all_reduce(4, op=dist.ReduceOp.MAX), "sum", "max"),
+    "collective": (all_reduce(4), broadcast(4), "all_reduce", "broadcast"),
+    "barrier": (dist.barrier, all_reduce(4), "barrier", "all_reduce"),
+    "root": (broadcast(4, 0), broadcast(4, 1), "root 0", "root 1"),
+    "broadcast_size": (broadcast(4), broadcast(300_000), "16 bytes", "1200000 bytes"),
+    "broadcast_dtype": (broadcast(4, 0, f32), broadcast(4, 0, torch.int32), "float32", "int32"),
+    "gather_dtype": (all_gather(4, f32), all_gather(4, torch.int32), "float32", "int32"),
+    "gather_size": (all_gather(4), all_gather(3), "16 bytes", "12 bytes"),
+    "scatter_size": (reduce_scatter(4), reduce_scatter(3), "16 bytes", "12 bytes"),
+}
+
+
+def differ(rank: int, name: str, is_async: bool) -> list[dict[str, Any]]:
+    ours, theirs, _, _ = DIFFERENT[name]
+    call = ours if rank == 0 else theirs
+    dist.barrier()
+    later = all_reduce(1)
+    return [caught(call), caught(later), caught(later)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", sorted(DIFFERENT))
+def test_different_calls(world_size: int, name: str) -> None:
+    """Every rank raises, the message names both calls, and the group stays as it is."""
+    for rank, errors in enumerate(run_ranks(world_size, differ, name, False, fresh=True)):
+        for error in errors:
+            assert error["type"] == "MismatchError", (rank, error)
+            assert DIFFERENT[name][2] in error["text"]
+            assert DIFFERENT[name][3] in error["text"]
+            assert f"ringcomm rank {rank}/{world_size}" in error["text"]
+            assert error["rank"] in range(world_size)
+            assert error["pid"] > 0
+
+
+def differ_in_p2p(rank: int) -> dict[str, Any]:
+    if rank == 0:
+        return caught(lambda: dist.send(torch.zeros(4), 1))
+    return caught(lambda: dist.recv(torch.zeros(5), 0))
+
+
+def test_receive_of_another_size() -> None:
+    _, error = run_ranks(2, differ_in_p2p, fresh=True)
+    assert error["type"] == "MismatchError"
+    assert "16 bytes" in error["text"]
+    assert "20" in error["text"]
+
+
+def differ_async(rank: int) -> dict[str, Any]:
+    work: Any = dist.all_reduce(torch.zeros(4 + rank), async_op=True)
+    future = work.get_future()
+    from_work, from_future = caught(work.wait), caught(future.wait)
+    assert not work.is_success()
+    assert work.is_completed()
+    assert from_future["text"].splitlines()[0] in from_work["text"]
+    return from_work
+
+
+def test_different_async_calls() -> None:
+    for error in run_ranks(2, differ_async, fresh=True):
+        assert error["type"] == "MismatchError"
+
+
+# ---- groups that differ, and bad options
+
+
+def make_group(rank: int, options: list[Any], env: dict[str, str], folder: str) -> dict[str, Any]:
+    import os
+
+    os.environ.update(env)
+    store = dist.FileStore(folder + "/store", len(options))
+    return caught(
+        lambda: dist.init_process_group(
+            "ringcomm",
+            store=store,
+            rank=rank,
+            world_size=len(options),
+            pg_options=options[rank],
+            timeout=datetime.timedelta(seconds=10),
+        )
+    )
+
+
+def test_different_options(tmp_path: Any) -> None:
+    options = [Options(algorithm="ring"), Options(num_slots=4)]
+    for error in run_ranks(2, make_group, options, {}, str(tmp_path), backend=None, fresh=True):
+        assert error["type"] == "MismatchError"
+        assert "algorithm=ring" in error["text"]
+        assert "num_slots=4" in error["text"]
+
+
+BAD_OPTIONS: list[tuple[Any, str, str]] = [
+    (Options(algorithm="tree"), "ValueError", "one_shot"),  # type: ignore[arg-type]
+    (Options(num_slots=1), "ValueError", "2 to 64"),
+    (Options(num_slots=65), "ValueError", "2 to 64"),
+    (Options(num_slots=-3), "ValueError", "2 to 64"),
+    (Options(num_slots=2.5), "TypeError", "num_slots"),  # type: ignore[arg-type]
+    (Options(slot_bytes=100), "ValueError", "multiple of 64"),
+    (Options(slot_bytes=0), "ValueError", "multiple of 64"),
+    (Options(slot_bytes=-64), "ValueError", "multiple of 64"),
+    (Options(slot_bytes=1 << 40), "ValueError", "multiple of 64"),
+    ({"algorithm": "ring"}, "TypeError", "ringcomm.Options"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), BAD_OPTIONS)
+def test_bad_options(tmp_path: Any, options: Any, kind: str, words: str) -> None:
+    (error,) = run_ranks(1, make_group, [options], {}, str(tmp_path), backend=None, fresh=True)
+    assert (error["type"], words in error["text"]) == (kind, True), error
+
+
+BAD_ENV = [
+    ("RINGCOMM_ALGORITHM", "tree", "one_shot"),
+    ("RINGCOMM_NUM_SLOTS", "many", "RINGCOMM_NUM_SLOTS"),
+    ("RINGCOMM_NUM_SLOTS", "0", "2 to 64"),
+    ("RINGCOMM_SLOT_BYTES", "1e6", "RINGCOMM_SLOT_BYTES"),
+    ("RINGCOMM_SLOT_BYTES", "0", "multiple of 64"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "words"), BAD_ENV)
+def test_bad_environment(tmp_path: Any, name: str, value: str, words: str) -> None:
+    (error,) = run_ranks(
+        1, make_group, [None], {name: value}, str(tmp_path), backend=None, fresh=True
+    )
+    assert (error["type"], words in error["text"]) == ("ValueError", True), error
+
+
+def bad_simd(rank: int) -> dict[str, Any]:
+    return caught(lambda: dist.all_reduce(torch.ones(3)))
+
+
+def test_bad_instruction_set() -> None:
+    (error,) = run_ranks(1, bad_simd, fresh=True, env={"RINGCOMM_SIMD": "mmx"})
+    assert (error["type"], "RINGCOMM_SIMD" in error["text"]) == ("ValueError", True), error
+
+
+# ---- wrong arguments: an error here and now, and nothing happened to the group
+
+t = torch.ones
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "float_band": (lambda: dist.all_reduce(t(2), dist.ReduceOp.BAND), ValueError, "band"),
+    "bool_avg": (
+        lambda: dist.all_reduce(t(2, dtype=torch.bool), dist.ReduceOp.AVG),
+        ValueError,
+        "avg",
+    ),
+    "float8_sum": (
+        lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e5m2)),
+        TypeError,
+        "Float8",
+    ),
+    "uint16_sum": (lambda: dist.all_reduce(torch.zeros(2, dtype=torch.uint16)), TypeError, "UInt16"),
+    "complex_max": (
+        lambda: dist.all_reduce(torch.zeros(2, dtype=torch.complex64), dist.ReduceOp.MAX),
+        ValueError,
+        "complex|all_reduce does not support",
+    ),
+    "premul_sum": (
+        lambda: dist.all_reduce(t(2), dist._make_nccl_premul_sum(2.0)),
+        NotImplementedError,
+        "PREMUL_SUM is not there yet",
+    ),
+    "sparse": (
+        lambda: dist.all_reduce(t(2, 2).to_sparse()),
+        (ValueError, RuntimeError),  # type: ignore[dict-item]
+        "ringcomm.*Sparse",
+    ),
+    # Not by dist.all_reduce: torch's own kernel for meta tensors accepts them and does nothing.
+    "other_device": (
+        lambda: backend().allreduce([t(2, device="meta")], dist.AllreduceOptions()),
+        ValueError,
+        "tensor on meta, but .* CPU tensors only",
+    ),
+    "root": (lambda: dist.broadcast(t(2), 9), ValueError, "9"),
+    "gather_count": (lambda: dist.all_gather([t(2)], t(2)), ValueError, "2 ranks, got 1"),
+    "gather_dtype": (
+        lambda: dist.all_gather([t(2), t(2)], t(2, dtype=f64)),
+        (TypeError, ValueError),  # type: ignore[dict-item]
+        "(?i)float",
+    ),
+    "gather_uneven": (
+        lambda: dist.all_gather([t(2), t(3)], t(2)),
+        NotImplementedError,
+        "different sizes is not there yet",
+    ),
+    "gather_into_size": (
+        lambda: dist.all_gather_into_tensor(t(3), t(2)),
+        ValueError,
+        "needs an output of 4 elements, got 3",
+    ),
+    "scatter_size": (
+        lambda: dist.reduce_scatter_tensor(t(2), t(5)),
+        ValueError,
+        "needs an input of 4 elements, got 5",
+    ),
+    "scatter_dtype": (
+        lambda: dist.reduce_scatter_tensor(t(2), t(4, dtype=f64)),
+        TypeError,
+        "one dtype",
+    ),
+    "send_to_self": (
+        lambda: dist.send(t(2), dist.get_rank()),
+        ValueError,
+        "(?i)itself|same|self",
+    ),
+    "gather": (
+        lambda: dist.gather(t(2), [t(2), t(2)] if dist.get_rank() == 0 else None),
+        NotImplementedError,
+        "gather is not there yet",
+    ),
+    "scatter": (
+        lambda: dist.scatter(t(2), [t(2), t(2)] if dist.get_rank() == 0 else None),
+        NotImplementedError,
+        "scatter is not there yet",
+    ),
+    "all_to_all": (
+        lambda: dist.all_to_all([t(2), t(2)], [t(2), t(2)]),
+        NotImplementedError,
+        "all_to_all is not there yet",
+    ),
+    "all_to_all_single": (
+        lambda: dist.all_to_all_single(t(2), t(2)),
+        NotImplementedError,
+        "all_to_all_single is not there yet",
+    ),
+    "monitored_barrier": (
+        lambda: dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=1)),  # type: ignore[union-attr]
+        NotImplementedError,
+        "monitored_barrier is not there yet",
+    ),
+}
+
+
+def call_wrongly(rank: int, name: str) -> None:
+    call, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        call()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_wrong_arguments(name: str) -> None:
+    run_ranks(2, call_wrongly, name)
+
+
+def test_error_types() -> None:
+    assert issubclass(RingcommError, dist.DistBackendError)
+    assert issubclass(CollectiveTimeoutError, TimeoutError)
+    for kind in (ringcomm.PeerDiedError, MismatchError, CollectiveTimeoutError):
+        assert issubclass(kind, RingcommError)
+    assert not issubclass(ringcomm.PeerDiedError, TimeoutError)

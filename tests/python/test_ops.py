@@ -1,0 +1,319 @@
+"""torch.ops.ringcomm: schemas and fakes, gradients against one process, torch.compile, the explicit ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+import ringcomm
+from ringcomm import Options, ops
+
+_ops = torch.ops.ringcomm
+
+
+def group_name() -> str:
+    return str(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+
+
+# ---- opcheck
+
+
+def check_ops(rank: int) -> None:
+    """On all ranks at once: opcheck calls an operator a fixed number of times."""
+    name = group_name()
+    world_size = dist.get_world_size()
+    rows = torch.randn(2 * world_size, 3, generator=torch.Generator().manual_seed(rank))
+
+    def grad() -> Tensor:
+        return rows.clone().requires_grad_()
+
+    for reduce_op in ("sum", "avg"):
+        torch.library.opcheck(_ops.all_reduce.default, (grad(), reduce_op, name))
+        torch.library.opcheck(_ops.reduce_scatter.default, (grad(), reduce_op, name))
+        torch.library.opcheck(_ops.all_reduce_.default, (rows.clone(), reduce_op, name))
+    torch.library.opcheck(_ops.all_reduce.default, (rows.t(), "max", name))
+    torch.library.opcheck(_ops.all_gather.default, (grad(), name))
+    torch.library.opcheck(_ops.broadcast_.default, (rows.clone(), 0, name))
+    torch.library.opcheck(_ops.broadcast.default, (grad(), 0, name))
+    torch.library.opcheck(_ops.reduce.default, (grad(), world_size - 1, "sum", name))
+    torch.library.opcheck(_ops.ring_all_reduce_.default, (rows.clone(), name, 2, 0))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_opcheck(world_size: int) -> None:
+    run_ranks(world_size, check_ops, timeout_s=120)
+
+
+# ---- values
+
+
+def check_values(rank: int) -> None:
+    world_size = dist.get_world_size()
+    inputs = [oracle.integers(r, 6 * world_size, torch.float32) for r in range(world_size)]
+    own = inputs[rank].view(2 * world_size, 3)
+    kept = own.clone()
+    total = oracle.reduced(inputs, "sum").view(2 * world_size, 3)
+    oracle.assert_equal(ops.all_reduce(own), total)
+    oracle.assert_equal(ops.all_reduce(own.t()), total.t().contiguous())
+    oracle.assert_equal(ops.reduce_scatter(own), total.chunk(world_size)[rank])
+    oracle.assert_equal(ops.all_gather(own), torch.cat(inputs).view(-1, 3))
+    oracle.assert_equal(ops.broadcast(own, 1), inputs[1].view(-1, 3))
+    expected = total if rank == 1 else torch.zeros_like(total)
+    oracle.assert_equal(ops.reduce(own, 1), expected)
+    oracle.assert_equal(own, kept)
+    for call in (ops.all_reduce_, ops.ring_all_reduce_):
+        tensor = own.clone()
+        result = call(tensor)  # type: ignore[operator]
+        assert result is tensor
+        oracle.assert_equal(tensor, total)
+    tensor = own.clone()
+    ops.broadcast_(tensor, 0)
+    oracle.assert_equal(tensor, inputs[0].view(-1, 3))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values(world_size: int) -> None:
+    run_ranks(world_size, check_values)
+
+
+# ---- gradients: those of the sum of the ranks' losses, computed in one process
+
+
+def stand_in(name: str, inputs: list[Tensor]) -> list[Tensor]:
+    """What each rank gets, as differentiable operations on everybody's inputs."""
+    world_size = len(inputs)
+    total = torch.stack(inputs).sum(0)
+    zeros = torch.zeros_like(total)
+    return {
+        "all_reduce": [total] * world_size,
+        "all_reduce_avg": [total / world_size] * world_size,
+        "reduce_scatter": list(total.chunk(world_size)),
+        "reduce_scatter_avg": list((total / world_size).chunk(world_size)),
+        "all_gather": [torch.cat(inputs)] * world_size,
+        "broadcast": [inputs[1]] * world_size,
+        "reduce": [total if r == 1 else zeros for r in range(world_size)],
+    }[name]
+
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": ops.all_reduce,
+    "all_reduce_avg": lambda x: ops.all_reduce(x, "avg"),
+    "reduce_scatter": ops.reduce_scatter,
+    "reduce_scatter_avg": lambda x: ops.reduce_scatter(x, "avg"),
+    "all_gather": ops.all_gather,
+    "broadcast": lambda x: ops.broadcast(x, 1),
+    "reduce": lambda x: ops.reduce(x, 1),
+}
+
+
+def loss_of(output: Tensor, rank: int) -> Tensor:
+    """Different on each rank, and not linear."""
+    weight = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view(output.shape)
+    return ((output + rank).sin() * weight * (rank + 1)).sum()
+
+
+def random_inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    world_size = dist.get_world_size()
+    return [
+        torch.randn(2 * world_size, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        for _ in range(world_size)
+    ]
+
+
+def check_gradient(rank: int, name: str) -> None:
+    world_size = dist.get_world_size()
+    reference = random_inputs()
+    outputs = stand_in(name, [x * x for x in reference])
+    total = sum(loss_of(outputs[r], r) for r in range(world_size))
+    assert isinstance(total, Tensor)
+    grads = torch.autograd.grad(total, reference, create_graph=True)
+    seconds = torch.autograd.grad(sum((g**2).sum() for g in grads), reference)  # type: ignore[arg-type]
+
+    mine = random_inputs()[rank]
+    loss = loss_of(OPS[name](mine * mine), rank)
+    (grad,) = torch.autograd.grad(loss, mine, create_graph=True)
+    torch.testing.assert_close(grad, grads[rank], rtol=1e-12, atol=1e-12)
+    (second,) = torch.autograd.grad((grad**2).sum(), mine)
+    torch.testing.assert_close(second, seconds[rank], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_gradients(world_size: int, name: str) -> None:
+    """The first, and the gradient of a function of it, in float64."""
+    run_ranks(world_size, check_gradient, name)
+
+
+def check_no_gradient(rank: int) -> None:
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="max"):
+        ops.all_reduce(x, "max").sum().backward()
+    with pytest.raises(NotImplementedError, match="avg"):
+        ops.reduce(x, 0, "avg").sum().backward()
+    assert not ops.all_reduce(x.detach()).requires_grad
+    for call in (
+        lambda: ops.all_reduce_(x),
+        lambda: ops.broadcast_(x, 0),
+        lambda: ops.ring_all_reduce_(x),
+        lambda: ops.all_reduce_(x * 2),
+    ):
+        with pytest.raises(ValueError, match="requires grad"):
+            call()
+    with torch.no_grad():
+        ops.all_reduce_(x)
+    assert x.tolist() == [2, 2, 2, 2]
+
+
+def test_what_has_no_gradient() -> None:
+    run_ranks(2, check_no_gradient)
+
+
+def check_saved_tensor(rank: int) -> None:
+    """Overwriting what a backward pass needs is an error there, not a wrong gradient."""
+    for overwrite in (ops.all_reduce_, ops.ring_all_reduce_, lambda t: ops.broadcast_(t, 0)):
+        weight = torch.ones(3, requires_grad=True)
+        x = torch.full((3,), rank + 2.0)
+        loss = (weight * x).sum()
+        overwrite(x)  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_overwriting_a_saved_tensor() -> None:
+    run_ranks(2, check_saved_tensor)
+
+
+def check_wrong(rank: int) -> None:
+    for call, words in (
+        (lambda: ops.all_reduce(torch.ones(2), "mean"), "unknown reduction 'mean'"),
+        (lambda: ops.reduce_scatter(torch.ones(3)), "2 parts"),
+        (lambda: ops.all_gather(torch.tensor(1.0)), "scalar"),
+        (lambda: ops.broadcast(torch.ones(2), 5), "5"),
+        (lambda: ops.ring_all_reduce_(torch.ones(2), num_slots=1), "2 to 64"),
+        (lambda: ops.ring_all_reduce_(torch.ones(2), slot_bytes=100), "multiple of 64"),
+        (lambda: ops.ring_all_reduce_(torch.ones(2), num_slots=64, slot_bytes=1 << 20), "fit"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_wrong_arguments() -> None:
+    run_ranks(2, check_wrong)
+
+
+def check_no_group(rank: int) -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        ops.all_reduce(torch.ones(2))
+
+
+def test_without_a_group() -> None:
+    run_ranks(1, check_no_group, backend=None, fresh=True)
+
+
+def check_over_gloo(rank: int) -> None:
+    """All but the explicit ring run over any backend."""
+    oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+    oracle.assert_equal(ops.all_gather(torch.ones(1)), torch.ones(2))
+    with pytest.raises(ValueError, match="gloo"):
+        ops.ring_all_reduce_(torch.ones(2))
+
+
+def test_over_gloo() -> None:
+    run_ranks(2, check_over_gloo, backend="gloo", fresh=True)
+
+
+# ---- torch.compile
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    gathered = ops.all_gather(x * 2)
+    partial = torch.tanh(gathered @ weight)
+    scattered = ops.reduce_scatter(partial)
+    buffer = scattered.detach() + 1
+    ops.all_reduce_(buffer)
+    ops.broadcast_(buffer, 0)
+    ops.ring_all_reduce_(buffer)
+    root = ops.reduce(scattered, 0)
+    return ops.all_reduce(scattered, "avg") + ops.broadcast(root, 0) + buffer
+
+
+def check_compile(rank: int) -> None:
+    torch.manual_seed(rank)
+    x, weight = torch.randn(4, 3), torch.randn(3, 5)
+
+    def run(fn: Any) -> list[Tensor]:
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        output = fn(a, b)
+        (output**2).sum().backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        return [output.detach(), a.grad, b.grad]
+
+    eager = run(layer)
+    compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    for actual, expected in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_compile() -> None:
+    run_ranks(2, check_compile, timeout_s=120)
+
+
+# ---- the explicit ring
+
+
+def check_ring(rank: int, num_slots: int, slot_bytes: int | None) -> None:
+    world_size = dist.get_world_size()
+    # Nothing; fewer elements than ranks; one slice; a slice and an element; many, and odd.
+    for num_elems in (0, 1, world_size, 60 * world_size, 12_000, 50_021):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            inputs = [oracle.integers(r, num_elems, dtype) for r in range(world_size)]
+            tensor = inputs[rank].clone()
+            before = ringcomm.stats().get(("all_reduce", "ring"), {"sent_bytes": 0})["sent_bytes"]
+            ops.ring_all_reduce_(tensor, num_slots=num_slots, slot_bytes=slot_bytes)
+            oracle.assert_equal(tensor, oracle.reduced(inputs, "sum"))
+            sent = ringcomm.stats()["all_reduce", "ring"]["sent_bytes"] - before
+            if num_elems % world_size == 0:
+                num_bytes = num_elems * dtype.itemsize
+                assert sent == 2 * (world_size - 1) * num_bytes // world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_slots", "slot_bytes"), [(2, None), (2, 64), (3, 128), (8, 4096), (4, None), (64, None)]
+)
+def test_ring_slots(world_size: int, num_slots: int, slot_bytes: int | None) -> None:
+    run_ranks(world_size, check_ring, num_slots, slot_bytes)
+
+
+def check_ring_options(rank: int) -> None:
+    """More room in the group's links admits more, and calls of other shapes follow one another."""
+    for num_slots, slot_bytes in ((2, 1 << 20), (16, 131072), (2, 64), (7, 65536), (2, 1 << 20)):
+        tensor = torch.full((500_000,), float(rank + 1))
+        ops.ring_all_reduce_(tensor, num_slots=num_slots, slot_bytes=slot_bytes)
+        assert (tensor == 3).all()
+
+
+def test_ring_with_larger_links() -> None:
+    run_ranks(2, check_ring_options, pg_options=Options(slot_bytes=1 << 20), fresh=True)
+
+
+def differ_in_slots(rank: int) -> str:
+    with pytest.raises(ringcomm.MismatchError) as caught:
+        ops.ring_all_reduce_(torch.ones(10), num_slots=2 + rank, slot_bytes=64)
+    return str(caught.value)
+
+
+def test_ring_with_different_slots() -> None:
+    for text in run_ranks(2, differ_in_slots, fresh=True):
+        assert "2 slots of 64 bytes" in text
+        assert "3 slots of 64 bytes" in text
