@@ -97,7 +97,7 @@ def stand_in(name: str, inputs: list[Tensor]) -> list[Tensor]:
         "reduce_scatter": list(total.chunk(world_size)),
         "reduce_scatter_avg": list((total / world_size).chunk(world_size)),
         "all_gather": [torch.cat(inputs)] * world_size,
-        "broadcast": [inputs[1]] * world_size,
+        "broadcast": [inputs[1] + 0 * total] * world_size,  # all are used
         "reduce": [total if r == 1 else zeros for r in range(world_size)],
     }[name]
 
