@@ -38,9 +38,20 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         size=dist_backend_opts.group_size,
         timeout=dist_backend_opts.timeout,
         algorithm=options.algorithm,
-        num_slots=options.num_slots,
-        slot_bytes=DEFAULT_SLOT_BYTES if options.slot_bytes is None else options.slot_bytes,
+        num_slots=_whole("num_slots", options.num_slots),
+        slot_bytes=DEFAULT_SLOT_BYTES
+        if options.slot_bytes is None
+        else _whole("slot_bytes", options.slot_bytes),
     )
+
+
+def _whole(name: str, value: int) -> int:
+    """The value if it is a number that the engine can take and judge."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name} of ringcomm.Options is a whole number, got {value!r}")
+    if not 0 <= value < 1 << 31:
+        raise ValueError(f"{name} of ringcomm.Options is out of range, got {value}")
+    return value
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -35,12 +35,11 @@ class Options:
             ValueError: a variable has no valid form.
         """
         default = Options()
-        return Options(
-            algorithm=(env.algorithm() or self.algorithm)  # type: ignore[arg-type]
-            if self.algorithm == default.algorithm
-            else self.algorithm,
-            num_slots=(env.num_slots() or self.num_slots)
-            if self.num_slots == default.num_slots
-            else self.num_slots,
-            slot_bytes=env.slot_bytes() if self.slot_bytes is None else self.slot_bytes,
-        )
+        algorithm, num_slots, slot_bytes = self.algorithm, self.num_slots, self.slot_bytes
+        if algorithm == default.algorithm and (name := env.algorithm()) is not None:
+            algorithm = name  # type: ignore[assignment]
+        if num_slots == default.num_slots and (number := env.num_slots()) is not None:
+            num_slots = number
+        if slot_bytes is None:
+            slot_bytes = env.slot_bytes()
+        return Options(algorithm=algorithm, num_slots=num_slots, slot_bytes=slot_bytes)

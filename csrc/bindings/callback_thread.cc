@@ -2,22 +2,33 @@
 
 #include <unistd.h>
 
+#include <array>
+#include <cstddef>
 #include <utility>
 
 #include "transport/background_thread.h"
 
 namespace ringcomm {
 
-CallbackThread& CallbackThread::instance() {
+namespace {
+
+thread_local int current_level = -1;  // of a thread that runs no continuations
+
+}  // namespace
+
+int CallbackThread::level_of_new_work() { return (current_level + 1) % kNumLevels; }
+
+CallbackThread& CallbackThread::at(int level) {
   static std::mutex mutex;
-  static CallbackThread* current = nullptr;
+  static std::array<CallbackThread*, kNumLevels> all = {};
   const std::lock_guard lock(mutex);
+  CallbackThread*& current = all[static_cast<std::size_t>(level)];
   // Threads do not survive a fork: a child starts its own.
-  if (current == nullptr || current->owner_ != ::getpid()) current = new CallbackThread();
+  if (current == nullptr || current->owner_ != ::getpid()) current = new CallbackThread(level);
   return *current;
 }
 
-CallbackThread::CallbackThread() : owner_(::getpid()) {
+CallbackThread::CallbackThread(int level) : level_(level), owner_(::getpid()) {
   start_background_thread("ringcomm-future", [this] { run(); }).detach();
 }
 
@@ -30,6 +41,7 @@ void CallbackThread::post(std::function<void()> callback) {
 }
 
 void CallbackThread::run() {
+  current_level = level_;
   std::unique_lock lock(mutex_);
   for (;;) {
     has_work_.wait(lock, [this] { return !callbacks_.empty(); });

@@ -1,5 +1,6 @@
 #include "bindings/process_group.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
@@ -36,31 +37,46 @@ at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   return at::view_as_real(tensor);
 }
 
+// A contiguous tensor with the same numbers in memory: also where a conjugate or negative view
+// stores others than it shows.
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.resolve_conj().resolve_neg().contiguous();
+}
+
 // An output that the engine can write: the tensor itself, or a contiguous stand-in that finish()
 // copies back.
 class Writable {
  public:
   Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too)
-      : buffer_(tensor.is_contiguous() ? tensor
-                : is_input_too         ? tensor.contiguous()
-                                       : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
+      : buffer_(is_plain(tensor) ? tensor
+                : is_input_too   ? plain(tensor)
+                                 : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                      "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
+                      tensor.strides(),
+                      " has several elements at one memory location (an expanded tensor?), which "
+                      "cannot hold their results; pass a clone()");
     item.kept.push_back(tensor);
     if (buffer_.is_same(tensor)) return;
     item.kept.push_back(buffer_);
     item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
       if (previous) previous();
-      tensor.copy_(buffer);
+      copy_back(tensor, buffer);
     };
   }
   const at::Tensor& buffer() const { return buffer_; }
 
  private:
+  static bool is_plain(const at::Tensor& tensor) {
+    return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  }
+
   at::Tensor buffer_;
 };
 
 // A contiguous tensor to read from, kept alive by the call.
 const void* readable(const at::Tensor& tensor, TensorCall& item) {
-  item.kept.push_back(tensor.contiguous());
+  item.kept.push_back(plain(tensor));
   return item.kept.back().data_ptr();
 }
 
@@ -173,7 +189,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>&
   TensorCall item;
   const bool is_root = root == getRank();
   const at::Tensor buffer =
-      as_real(is_root ? Writable(tensor, item, true).buffer() : tensor.contiguous(), opts.reduceOp);
+      as_real(is_root ? Writable(tensor, item, true).buffer() : plain(tensor), opts.reduceOp);
   item.kept.push_back(buffer);
   item.call = {.op = OpKind::kReduce,
                .dtype = reduced_dtype(buffer, "reduce"),
@@ -195,7 +211,10 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::broadcast(std::vector<at::Tenso
   const int root = checked_rank(opts.rootRank, getSize(), "the source of broadcast");
   void* data = root == getRank() ? const_cast<void*>(readable(tensor, item))
                                  : Writable(tensor, item, false).buffer().data_ptr();
-  item.call = {.op = OpKind::kBroadcast, .root = root, .num_elems = tensor.nbytes()};
+  item.call = {.op = OpKind::kBroadcast,
+               .element_name = element_name_of(tensor),
+               .root = root,
+               .num_elems = tensor.nbytes()};
   item.inputs = {data};
   item.outputs = {data};
   std::vector<TensorCall> calls;
@@ -222,7 +241,9 @@ TensorCall ProcessGroupRingcomm::all_gather_call(const at::Tensor& output,
                     " elements per rank over ", getSize(), " ranks needs an output of ",
                     input.numel() * getSize(), " elements, got ", output.numel());
   TensorCall item;
-  item.call = {.op = OpKind::kAllGather, .num_elems = input.nbytes()};
+  item.call = {.op = OpKind::kAllGather,
+               .element_name = element_name_of(input),
+               .num_elems = input.nbytes()};
   void* data = Writable(output, item, false).buffer().data_ptr();
   item.inputs = {readable(input, item)};
   for (std::size_t rank = 0; rank < static_cast<std::size_t>(getSize()); ++rank)
@@ -259,7 +280,9 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather(
                     "ringcomm: all_gather takes one list of outputs, got ", outputTensors.size());
   check_alike(outputTensors[0], static_cast<std::size_t>(getSize()), input, "all_gather");
   TensorCall item;
-  item.call = {.op = OpKind::kAllGather, .num_elems = input.nbytes()};
+  item.call = {.op = OpKind::kAllGather,
+               .element_name = element_name_of(input),
+               .num_elems = input.nbytes()};
   for (const at::Tensor& output : outputTensors[0])
     item.outputs.push_back(Writable(output, item, false).buffer().data_ptr());
   item.inputs = {readable(input, item)};

@@ -1,7 +1,11 @@
 #include "bindings/tensors.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <string_view>
 
 namespace ringcomm {
 
@@ -33,6 +37,14 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_TYPE(
       false, "ringcomm: ", op, " cannot reduce ", tensor.scalar_type(),
       "; it reduces bool, uint8, int8 to int64, float16, bfloat16, float32 and float64");
+}
+
+ElementName element_name_of(const at::Tensor& tensor) {
+  ElementName name = {};
+  const std::string_view text = c10::toString(tensor.scalar_type());
+  // The last place stays a zero.
+  std::copy_n(text.begin(), std::min(text.size(), name.size() - 1), name.begin());
+  return name;
 }
 
 Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
@@ -99,6 +111,11 @@ void check_alike(const std::vector<at::Tensor>& tensors, std::size_t count,
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
   TORCH_CHECK_TYPE(a.scalar_type() == b.scalar_type(), "ringcomm: ", op, " got tensors of ",
                    a.scalar_type(), " and ", b.scalar_type(), "; they must have one dtype");
+}
+
+void copy_back(const at::Tensor& to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView unseen;
+  to.copy_(from);
 }
 
 void not_there_yet(const char* call) {

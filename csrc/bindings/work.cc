@@ -6,6 +6,7 @@
 
 #include "bindings/callback_thread.h"
 #include "bindings/python_errors.h"
+#include "bindings/tensors.h"
 
 namespace ringcomm {
 namespace {
@@ -36,8 +37,9 @@ void LazyFuture::complete(const std::vector<at::Tensor>& results, const std::exc
   if (std::exchange(is_complete_, true)) return;
   error_ = error;
   if (future_ == nullptr) return;
-  CallbackThread::instance().post(
-      [future = future_, results, error] { mark(*future, results, error); });
+  CallbackThread::at(callback_level_).post([future = future_, results, error] {
+    mark(*future, results, error);
+  });
 }
 
 void LazyFuture::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& results,
@@ -87,19 +89,25 @@ void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
                             std::chrono::milliseconds timeout) {
   const std::shared_ptr<Communicator> communicator = self->communicator_.lock();
   const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
+  const std::size_t num_calls = self->calls_.size();
   with_python_errors([&] {
-    for (std::size_t call_idx = 0; call_idx < self->calls_.size(); ++call_idx)
+    for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx)
       self->last_ticket_ = communicator->submit(self->calls_[call_idx].call, limits,
                                                 [self, call_idx](const std::exception_ptr& error) {
                                                   self->finish_call(call_idx, error);
                                                 });
   });
-  if (self->calls_.empty()) self->finish();
+  if (num_calls == 0) self->finish();
 }
 
 void CollectiveWork::finish_call(std::size_t call_idx, const std::exception_ptr& error) {
-  if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
   if (first_error_ == nullptr) first_error_ = error;
+  try {
+    if (error == nullptr && calls_[call_idx].finish) calls_[call_idx].finish();
+  } catch (...) {  // for whoever waits: the thread that runs this has no use for it
+    if (first_error_ == nullptr) first_error_ = std::current_exception();
+  }
   if (call_idx + 1 < calls_.size()) return;
   calls_.clear();
   finish(first_error_);
@@ -148,7 +156,7 @@ P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType
     : Work(communicator->rank(), op_type, title, std::vector<at::Tensor>{tensor}),
       communicator_(communicator),
       tensor_(std::move(tensor)),
-      contiguous_(tensor_.contiguous()) {}
+      contiguous_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
 
 void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op) {
   op.data = static_cast<std::byte*>(self->contiguous_.data_ptr());
@@ -170,7 +178,7 @@ void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op) {
 void P2pWork::complete() {
   std::call_once(completed_once_, [this] {
     const bool has_arrived = op_->kind == P2pOp::Kind::kRecv && op_->error == nullptr;
-    if (has_arrived && !contiguous_.is_same(tensor_)) tensor_.copy_(contiguous_);
+    if (has_arrived && !contiguous_.is_same(tensor_)) copy_back(tensor_, contiguous_);
     finish(op_->error);
     future_.complete({tensor_}, op_->error);
   });

@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "bindings/callback_thread.h"
 #include "collectives/communicator.h"
 
 namespace ringcomm {
@@ -25,13 +26,14 @@ struct TensorCall {
 class LazyFuture {
  public:
   c10::intrusive_ptr<c10::ivalue::Future> get(const std::vector<at::Tensor>& results);
-  /// The work is done; continuations run on the callback thread.
+  /// The work is done; continuations run on a callback thread.
   void complete(const std::vector<at::Tensor>& results, const std::exception_ptr& error);
 
  private:
   static void mark(c10::ivalue::Future& future, const std::vector<at::Tensor>& results,
                    const std::exception_ptr& error);
 
+  const int callback_level_ = CallbackThread::level_of_new_work();
   std::mutex mutex_;
   bool is_complete_ = false;
   std::exception_ptr error_;

@@ -60,6 +60,7 @@ std::string describe(const CallHeader& header) {
                             header.op == OpKind::kReduceScatter;
   if (is_reduction) text << name_of(header.reduction) << ", ";
   if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";
+  if (header.element_name[0] != '\0') text << header.element_name.data() << ", ";
   text << header.num_elems * element_bytes(header.dtype) << " bytes";
   if (header.root >= 0) text << ", root " << header.root;
   if (header.algorithm != Algorithm::kAuto && header.algorithm != Algorithm::kDirect)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -29,6 +30,10 @@ const char* name_of(Algorithm algorithm);
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
+/// The elements of what is moved without looking at them, as the caller names them: compared
+/// between the ranks, and shown. Padded with zeros; empty where DType says it.
+using ElementName = std::array<char, 16>;
+
 /// One call of a collective, as one rank makes it.
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
@@ -39,6 +44,7 @@ Algorithm algorithm_from_name(const std::string& name);
 struct Collective {
   OpKind op = OpKind::kBarrier;
   DType dtype = DType::kByte;
+  ElementName element_name = {};
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   int root = -1;
@@ -62,6 +68,7 @@ struct CallHeader {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
+  ElementName element_name = {};
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };

@@ -152,7 +152,8 @@ CallHeader Communicator::header_of(const Collective& call) {
                     .op = call.op,
                     .dtype = call.dtype,
                     .reduction = call.reduction,
-                    .algorithm = Algorithm::kDirect};
+                    .algorithm = Algorithm::kDirect,
+                    .element_name = call.element_name};
   if (call.op != OpKind::kAllReduce) return header;
   header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
   if (header.algorithm == Algorithm::kAuto)
@@ -181,7 +182,7 @@ void Communicator::execute(const Collective& call, const shm::WaitLimits& limits
                     .timeout = limits.timeout};
   };
   try {
-    engine_->store_kinds().begin(call.num_bytes());
+    engine_->store_kinds().begin(call.op, call.num_bytes());
     count(header, dispatch(call, header));
     engine_->store_kinds().end();
   } catch (const Stopped& stopped) {

@@ -85,8 +85,9 @@ std::string Failure::prefix() const {
 }
 
 std::string Failure::name_of_peer(int peer) const {
+  if (peer < 0) return "any rank";
   std::string name = "rank " + std::to_string(peer);
-  if (group_ != nullptr && peer >= 0)
+  if (group_ != nullptr)
     name += " (pid " + std::to_string(group_->pid_of(peer)) + " on " + group_->host() + ")";
   return name;
 }

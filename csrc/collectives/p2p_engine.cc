@@ -165,25 +165,43 @@ void P2pEngine::look_around(Lock& lock, const Interrupted& is_interrupted) {
 // Ends operations that have no hope: past their deadline, or with a peer that is gone.
 void P2pEngine::fail_stuck() {
   const Clock::time_point now = Clock::now();
-  std::vector<std::pair<P2pOpPtr, Stop>> stuck;
+  struct Stuck {
+    P2pOpPtr op;
+    Stop stop;
+    int peer;
+  };
+  std::vector<Stuck> stuck;
   for (const P2pOpPtr& op : pending_) {
-    const Stop state = group_.state_of(op->peer >= 0 ? op->peer : group_.rank());
+    const int peer = awaited_peer(*op);
+    const Stop state = group_.state_of(peer >= 0 ? peer : group_.rank());
     if (state != Stop::kNone)
-      stuck.emplace_back(op, state);
+      stuck.push_back({op, state, peer});
     else if (now >= op->deadline)
-      stuck.emplace_back(op, Stop::kTimeout);
+      stuck.push_back({op, Stop::kTimeout, peer});
   }
   if (stuck.empty()) return;
   // A peer that sent and then left has still sent: the links have the last word, and are read after
   // the reason to stop.
   progress_or_fail();
-  for (const auto& [op, stop] : stuck)
-    if (!op->is_done) fail(op, stop);
+  for (const auto& [op, stop, peer] : stuck)
+    if (!op->is_done) fail(op, stop, peer);
 }
 
-void P2pEngine::fail(const P2pOpPtr& op, Stop stop) {
+// Whom an operation cannot do without: its peer; of a receive from any source nobody (-1), unless
+// all are gone.
+int P2pEngine::awaited_peer(const P2pOp& op) const {
+  int peer = op.peer;
+  for (int rank = 0; op.peer < 0 && rank < group_.world_size(); ++rank) {
+    if (rank == group_.rank()) continue;
+    if (group_.state_of(rank) == Stop::kNone) return -1;
+    peer = rank;
+  }
+  return peer;
+}
+
+void P2pEngine::fail(const P2pOpPtr& op, Stop stop, int peer) {
   try {
-    failure_.raise_stopped(stop, op->peer, activity_of(*op));
+    failure_.raise_stopped(stop, peer, activity_of(*op));
   } catch (...) {
     op->error = std::current_exception();
   }

@@ -69,7 +69,8 @@ class P2pEngine {
   void abort_if(const Interrupted& is_interrupted);
   void look_around(Lock& lock, const Interrupted& is_interrupted);
   void fail_stuck();
-  void fail(const P2pOpPtr& op, Stop stop);
+  int awaited_peer(const P2pOp& op) const;
+  void fail(const P2pOpPtr& op, Stop stop, int peer);
   void fail_size(const P2pMailbox::SizeMismatch& mismatch);
   void settle(Lock& lock);
   void ring(int rank);

@@ -7,16 +7,14 @@ namespace ringcomm {
 
 using host::StoreKind;
 
-void StoreKindChooser::begin(std::size_t num_bytes) {
+void StoreKindChooser::begin(OpKind op, std::size_t num_bytes) {
   timed_ = nullptr;
   kind_ = StoreKind::kCached;
   if (num_bytes < kMinBytes) return;
   const auto class_idx =
       std::min<std::size_t>(std::bit_width(num_bytes / kMinBytes) - 1, kNumClasses - 1);
-  timed_ = &classes_[class_idx];
-  is_probe_ = timed_->is_probe_due;
-  const bool is_streaming = timed_->prefers_streaming != is_probe_;
-  kind_ = is_streaming ? StoreKind::kStreaming : StoreKind::kCached;
+  timed_ = &classes_[static_cast<std::size_t>(op)][class_idx];
+  kind_ = timed_->is_streaming() ? StoreKind::kStreaming : StoreKind::kCached;
   begin_ = Clock::now();
 }
 
@@ -26,22 +24,31 @@ void StoreKindChooser::end() {
 }
 
 void StoreKindChooser::record(SizeClass& size_class, float elapsed_us) {
-  float& mean_us = size_class.mean_us[static_cast<std::size_t>(kind_)];
-  const float usual_us = mean_us;
-  // A probe speaks for itself: what the other kind took a second ago may be another machine's
-  // figure.
-  mean_us = is_probe_ || usual_us == 0 ? elapsed_us : usual_us + (elapsed_us - usual_us) / 4;
-  if (is_probe_) {
-    size_class.num_since_probe = 0;
-    size_class.is_probe_due = false;
-    const float kept_us = size_class.mean_us[size_class.prefers_streaming ? 1 : 0];
-    if (kept_us > 0 && elapsed_us < kept_us)
-      size_class.prefers_streaming = !size_class.prefers_streaming;
+  if (!size_class.is_warm) {
+    size_class.is_warm = true;
+    // The other kind is due after as many calls as it takes to know this one.
+    size_class.num_calls = kKeptCalls - kTrialCalls;
     return;
   }
-  const bool is_suspicious =
-      usual_us > 0 && elapsed_us > kSuspicious * usual_us && size_class.num_since_probe > 2;
-  size_class.is_probe_due = ++size_class.num_since_probe >= kProbeEvery || is_suspicious;
+  float& best_us = size_class.best_us[size_class.is_streaming() ? 1 : 0];
+  const bool is_fresh = best_us == 0 || (size_class.is_trial && size_class.num_calls == 0);
+  const bool is_slow = !is_fresh && elapsed_us > kSuspicious * best_us;
+  best_us = is_fresh ? elapsed_us : std::min(elapsed_us, best_us * kForget);
+  size_class.num_slow = is_slow ? size_class.num_slow + 1 : 0;
+  ++size_class.num_calls;
+
+  if (!size_class.is_trial) {
+    if (size_class.num_calls < kKeptCalls && size_class.num_slow < kSlowCalls) return;
+    // Slow for several calls: what was its best is no more.
+    if (size_class.num_slow >= kSlowCalls) best_us = elapsed_us;
+  } else {
+    if (size_class.num_calls < kTrialCalls) return;
+    const float kept_us = size_class.best_us[size_class.is_streaming_kept ? 1 : 0];
+    if (best_us < kMargin * kept_us) size_class.is_streaming_kept = !size_class.is_streaming_kept;
+  }
+  size_class.is_trial = !size_class.is_trial;
+  size_class.num_calls = 0;
+  size_class.num_slow = 0;
 }
 
 }  // namespace ringcomm

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "collectives/collective.h"
 #include "device/reduce_op.h"
 
 namespace ringcomm {
@@ -14,12 +15,16 @@ namespace ringcomm {
 /// Where the cores of two ranks share a cache, plain stores win by 2 times; where they do not,
 /// stores past the cache win by 2 to 3 (docs/experiments.md, "stores"). Virtual machines move
 /// between the two several times a minute and no counter tells, so that the only honest probe is
-/// the collectives themselves: each size class times both kinds, keeps the faster, and looks at the
-/// other again once in a while, or at once when the kept one has become much slower.
+/// the collectives themselves: each size class of each operation times both kinds, keeps the
+/// faster, and tries the other again once in a while, or soon when the kept one has become much
+/// slower.
+///
+/// A collective's time includes waiting for ranks that come late, so what is compared are the
+/// shortest times of late, which are those without.
 class StoreKindChooser {
  public:
-  /// Starts timing a collective that stages `num_bytes` in all; decides the kind until end().
-  void begin(std::size_t num_bytes);
+  /// Starts timing a collective of `num_bytes` per rank; decides the kind until end().
+  void begin(OpKind op, std::size_t num_bytes);
   void end();
 
   host::StoreKind kind() const { return kind_; }
@@ -27,27 +32,34 @@ class StoreKindChooser {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Below this a collective is over before its lines have left the cache; timing it would cost more
-  // than it brings.
+  // Below this a collective is over before its lines have left the cache.
   static constexpr std::size_t kMinBytes = 16 << 10;
   static constexpr int kNumClasses = 16;  // powers of two from kMinBytes on
-  static constexpr std::uint32_t kProbeEvery =
-      48;  // collectives of a class between two looks at the other kind
-  static constexpr float kSuspicious = 1.6F;  // times slower than usual: look at once
+  // Trying the slower kind for 3 calls of 64 costs 5-10 % at most, and a change of the machine is
+  // found within 64 calls.
+  static constexpr std::uint32_t kKeptCalls = 61;
+  static constexpr std::uint32_t kTrialCalls = 3;
+  static constexpr std::uint32_t kSlowCalls = 4;  // in a row that are suspicious
+  static constexpr float kSuspicious = 1.6F;      // times slower than the best of late
+  static constexpr float kForget = 1.03F;         // per call, how the best of late grows old
+  static constexpr float kMargin = 0.93F;  // of the kept kind's time that the other must reach
 
   struct SizeClass {
-    std::array<float, 2> mean_us = {0, 0};  // by StoreKind; 0 until measured
-    std::uint32_t num_since_probe = 0;
-    bool prefers_streaming = false;
-    bool is_probe_due = true;
+    std::array<float, 2> best_us = {0, 0};  // by StoreKind; 0 until measured
+    bool is_streaming_kept = false;
+    bool is_trial = false;
+    std::uint32_t num_calls = 0;  // since the trial began or ended
+    std::uint32_t num_slow = 0;   // in a row
+    bool is_warm = false;         // the first call touches fresh pages, and tells nothing
+
+    bool is_streaming() const { return is_streaming_kept != is_trial; }
   };
 
-  void record(SizeClass& size_class, float elapsed_us);
+  static void record(SizeClass& size_class, float elapsed_us);
 
-  std::array<SizeClass, kNumClasses> classes_;
+  std::array<std::array<SizeClass, kNumClasses>, kNumOpKinds> classes_;
   host::StoreKind kind_ = host::StoreKind::kCached;
   SizeClass* timed_ = nullptr;
-  bool is_probe_ = false;
   Clock::time_point begin_;
 };
 

@@ -146,44 +146,47 @@ TEST_CASE("a rank that does not come is a time-out that names it, and is told wh
   });
 }
 
-TEST_CASE("a time-out in the middle of a ring names a neighbour") {
-  run_ranks(2, [](Communicator& communicator) {
-    // Rank 1 dies, so to speak, in the call: it is interrupted, and tells no reason but that.
-    const bool is_dying = communicator.rank() == 1;
-    const shm::WaitLimits limits{.timeout = milliseconds(100),
-                                 .is_interrupted = [&] { return is_dying; }};
-    if (is_dying) std::this_thread::sleep_for(milliseconds(400));
-    const Error error = error_of([&] {
-      for (int i = 0; i < 2; ++i)
-        call(communicator, {.algorithm = Algorithm::kRing, .num_elems = 400'000}, limits);
-    });
-    expect(error.info().kind == ErrorKind::kTimeout, "the time-out of rank 0, on both");
+TEST_CASE("a time-out in the middle of a ring is told to the neighbour") {
+  std::atomic<bool> is_over = false;
+  run_ranks(2, [&](Communicator& communicator) {
+    const bool is_late = communicator.rank() == 1;
+    const auto ring = [&] {
+      call(communicator, {.algorithm = Algorithm::kRing, .num_elems = 4000},
+           within(is_late ? milliseconds(testing::kBound) : milliseconds(1000)));
+    };
+    ring();
+    if (is_late) testing::wait_until([&] { return is_over.load(); }, "the time-out of rank 0");
+    expect_error(error_of([&] {
+                   ring();  // its headers may all be there, and then nothing
+                   ring();
+                 }),
+                 ErrorKind::kTimeout, {"1000 ms"});
+    is_over = true;
   });
 }
 
 TEST_CASE("abort wakes who waits, here and on the other ranks") {
-  run_ranks(3, [](Communicator& communicator) {
+  std::atomic<bool> is_aborted = false;
+  run_ranks(3, [&](Communicator& communicator) {
     testing::barrier(communicator);
-    const auto begin = std::chrono::steady_clock::now();
-    if (communicator.rank() == 0) {
-      std::thread aborter([&] {
+    std::thread aborter;
+    if (communicator.rank() == 0)
+      aborter = std::thread([&] {
         std::this_thread::sleep_for(milliseconds(50));
         communicator.abort("because of the test");
+        is_aborted = true;
       });
-      const Error error = error_of([&] { testing::barrier(communicator); });
-      aborter.join();
-      expect_error(error, ErrorKind::kAborted, {"because of the test"});
-    } else if (communicator.rank() == 1) {
-      const Error error = error_of([&] { testing::barrier(communicator); });
-      expect_error(error, ErrorKind::kAborted, {"rank 0", "gave up", "because of the test"});
-      expect(error.info().rank == 0, "rank 0 to be blamed");
-    } else {  // in its next call, however late
-      std::this_thread::sleep_for(milliseconds(200));
-      expect_error(error_of([&] {
-                     for (;;) testing::barrier(communicator);
-                   }),
-                   ErrorKind::kAborted, {"because of the test"});
-    }
+    if (communicator.rank() == 2)  // in its next call, however late
+      testing::wait_until([&] { return is_aborted.load(); }, "the abort");
+    const auto begin = std::chrono::steady_clock::now();
+    const Error error = error_of([&] {
+      testing::barrier(communicator);
+      testing::barrier(communicator);
+    });
+    if (aborter.joinable()) aborter.join();
+    expect_error(error, ErrorKind::kAborted, {"because of the test"});
+    expect(error.info().rank == 0, "rank 0 to be blamed");
+    if (communicator.rank() != 0) expect_error(error, ErrorKind::kAborted, {"rank 0", "gave up"});
     expect(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10), "an end in time");
     expect_error(error_of([&] { testing::barrier(communicator); }), ErrorKind::kAborted, {});
   });
@@ -212,48 +215,47 @@ TEST_CASE("a rank that destroys its side is gone for the others, after what it d
 }
 
 TEST_CASE("is_interrupted ends a wait, and the others' with it") {
-  run_ranks(3, [](Communicator& communicator) {
+  std::atomic<bool> is_over = false;
+  run_ranks(3, [&](Communicator& communicator) {
     testing::barrier(communicator);
-    if (communicator.rank() == 2) {
-      expect_error(error_of([&] {
-                     for (;;) {
-                       std::this_thread::sleep_for(milliseconds(100));
-                       testing::barrier(communicator);
-                     }
-                   }),
-                   ErrorKind::kInterrupted, {"gave up", "interrupted"});
-      return;
-    }
-    std::atomic<int> num_asked = 0;
-    const shm::WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [&] {
-                                   return ++num_asked == 2 && communicator.rank() == 0;
-                                 }};
-    const Error error = error_of([&] { testing::barrier(communicator, limits); });
-    expect(error.info().kind == ErrorKind::kInterrupted, error.what());
+    if (communicator.rank() == 2)
+      testing::wait_until([&] { return is_over.load(); }, "the interrupted wait");
+    const shm::WaitLimits limits{.timeout = testing::kBound,
+                                 .is_interrupted = [&] { return communicator.rank() == 0; }};
+    const Error error = error_of([&] {
+      testing::barrier(communicator, limits);
+      testing::barrier(communicator, limits);
+    });
+    expect_error(error, ErrorKind::kInterrupted, {"interrupted"});
+    if (communicator.rank() == 0) is_over = true;
   });
 }
 
 TEST_CASE("is_interrupted is asked behind another thread's call too") {
-  run_ranks(2, [](Communicator& communicator) {
+  std::atomic<bool> is_over = false;
+  run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
+      testing::wait_until([&] { return is_over.load(); }, "the interrupted wait");
       expect_error(error_of([&] {
-                     for (;;) {
-                       std::this_thread::sleep_for(milliseconds(250));
-                       testing::barrier(communicator);
-                     }
+                     for (;;) testing::barrier(communicator);
                    }),
-                   ErrorKind::kAborted, {});
+                   ErrorKind::kAborted, {"interrupted"});
       return;
     }
     std::exception_ptr ended;
-    communicator.submit({.op = OpKind::kBarrier}, kPatient,
+    std::atomic<bool> is_running = false;
+    const shm::WaitLimits in_front{.timeout = testing::kBound, .is_interrupted = [&] {
+                                     is_running = true;
+                                     return false;
+                                   }};
+    communicator.submit({.op = OpKind::kBarrier}, in_front,
                         [&](const std::exception_ptr& error) { ended = error; });
-    std::this_thread::sleep_for(milliseconds(20));  // for the queue's thread to take it
+    testing::wait_until([&] { return is_running.load(); }, "the call in front");
     const shm::WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};
-    const Error error = error_of([&] { testing::barrier(communicator, limits); });
-    expect(error.info().kind == ErrorKind::kAborted || error.info().kind == ErrorKind::kInterrupted,
-           error.what());
+    expect_error(error_of([&] { testing::barrier(communicator, limits); }), ErrorKind::kAborted,
+                 {"interrupted"});
     expect(ended != nullptr, "the call in front ended as well");
+    is_over = true;
   });
 }
 

@@ -201,36 +201,35 @@ TEST_CASE("a receive times out in the midst of other traffic") {
 // A large message is half there when its receive times out; its rest comes while the receiver's
 // program is told, which may free the buffer from then on.
 TEST_CASE("the buffer of a receive that has timed out is left alone") {
-  std::atomic<bool> is_stalled = false, may_go_on = false, is_over = false;
+  constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
+  std::atomic<bool> is_stalled = false, is_sent = false, may_go_on = false, is_over = false;
   run_ranks(2, [&](Communicator& communicator) {
-    constexpr std::size_t kNumBytes = 3 * kP2pLinkBytes;
     if (communicator.rank() == 1) {
-      // Nothing moves here as long as this call of `done` lasts.
+      // Nothing moves here as long as this call of `done` lasts, but for the link's worth that is
+      // sent where the message is posted.
       const Message trigger = post_recv(communicator, 0, 9, 1, kBound, [&] {
         is_stalled = true;
         wait_until([&] { return may_go_on.load(); }, "the receiver's time-out");
       });
+      wait_until([&] { return is_stalled.load(); }, "the trigger");
       const Message sent = post_send(communicator, 0, 1, message(1, 1, 0, kNumBytes));
-      barrier(communicator);
+      is_sent = true;
       wait_until([&] { return is_over.load(); }, "the receiver's end");
       return;
     }
-    barrier(communicator);
     const Message other = post_recv(communicator, 1, 77, 8);  // keeps the engine at work
     send_and_finish(communicator, 1, 9, 0, 1);
-    wait_until([&] { return is_stalled.load(); }, "a sender that stands still");
-    Bytes* buffer = nullptr;
-    const auto told = [&] {
-      std::fill(buffer->begin(), buffer->end(), std::byte{0xee});  // in lieu of freeing it
+    wait_until([&] { return is_sent.load(); }, "a sender that stands still");
+    Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<P2pOp>()};
+    const auto told = [&] {  // in lieu of freeing it
+      std::fill(received.bytes.begin(), received.bytes.end(), std::byte{0xee});
       may_go_on = true;
       std::this_thread::sleep_for(milliseconds(150));
     };
-    Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<P2pOp>()};
-    buffer = &received.bytes;
     *received.op = {.kind = P2pOp::Kind::kRecv,
                     .peer = 1,
                     .tag = 1,
-                    .data = buffer->data(),
+                    .data = received.bytes.data(),
                     .num_bytes = kNumBytes,
                     .timeout = milliseconds(100),
                     .done = told};

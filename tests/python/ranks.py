@@ -277,9 +277,7 @@ def _leave(rank: int) -> set[str]:
 
     mine = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     names = {
-        line.split()[-1]
-        for line in _ringcomm_sockets()
-        if f"socket:[{line.split()[6]}]" in mine
+        line.split()[-1] for line in _ringcomm_sockets() if f"socket:[{line.split()[6]}]" in mine
     }
     if dist.is_initialized():
         dist.destroy_process_group()

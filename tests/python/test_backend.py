@@ -237,7 +237,11 @@ def algorithm_used(rank: int) -> list[str]:
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
 def test_algorithm_from_the_environment(algorithm: str) -> None:
-    env = {"RINGCOMM_ALGORITHM": algorithm, "RINGCOMM_SLOT_BYTES": "4096", "RINGCOMM_NUM_SLOTS": "3"}
+    env = {
+        "RINGCOMM_ALGORITHM": algorithm,
+        "RINGCOMM_SLOT_BYTES": "4096",
+        "RINGCOMM_NUM_SLOTS": "3",
+    }
     assert run_ranks(2, algorithm_used, fresh=True, env=env) == [[algorithm]] * 2
 
 

@@ -55,7 +55,7 @@ def lose_rank_1(rank: int, name: str, how: str) -> list[dict[str, Any]]:
             os._exit(0)
         else:
             dist.destroy_process_group()
-            time.sleep(3 * SOON_S)  # alive, but gone
+            time.sleep(1.5 * SOON_S)  # alive, but gone
             return []
     return [timed(waits()[name]), timed(lambda: dist.all_reduce(torch.ones(2)))]
 
@@ -135,7 +135,9 @@ def test_late_rank(name: str) -> None:
         assert results[rank]["type"] == "CollectiveTimeoutError", results[rank]
         assert 0.6 < results[rank]["seconds"] < 0.7 + SOON_S
         assert "700 ms" in results[rank]["text"]
-        if name != "recv_any":
+        if name == "recv_any":
+            assert "waited for any rank" in results[rank]["text"]
+        else:
             assert results[rank]["rank"] == 1
             assert "rank 1" in results[rank]["text"]
 

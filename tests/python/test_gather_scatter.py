@@ -42,7 +42,6 @@ def sizes_of(dtype: torch.dtype) -> list[int]:
     return [0, 1, 13, BIG_BYTES // dtype.itemsize + 1]
 
 
-
 def any_bits(rank: int, num_elems: int, dtype: torch.dtype) -> Tensor:
     """Every bit pattern of the type, NaN included; of bool 0 and 1."""
     raw = oracle.integers(rank, num_elems * dtype.itemsize, torch.uint8, seed=9)

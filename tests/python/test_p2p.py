@@ -12,7 +12,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 # 0; 1; a slot of a link (128 KiB with a header of 64 bytes in the first) less, exactly and more; all slots; more.
-SIZES = [0, 1, (128 << 10) - 65, (128 << 10) - 64, (128 << 10) - 63, 128 << 10, 512 << 10, 3_000_001]
+SIZES = [
+    0,
+    1,
+    (128 << 10) - 65,
+    (128 << 10) - 64,
+    (128 << 10) - 63,
+    128 << 10,
+    512 << 10,
+    3_000_001,
+]
 
 
 def pattern(source: int, tag: int, num_bytes: int) -> torch.Tensor:

@@ -36,19 +36,15 @@ def batch(step: int) -> Tensor:
     return torch.randn(2 * WORLD, 8, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, rank: int | None) -> list[float]:
-    """Losses; of a rank those of its own part of the batch."""
+def train(model: nn.Module, rank: int | None, scale: float = 1.0) -> None:
+    """On a rank with its own part of the batch; gradients times `scale`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
     for step in range(STEPS):
         x = batch(step)
         x = x if rank is None else x.chunk(WORLD)[rank]
         optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
+        (model(x).square().mean() * scale).backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -110,7 +106,7 @@ def test_fsdp2_in_bfloat16() -> None:
 
 def train_fsdp_factor(rank: int) -> dict[str, Tensor]:
     model: Any = shard(make_model())
-    model.set_gradient_divide_factor(float(WORLD))
+    model.set_gradient_divide_factor(3.0)
     train(model, rank)
     return full_state(model)
 
@@ -121,7 +117,7 @@ def train_fsdp_factor(rank: int) -> dict[str, Tensor]:
 )
 def test_fsdp2_with_a_divide_factor() -> None:
     reference = make_model()
-    train(reference, None)
+    train(reference, None, scale=WORLD / 3.0)
     check_close(run_ranks(WORLD, train_fsdp_factor), full_state(reference), atol=1e-5)
 
 
@@ -220,10 +216,9 @@ def test_redistribute() -> None:
     run_ranks(WORLD, redistribute)
 
 
-def test_state_is_independent() -> None:
-    """The reference of these tests learns something: else everything would equal everything."""
+def test_reference_learns() -> None:
+    """Else everything would equal everything."""
     model = make_model()
     before = copy.deepcopy(model.state_dict())
-    losses = train(model, None)
-    assert losses[-1] < losses[0]
-    assert not torch.equal(before["0.up.weight"], model.state_dict()["0.up.weight"])
+    train(model, None)
+    assert (before["0.up.weight"] - model.state_dict()["0.up.weight"]).abs().max() > 1e-2

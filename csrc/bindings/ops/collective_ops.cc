@@ -15,7 +15,8 @@
 // autograd and wrappers stand in ringcomm/ops, in the same order. They run over any backend of
 // torch.distributed; the explicit ring needs ringcomm's.
 
-// _allgather_base and _reduce_scatter_base have new names since torch 2.13, which 2.11 does not know.
+// _allgather_base and _reduce_scatter_base have new names since torch 2.13, which 2.11 does not
+// know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 namespace ringcomm {
@@ -45,6 +46,11 @@ void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead
                     ", or torch.no_grad()");
 }
 
+// What was overwritten has another version: a backward pass that saved the old one must not use it.
+void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 template <class Options>
 Options synchronous() {
   Options options;
@@ -67,6 +73,7 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
   options.reduceOp = reduce_op_from(reduce_op);
   std::vector<at::Tensor> tensors = {input};
   wait_for(group_of(group_name)->allreduce(tensors, options));
+  mark_written(input);
 }
 
 at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op,
@@ -111,6 +118,7 @@ void broadcast_(const at::Tensor& input, int64_t src, const std::string& group_n
   options.rootRank = src;
   std::vector<at::Tensor> tensors = {input};
   wait_for(group_of(group_name)->broadcast(tensors, options));
+  mark_written(input);
 }
 
 at::Tensor broadcast(const at::Tensor& input, int64_t src, const std::string& group_name) {
@@ -140,6 +148,7 @@ void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, in
                     "ringcomm: ring_all_reduce_ wants a group of backend ringcomm for ",
                     input.device(), ", this one's is ", backend->getBackendName());
   ringcomm->ring_all_reduce(input, num_slots, slot_bytes);
+  mark_written(input);
 }
 
 }  // namespace
