@@ -211,6 +211,7 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
         is_stalled = true;
         wait_until([&] { return may_go_on.load(); }, "the receiver's time-out");
       });
+      barrier(communicator);  // the trigger after its receive: else `done` ran in this thread
       wait_until([&] { return is_stalled.load(); }, "the trigger");
       const Message sent = post_send(communicator, 0, 1, message(1, 1, 0, kNumBytes));
       is_sent = true;
@@ -218,6 +219,7 @@ TEST_CASE("the buffer of a receive that has timed out is left alone") {
       return;
     }
     const Message other = post_recv(communicator, 1, 77, 8);  // keeps the engine at work
+    barrier(communicator);
     send_and_finish(communicator, 1, 9, 0, 1);
     wait_until([&] { return is_sent.load(); }, "a sender that stands still");
     Message received{.bytes = Bytes(kNumBytes), .op = std::make_shared<P2pOp>()};
