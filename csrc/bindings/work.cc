@@ -136,7 +136,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       OrderedQueue& queue = communicator->queue();
       if (timeout == kNoTimeout)
         queue.wait(last_ticket_, poll);
-      else if (!queue.wait_until(last_ticket_, OrderedQueue::Clock::now() + timeout, poll))
+      else if (!queue.wait_until(last_ticket_, shm::deadline_after(timeout), poll))
         throw_wait_timeout("the collective", timeout);
     }
     if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
@@ -200,7 +200,7 @@ bool P2pWork::wait(std::chrono::milliseconds timeout) {
         isCompleted() ? nullptr : communicator_.lock();
     if (communicator != nullptr) {
       const auto deadline = timeout == kNoTimeout ? P2pEngine::Clock::time_point::max()
-                                                  : P2pEngine::Clock::now() + timeout;
+                                                  : shm::deadline_after(timeout);
       if (!communicator->p2p()->wait(op_, deadline, is_interrupted))
         throw_wait_timeout(op_->kind == P2pOp::Kind::kSend ? "the send" : "the receive", timeout);
       complete();

@@ -90,7 +90,7 @@ void P2pEngine::post(const P2pOpPtr& op) {
   if (!op->is_done) {
     if (!thread_.joinable())
       thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
-    if (is_thread_asleep_) has_work_.notify_one();
+    if (is_thread_asleep_ && !is_driving_) has_work_.notify_one();
   }
   settle(lock);
 }
@@ -146,6 +146,7 @@ void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
   }
   is_driving_ = false;
   if (num_waiting_ > 0) has_news_.notify_all();
+  if (is_thread_asleep_ && !pending_.empty()) has_work_.notify_one();
 }
 
 void P2pEngine::abort_if(const Interrupted& is_interrupted) {
@@ -278,14 +279,14 @@ bool P2pEngine::is_done(const P2pOpPtr& op) {
 void P2pEngine::run_thread() {
   Lock lock(mutex_);
   while (!is_stopping_) {
-    if (pending_.empty()) {
+    if (pending_.empty() || is_driving_) {
       is_thread_asleep_ = true;
       has_work_.wait(lock);
       is_thread_asleep_ = false;
       continue;
     }
     has_work_.wait_for(lock, kGrace);
-    if (!is_driving_ && !is_stopping_)
+    if (!is_driving_)
       drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
   }
 }

@@ -1,7 +1,7 @@
 """What collectives should give, by numpy in 64 bits: written without the code under test.
 
-Inputs are small integers (any order of summation is exact, also in bfloat16) or, for integer types, any value of
-the type (sums wrap around).
+Inputs are small integers (any order of summation is exact, also in bfloat16) or, for uint8, any
+value (sums wrap around).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BIT_OPS = ["band", "bor", "bxor"]
 
 
 def integers(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values of -2 .. 2 without 0 (a product of zeros shows nothing), as `dtype`; bool at random."""
+    """Values of -2 to 2 but 0 (a product of zeros shows nothing); of bool and uint8 any."""
     if num_elems == 0:  # numpy's empty arrays have strides that torch cannot view
         return torch.empty(0, dtype=dtype)
     rng = np.random.default_rng([seed, rank, num_elems])
@@ -46,7 +46,7 @@ def _wide(tensor: Tensor) -> np.ndarray:
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of the ranks' tensors. Of bool, a sum is an or and a product an and, as in torch."""
+    """The reduction of the ranks' tensors. Of bool a sum is an or, a product an and."""
     dtype = inputs[0].dtype
     stacked = np.stack([_wide(tensor) for tensor in inputs])
     if dtype == torch.bool:

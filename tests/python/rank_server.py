@@ -1,10 +1,11 @@
 """The far side of ranks.py: a server that has imported torch once, and the ranks that it forks.
 
-The server is forked from pytest before any test has run, so that neither it nor a rank inherits threads. It
-imports torch and ringcomm, runs nothing of them, and forks ranks when asked. A rank is a loop: it takes a pickled
-function and arguments, calls it, sends back the result or the traceback.
+The server is forked from pytest before any test has run, so that neither it nor a rank inherits
+threads. It imports torch and ringcomm, runs nothing of them, and forks ranks when asked. A rank is
+a loop: it takes a pickled function and arguments, calls it, sends back the result or the traceback.
 
-Nothing survives a killed pytest: the server ends with the socket to it, and the kernel kills ranks with the server.
+Nothing survives a killed pytest: the server ends with the socket to it, and the kernel kills ranks
+with the server.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ def _redirect(path: Path) -> None:
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def start_server(folder: Path) -> socket.socket:
@@ -128,7 +128,7 @@ class _Server:
             time.sleep(0.005)
 
     def stop(self, timeout_s: float) -> list[str]:
-        """Names processes that are still there; as their subreaper the server knows orphans as well."""
+        """Names processes that are still there; as a subreaper the server has orphans as well."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:

@@ -1,8 +1,9 @@
 """run_ranks(): a function on several ranks of a process group, for tests.
 
-Ranks are kept in pools, one for each test file, world size and kind of group: a call costs a millisecond, a forked
-rank some 0.1 s, a spawned one 14 s. A case that fails ends its pool; the next one gets fresh ranks. Nothing
-waits for ever: a rank that is late is named, its stack shown, and the pool killed.
+Ranks are kept in pools, one for each test file, world size and kind of group: a call costs a
+millisecond, a forked rank some 0.1 s, a spawned one 14 s. A case that fails ends its pool; the next
+one gets fresh ranks. Nothing waits for ever: a rank that is late is named, its stack shown, and the
+pool killed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Pool:
         timeout_s: float,
         may_die: Collection[int] = (),
     ) -> list[Any]:
-        """fn(rank, *args) on every rank; their results. Raises RankFailure, and kills all, on any error."""
+        """fn(rank, *args) on every rank; their results. Any error kills all: RankFailure."""
         __tracebackhide__ = True
         message = pickle.dumps((fn, args))
         for calls in self._calls:
@@ -73,10 +74,10 @@ class _Pool:
             if not ready:
                 errors.append(self._describe_stuck(sorted(waiting.values()), timeout_s))
                 break
-            for calls in ready:
-                assert isinstance(calls, Connection)
-                rank = waiting.pop(calls)
-                kind, value = self._receive(calls, rank)
+            for readable in ready:
+                assert isinstance(readable, Connection)
+                rank = waiting.pop(readable)
+                kind, value = self._receive(readable, rank)
                 if kind == "result":
                     results[rank] = value
                 elif kind == "error" or rank not in may_die:
@@ -98,7 +99,10 @@ class _Pool:
         for rank in ranks:
             os.kill(self._pids[rank], signal.SIGUSR1)  # faulthandler writes its stack to the log
         time.sleep(0.3)
-        return f"rank(s) {ranks} did not finish in {timeout_s:g} s (or {GRACE_S:g} s after the first error); stacks below"
+        return (
+            f"rank(s) {ranks} did not finish in {timeout_s:g} s (or {GRACE_S:g} s after the first "
+            "error); stacks below"
+        )
 
     def _logs(self) -> list[str]:
         logs = []
@@ -162,7 +166,7 @@ class Server:
 
     def status(self, pid: int, timeout_s: float) -> str | None:
         self._ask("status", pid, timeout_s)
-        return self._answer()  # type: ignore[no-any-return]
+        return self._answer()
 
     def pool(self, key: Any, make: Callable[[], _Pool]) -> _Pool:
         if key not in self._pools:
@@ -193,17 +197,17 @@ class Server:
         return left
 
 
-_server: Server | None = None
+_servers: list[Server] = []
 
 
 def start() -> None:
-    global _server
-    _server = Server()
+    """Called once, by conftest.py."""
+    _servers.append(Server())
 
 
 def server() -> Server:
-    assert _server is not None, "conftest.py starts it"
-    return _server
+    """The one that conftest.py started."""
+    return _servers[0]
 
 
 def run_ranks(

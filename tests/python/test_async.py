@@ -1,4 +1,4 @@
-"""async_op: works and futures, order, several in flight, callbacks that communicate, groups side by side."""
+"""async_op: works and futures, order, callbacks that communicate, groups side by side."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_dependent_order(rank: int) -> None:
     for _ in range(5):
         works.append(dist.all_reduce(tensor, async_op=True))
     works.append(dist.broadcast(tensor, 0, async_op=True))
-    works[-1].wait()  # type: ignore[union-attr]
+    works[-1].wait()
     assert (tensor == float(world_size) ** 5).all()
 
 
@@ -113,8 +113,8 @@ def check_chain(rank: int) -> None:
         return tensor
 
     def next_async(future: Any) -> Tensor:
-        (tensor,) = dist.all_reduce(future.value(), async_op=True).get_future().wait()  # type: ignore[union-attr]
-        return tensor  # type: ignore[no-any-return]
+        (tensor,) = dist.all_reduce(future.value(), async_op=True).get_future().wait()
+        return tensor
 
     for _ in range(20):
         tensor = torch.ones(1000)
@@ -146,7 +146,7 @@ def test_error_in_a_callback() -> None:
 
 
 def check_opposite_orders(rank: int) -> None:
-    """Groups are independent: ranks may use two of them in opposite orders, and from two threads."""
+    """Groups are independent: ranks may use two in opposite orders, and from two threads."""
     groups = [
         dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))
         for algorithm in ("two_shot", "ring")
@@ -208,10 +208,8 @@ def test_waiting_releases_the_gil() -> None:
 
 def check_overlapping_output(rank: int, is_async: bool) -> None:
     """One element seen four times cannot hold four results: an error, now, and the group lives."""
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)overlap|memory location|expand"):
-        work: Any = dist.all_reduce(torch.ones(1).expand(4), async_op=is_async)
-        if work is not None:
-            work.wait()
+    with pytest.raises(ValueError, match=r"one memory location.*clone"):
+        dist.all_reduce(torch.ones(1).expand(4), async_op=is_async)
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2, 2]

@@ -1,4 +1,4 @@
-"""ringcomm as a backend of torch.distributed: registration, groups and subgroups, counters, resources."""
+"""ringcomm as a backend of torch.distributed: registration, groups, counters, resources."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ def test_defaults_stay() -> None:
 
 def check_names(rank: int) -> None:
     assert dist.get_backend() == "ringcomm"
-    assert dist.is_ringcomm_available() if hasattr(dist, "is_ringcomm_available") else True
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert backend.name() == "ringcomm"
     assert backend.size() == dist.get_world_size()
@@ -198,7 +197,7 @@ def check_init_again(rank: int, folder: str) -> None:
         dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
         tensor = torch.ones(10)
         dist.all_reduce(tensor)
-        dist.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(tensor, async_op=True).wait()
         dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, 1 - rank),

@@ -1,4 +1,4 @@
-"""Collectives against numpy: every reduction and type, the sizes at which paths change, layouts of tensors."""
+"""Reductions against numpy: every type, the sizes at which paths change, layouts of tensors."""
 
 from __future__ import annotations
 

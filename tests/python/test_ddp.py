@@ -1,4 +1,4 @@
-"""DistributedDataParallel and its neighbours over ringcomm, beside one process that sees the whole batch."""
+"""DistributedDataParallel and its neighbours, beside one process that sees the whole batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ BATCH = 6
 def make_model() -> nn.Module:
     """Several buckets at bucket_cap_mb=0.05; one weight that is not contiguous."""
     torch.manual_seed(1)
+    convolution: Any = nn.Conv2d(2, 8, 3)
     model = nn.Sequential(
-        nn.Conv2d(2, 8, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        convolution.to(memory_format=torch.channels_last),
         nn.ReLU(),
         nn.Flatten(),
         nn.Linear(8 * 36, 120),
@@ -31,7 +32,7 @@ def make_model() -> nn.Module:
         nn.GELU(),
         nn.Linear(60, 3),
     )
-    assert not model[0].weight.is_contiguous()
+    assert not convolution.weight.is_contiguous()
     return model
 
 
@@ -55,11 +56,11 @@ def train(model: nn.Module, rank: int | None, steps: int = STEPS) -> dict[str, T
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return copy.deepcopy(inner.state_dict())  # type: ignore[operator]
+    return copy.deepcopy(inner.state_dict())
 
 
 def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model, bucket_cap_mb=0.05, **options)  # type: ignore[arg-type]
+    return DistributedDataParallel(model, bucket_cap_mb=0.05, **options)
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
@@ -71,7 +72,7 @@ def train_ddp(rank: int, options: dict[str, Any]) -> dict[str, Tensor]:
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += rank  # DDP takes rank 0's
+            parameter.add_(rank)  # DDP takes rank 0's
     return train(wrap(model, **options), rank)
 
 
@@ -129,7 +130,7 @@ class Branches(nn.Module):
         self.shared, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
-        return (self.left if rank == 0 else self.right)(self.shared(x))  # type: ignore[no-any-return]
+        return (self.left if rank == 0 else self.right)(self.shared(x))
 
 
 def train_branches(rank: int) -> None:
@@ -137,7 +138,7 @@ def train_branches(rank: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4)
     reference = Branches()
-    (sum(reference(x[r], r).square().mean() for r in range(2)) / 2).backward()  # type: ignore[union-attr]
+    (sum(reference(x[r], r).square().mean() for r in range(2)) / 2).backward()
     module = Branches()
     module.unused = nn.Linear(4, 4)
     model = wrap(module, find_unused_parameters=True)
@@ -178,7 +179,7 @@ def train_with_hook(rank: int, name: str) -> dict[str, Tensor]:
     # One bucket where the hook issues collectives from callbacks: with several, their order would
     # depend on the ranks' timing.
     cap = {"chained": 25.0, "power_sgd": 25.0}.get(name, 0.05)
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=cap)  # type: ignore[arg-type]
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=cap)
     group: Any = dist.group.WORLD
     hooks: dict[str, tuple[Any, Any]] = {
         "allreduce": (group, default_hooks.allreduce_hook),

@@ -1,4 +1,4 @@
-"""Wrong arguments, and calls that differ between ranks: what is raised, by whom, and what it says."""
+"""Wrong arguments, and calls that differ between ranks: what is raised, by whom, in which words."""
 
 from __future__ import annotations
 

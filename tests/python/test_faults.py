@@ -1,4 +1,4 @@
-"""Ranks that die, leave, are late, are interrupted or forked: who learns of it, how soon, and in which words."""
+"""Ranks that die, leave, are late, interrupted or forked: who learns of it, how soon, how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_errors import caught
 
-# A peer's death is seen at once by the hub and looked for by a waiter every 20 ms; the rest is for busy machines.
+# A peer's death is seen at once by the hub and looked for by a waiter every 20 ms; the rest is for
+# busy machines.
 SOON_S = 2.0
 
 
@@ -40,22 +41,22 @@ def waits() -> dict[str, Callable[[], Any]]:
         "recv": lambda: dist.recv(torch.ones(10), 1),
         "recv_any": lambda: dist.recv(torch.ones(10), None),
         "send": lambda: dist.send(torch.ones(10_000_000), 1),
-        "async": lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),  # type: ignore[union-attr]
-        "future": lambda: dist.all_reduce(torch.ones(10), async_op=True).get_future().wait(),  # type: ignore[union-attr]
+        "async": lambda: dist.all_reduce(torch.ones(10), async_op=True).wait(),
+        "future": lambda: dist.all_reduce(torch.ones(10), async_op=True).get_future().wait(),
     }
 
 
 def lose_rank_1(rank: int, name: str, how: str) -> list[dict[str, Any]]:
     dist.barrier()
     if rank == 1:
-        time.sleep(0.3)
+        time.sleep(0.15)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "exit":
             os._exit(0)
         else:
             dist.destroy_process_group()
-            time.sleep(1.5 * SOON_S)  # alive, but gone
+            time.sleep(1.0)  # alive, but gone
             return []
     return [timed(waits()[name]), timed(lambda: dist.all_reduce(torch.ones(2)))]
 
@@ -78,11 +79,14 @@ def check_loss(results: list[Any], name: str) -> None:
         assert later["text"] == first["text"] or name in ("future",)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", sorted(waits()))
+# With 3 ranks a receive from any source may still be served.
+KILLED = [(2, name) for name in sorted(waits())] + [
+    (3, name) for name in sorted(waits()) if name != "recv_any"
+]
+
+
+@pytest.mark.parametrize(("world_size", "name"), KILLED)
 def test_killed_rank(world_size: int, name: str) -> None:
-    if name == "recv_any" and world_size > 2:
-        pytest.skip("another rank might still send")
     results = run_ranks(world_size, lose_rank_1, name, "kill", fresh=True, may_die=[1])
     check_loss(results, name)
 
@@ -123,18 +127,18 @@ def test_last_words_arrive() -> None:
 def be_late(rank: int, name: str) -> dict[str, Any]:
     dist.barrier()
     if rank == 1:
-        time.sleep(2.0)
+        time.sleep(1.3)
         return {}
     return timed(waits()[name])
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier", "recv", "recv_any", "async"])
 def test_late_rank(name: str) -> None:
-    results = run_ranks(3, be_late, name, fresh=True, group_timeout_s=0.7)
+    results = run_ranks(3, be_late, name, fresh=True, group_timeout_s=0.6)
     for rank in (0, 2):
         assert results[rank]["type"] == "CollectiveTimeoutError", results[rank]
-        assert 0.6 < results[rank]["seconds"] < 0.7 + SOON_S
-        assert "700 ms" in results[rank]["text"]
+        assert 0.5 < results[rank]["seconds"] < 0.6 + SOON_S
+        assert "600 ms" in results[rank]["text"]
         if name == "recv_any":
             assert "waited for any rank" in results[rank]["text"]
         else:
@@ -228,7 +232,7 @@ def test_ctrl_c(name: str) -> None:
 def use_destroyed(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    backend = group._get_backend(torch.device("cpu"))
+    backend: Any = group._get_backend(torch.device("cpu"))
     work: Any = dist.all_reduce(torch.ones(2), async_op=True)
     work.wait()
     dist.destroy_process_group()
@@ -263,19 +267,19 @@ def use_in_child(rank: int) -> str:
     dist.all_reduce(torch.ones(2))
     dist.isend(torch.ones(2), 1 - rank)
     dist.recv(torch.ones(2), 1 - rank)
-    dist.all_reduce(torch.ones(2), async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(10)
         errors = [
             caught(lambda: dist.all_reduce(torch.ones(2))),
-            caught(lambda: dist.all_reduce(torch.ones(2), async_op=True).wait()),  # type: ignore[union-attr]
+            caught(lambda: dist.all_reduce(torch.ones(2), async_op=True).wait()),
             caught(lambda: dist.send(torch.ones(2), 1 - rank)),
             caught(dist.destroy_process_group),
         ]
-        texts = [error.get("text", "no error") for error in errors]
-        os.write(write_fd, "\n".join(texts).encode())
+        lines = [error.get("text", "no error") for error in errors]
+        os.write(write_fd, "\n".join(lines).encode())
         os._exit(0)
     os.close(write_fd)
     with open(read_fd) as pipe:
@@ -309,7 +313,7 @@ def make_in_child(rank: int, folder: str) -> None:
             dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
             tensor = torch.ones(2)
             dist.all_reduce(tensor)
-            dist.all_reduce(tensor, async_op=True).wait()  # type: ignore[union-attr]
+            dist.all_reduce(tensor, async_op=True).wait()
             code = 0 if tensor.tolist() == [4, 4] else 2
         finally:
             os._exit(code)

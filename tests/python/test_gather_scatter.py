@@ -34,7 +34,7 @@ TYPES_OF_WORLDS = [(2, dtype) for dtype in MOVED] + [
     for world_size in (3, 4)
     for dtype in (torch.bool, torch.bfloat16, torch.complex128)
 ]
-# Nothing, one, odd; three pieces of a broadcast (half a board each) and two of all_gather (a board).
+# Three pieces of a broadcast (half a board each), two of all_gather (a board each).
 BIG_BYTES = 1_200_000
 
 
@@ -206,13 +206,13 @@ def check_functional(rank: int) -> None:
     mean = torch.arange(4.0 * world_size) + (world_size - 1) / 2
     group = dist.group.WORLD
     assert group is not None
+    # Exact: integers, or with a half.
     oracle.assert_equal(funcol.all_reduce(value, "avg", group) + 0, mean)
     gathered = funcol.all_gather_tensor(value, 0, group) + 0
     expected = torch.cat([torch.arange(4.0 * world_size) + r for r in range(world_size)])
     oracle.assert_equal(gathered, expected)
     scattered = funcol.reduce_scatter_tensor(value, "avg", 0, group) + 0
     oracle.assert_equal(scattered, mean.chunk(world_size)[rank])
-    # The average of these is exact: integers and a half.
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

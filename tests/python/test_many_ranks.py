@@ -14,7 +14,7 @@ from ringcomm import Options
 def check_everything(rank: int) -> None:
     world_size = dist.get_world_size()
     groups = [
-        dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))  # type: ignore[arg-type]
+        dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))
         for algorithm in ("auto", "one_shot", "two_shot", "ring")
     ]
     # Fewer elements than ranks; one_shot's limit of 32 KB and one more; several pieces, odd.

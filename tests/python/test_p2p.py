@@ -1,4 +1,4 @@
-"""send and recv: matching by source and tag, any source, batches, sizes beyond the links, objects."""
+"""send and recv: matching by source and tag, any source, batches, large messages, objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-# 0; 1; a slot of a link (128 KiB with a header of 64 bytes in the first) less, exactly and more; all slots; more.
+# 0; 1; around a slot of a link (128 KiB, of which a message's first has 64 bytes for a header); all
+# four slots; many more.
 SIZES = [
     0,
     1,
@@ -84,7 +85,7 @@ def test_tags_in_any_order() -> None:
 
 
 def check_posted_receives(rank: int) -> None:
-    """Receives posted before anything is sent are matched in the order in which they were posted."""
+    """Receives posted before anything is sent are matched in the order of their posting."""
     if rank == 1:
         buffers = [torch.empty(10, dtype=torch.uint8) for _ in range(6)]
         works: list[Any] = [dist.irecv(b, 0, tag=i % 2) for i, b in enumerate(buffers)]
@@ -106,7 +107,7 @@ def test_receives_posted_early() -> None:
 def check_any_source(rank: int) -> None:
     world_size = dist.get_world_size()
     if rank == 0:
-        seen = []
+        seen: list[int] = []
         for _ in range(2 * (world_size - 1)):
             received = torch.empty(50_000, dtype=torch.uint8)
             source = dist.recv(received, None, tag=5)
