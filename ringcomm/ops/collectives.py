@@ -285,8 +285,8 @@ def ring_all_reduce_(
 ) -> Tensor:
     """Sums `tensor` over the ranks in place, around the ring, whatever the group's algorithm is.
 
-    For experiments. Sends exactly 2(N-1)/N of the tensor's bytes when N divides its elements; `ringcomm.stats()`
-    counts them under ("all_reduce", "ring").
+    For experiments. Sends exactly 2(N-1)/N of the tensor's bytes when N divides its elements;
+    `ringcomm.stats()` counts them under ("all_reduce", "ring").
 
     Args:
         tensor: any shape, the same on all ranks; bool, integer or floating; not requiring grad.

@@ -185,8 +185,11 @@ class Server:
     def stop(self) -> list[str]:
         """Ends the server; names what the ranks have left behind."""
         self.close_pools()
-        self._ask("stop", 2.0)
-        left = list(self._answer())
+        try:
+            self._ask("stop", 2.0)
+            left = list(self._answer())
+        except (OSError, EOFError):  # it could not even import ringcomm, perhaps
+            return ["no server: " + (self.folder / "server.log").read_text()[-MAX_LOG_CHARS:]]
         if not self._requests.poll(5.0):  # nor is the server itself there: its end is closed
             left.append("the server of the ranks")
         open_sockets = {line.split()[-1] for line in _ringcomm_sockets()}
