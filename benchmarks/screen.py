@@ -12,7 +12,7 @@ from wording import comparison, facts_line, microseconds
 
 # Of tables that do not go to a terminal.
 FILE_COLUMNS = 140
-TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "quantity", "what")
+TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "quantity", "what", "system", "tokens")
 
 
 def make_console() -> Console:

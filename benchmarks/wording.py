@@ -25,6 +25,11 @@ def microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def factor(value: float) -> str:
+    """Three digits, and no more than two of them behind the point."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def byte_count(value: int) -> str:
     """``4 MiB`` where that is exact, else all digits."""
     for size, unit in UNITS:
@@ -39,7 +44,7 @@ def comparison(record: dict[str, Any]) -> str:
     if ratio is None:
         return "" if record["verified"] else "wrong results"
     mark = "" if record["quiet"] else " *"
-    return f"{ratio['p50']:.3g}× ({ratio['p10']:.3g}–{ratio['p90']:.3g}){mark}"
+    return f"{factor(ratio['p50'])}× ({factor(ratio['p10'])}–{factor(ratio['p90'])}){mark}"
 
 
 def facts_line(record: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import all_reduce
 import harness
 import machine
 import operations
+import races
 import table
 from interleave import Timings, labels_of
 
@@ -200,6 +202,167 @@ def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
     old, quiet, busy = record("1", True), record("2", True), record("3", False)
     assert table.newest([old, busy, quiet], "collective") == [[quiet]]
     assert table.newest([busy], "collective") == [[busy]]
+
+
+FACTS = {
+    "date": "2026-11-20T10:00:00+00:00",
+    "commit": "0123456789abcdef",
+    "dirty": False,
+    "machine": {"cpu": "a CPU", "cores": 2, "kernel": "6.18"},
+    "torch": "2.13.0",
+    "ringcomm": "0.1.0",
+}
+MEASURED = (
+    "Measured on a CPU, 2 cores, Linux 6.18; torch 2.13.0, ringcomm 0.1.0;"
+    " 2026-11-20T10:00:00+00:00; commit 012345678."
+)
+
+
+def collective_records(world: int, op: str, num_bytes: int, us: float) -> list[dict[str, Any]]:
+    """Of a point where Gloo takes 12.5 times as long."""
+    place = {"op": op, "bytes": num_bytes, "world_size": world, "device": "cpu", "dtype": "float32"}
+    state = {"quiet": True, "verified": True}
+    ratio = {"over": "ringcomm", "p50": 12.5, "p10": 9.7, "p90": 104.4}
+    return [
+        {"kind": "collective", **FACTS, **place, **state, "backend": backend, **figures}
+        for backend, figures in (
+            ("ringcomm", {"p50_us": us, "ratio": None}),
+            ("gloo", {"p50_us": 12.5 * us, "ratio": ratio}),
+        )
+    ]
+
+
+def race_log(tokens: str) -> list[dict[str, Any]]:
+    """What a run of the main job leaves, apart from what the benchmark leaves aside."""
+    options = {"world_size": 2, "device": "cpu", "backends": ["ringcomm", "gloo"]}
+    options |= {"race_size": "4.6M", "tokens": tokens, "race_seconds": 6.0}
+    race = dict.fromkeys(races.RACE_FIELDS, 1) | {"num_pairs": 20, "ratio": [1.846, 1.62, 2.1]}
+    race |= {"step_s": [0.1, 0.2], "comm_s": [0.01, 0.1], "no_claim": None}
+    return [
+        {"kind": "run", "options": options},
+        {"kind": "race pair", "name": "LOMO"},
+        {"kind": "race", **race, "name": "LOMO"},
+        {"kind": "race", **race, "name": "DDP", "no_claim": "it is not known what others did"},
+    ]
+
+
+def race_records(tokens: str) -> list[dict[str, Any]]:
+    found = races.records_of(race_log(tokens), is_verified=True)
+    return [{"kind": "races", **FACTS, **record} for record in found]
+
+
+def test_records_of_races() -> None:
+    first, second = races.records_of(race_log("small"), is_verified=True)
+    assert (first["system"], second["system"]) == ("LOMO", "DDP")
+    assert (first["tokens"], first["rows_per_rank"], first["tokens_per_row"]) == ("small", 1, 64)
+    assert first["ratio"] == {"over": "ringcomm", "p50": 1.846, "p10": 1.62, "p90": 2.1}
+    assert (first["num_pairs"], first["comm_s"]) == (20, [0.01, 0.1])
+    assert (first["quiet"], second["quiet"]) == (True, False)
+    wrong = races.records_of(race_log("small"), is_verified=False)
+    assert all(record["ratio"] is None and not record["verified"] for record in wrong)
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def test_tables_are_written_between_the_marks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = [{**r, "date": "2026-11-19", "p50_us": 1} for r in collective_records(2, "x", 16, 9.0)]
+    files = [
+        write_records(tmp_path / "two.jsonl", collective_records(2, "x", 1 << 20, 2345.6)),
+        write_records(tmp_path / "small.jsonl", collective_records(2, "x", 16, 1.5) + old),
+        write_records(tmp_path / "other.jsonl", collective_records(2, "barrier", 0, 0.8)),
+        write_records(tmp_path / "four.jsonl", collective_records(4, "x", 16, 3.0)),
+        write_records(tmp_path / "eight.jsonl", collective_records(8, "x", 16, 3.0)),
+        write_records(tmp_path / "races.jsonl", race_records("default") + race_records("small")),
+    ]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
+    assert table.main(["--write", str(readme), *files]) == harness.EXIT_OK
+    header = (
+        "| operation | bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |\n"
+        "|---|---:|---:|---:|---:|"
+    )
+    num_params = race_records("small")[0]["num_params"]
+    expected = f"""before
+{table.BEGIN}
+
+2 ranks, float32, cpu; median of calls, the slowest rank counts:
+
+{header}
+| `x` | 16 B | 1.5 | 18.8 | 12.5× (9.70–104) |
+| `x` | 1 MiB | 2,346 | 29,320 | 12.5× (9.70–104) |
+| `barrier` | – | 0.8 | 10 | 12.5× (9.70–104) |
+
+{MEASURED}
+
+4 ranks, float32, cpu; median of calls, the slowest rank counts:
+
+{header}
+| `x` | 16 B | 3 | 37.5 | 12.5× (9.70–104) |
+
+{MEASURED}
+
+Training steps, gloo / ringcomm, by tokens: 2 ranks, {num_params:,} parameters, cpu; median \
+of pairs of neighbouring steps (10–90 %), the slowest rank counts:
+
+| system | default: 4 × 128 per rank | small: 1 × 64 per rank |
+|---|---:|---:|
+| LOMO | 1.85× (1.62–2.10) | 1.85× (1.62–2.10) |
+| DDP | 1.85× (1.62–2.10) * | 1.85× (1.62–2.10) * |
+
+{MEASURED}
+
+\\* it is not known what others did.
+
+{table.END}
+after
+"""
+    assert readme.read_text(encoding="utf-8") == expected
+    assert table.main(["--write", str(readme), *files]) == harness.EXIT_OK
+    assert readme.read_text(encoding="utf-8") == expected
+    assert table.main(["--kind", "races", *files]) == harness.EXIT_OK
+    assert "| LOMO | 1.85× (1.62–2.10) |" in capsys.readouterr().out
+    assert table.main(["--kind", "waiting", *files]) == harness.EXIT_FAILED
+    with pytest.raises(ValueError, match="no line"):
+        table.with_tables(f"{table.END}{table.BEGIN}", ["a table"])
+
+
+def test_table_of_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = [record for world in (2, 4) for record in collective_records(world, "barrier", 0, 8.0)]
+    records = [{**r, "kind": "waiting", "strangers": 1, "quiet": False} for r in base]
+    path = write_records(tmp_path / "waiting.jsonl", records)
+    assert table.main(["--kind", "waiting", path]) == harness.EXIT_OK
+    said = capsys.readouterr().out
+    assert "| ranks | strangers | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in said
+    assert "| 2 | 1 | 8 | 100 | 12.5× (9.70–104) * |\n| 4 | 1 | 8 |" in said
+    assert "\\* other programs used more than 10 %" in said
+
+
+def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+    """As git has them: records that a run has added since are not README's yet."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(harness.ROOT), *arguments]
+        run = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+        return run.stdout
+
+    try:
+        names = git("ls-files", "--", f"{harness.RESULTS.relative_to(harness.ROOT)}/*.jsonl")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not in a git checkout")
+    copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
+    for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
+        copy.write_text(git("show", f":{name}"), encoding="utf-8")
+    written = table.readme_tables(harness.read_records(copies))
+    if not written:
+        pytest.skip("there are no records yet")
+    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
+    told = "out of date: python benchmarks/table.py --write README.md"
+    assert table.with_tables(readme, written) == readme, told
 
 
 @pytest.mark.parametrize(

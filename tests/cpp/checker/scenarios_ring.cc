@@ -200,7 +200,7 @@ std::vector<Scenario> ring_scenarios() {
   return {
       ring("ring2", {2, 2, 6, 1, {}, {}}, {}),
       ring("ring2_uneven", {2, 2, 3, 1, {}, {}}, {}),
-      ring("ring2_death", {2, 2, 4, 1, {}, {}}, {.has_death = true}),
+      ring("ring2_death", {2, 2, 6, 1, {}, {}}, {.has_death = true}),
       ring("ring2_reduce_scatter", {2, 2, 6, 1, {}, {}}, {.is_reduce_scatter = true}),
       ring("ring3", {3, 2, 3, 1, {}, {}}, {.steps_on_payload = false}),
       ring("ring4", {4, 2, 4, 1, {}, {}}, {.steps_on_payload = false, .extent = two_preemptions}),
