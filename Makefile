@@ -11,7 +11,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        lint format types compat bench clean distclean check-python
+        lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -23,7 +23,8 @@ train: check-python  ## run the main job (ARGS="--steps 100 ...")
 build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
-test: build test-cpp test-tsan test-asan test-checker test-python  ## run all tests
+test: CPP += ARGS=
+test: build test-cpp test-tsan test-asan test-checker test-python  ## all tests (ARGS to those in Python)
 
 test-cpp:  ## C++ tests, at each SIMD level that this CPU has
 	@$(CPP) run
@@ -41,16 +42,19 @@ test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
 
 lint: check-python  ## ruff and clang-format, changing nothing
-	@$(PREPARE) --need lint -- tools/lint.py
+	@$(PREPARE) --need lint --no-torch -- tools/lint.py
 
 format: check-python  ## rewrite files as lint wants them
-	@$(PREPARE) --need lint -- tools/lint.py --fix
+	@$(PREPARE) --need lint --no-torch -- tools/lint.py --fix
 
 types: check-python  ## mypy
 	@$(PREPARE) --need lint --need train --need test -- tools/lint.py --types
 
 compat: check-python  ## compile the bindings against torch 2.11 and the newest
-	@$(PREPARE) -- tools/compat.py $(ARGS)
+	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
+
+packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
+	@$(PREPARE) --extension -- tools/check_packaging.py
 
 bench: check-python  ## all_reduce beside Gloo (ARGS="...")
 	@$(PREPARE) --need train --extension -- benchmarks/all_reduce.py $(ARGS)

@@ -49,7 +49,7 @@ def make_extension() -> setuptools.Extension:
         raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
     found = buildconfig.sources(*folders)
     cuda_found = buildconfig.sources("device/cuda", suffix=".cu")
-    flags = {"cxx": list(buildconfig.CXX_FLAGS)}
+    flags = {"cxx": buildconfig.cxx_flags()}
     kind = cpp_extension.CppExtension
     if cuda_found and has_cuda():
         kind = cpp_extension.CUDAExtension
@@ -135,18 +135,12 @@ def main() -> None:
     except buildconfig.BuildProblem as problem:
         sys.exit(f"\nringcomm cannot be built: {problem}\n")
     names, folders = packages()
-    scripts = []
-    if (ROOT / "ringcomm" / "__main__.py").exists():
-        scripts.append("ringcomm = ringcomm.__main__:main")
     setuptools.setup(
         packages=names,
         package_dir=folders,
         package_data={"ringcomm": ["py.typed", "*.pyi"]},
         py_modules=["_ringcomm_autoload"],
-        entry_points={
-            "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
-            "console_scripts": scripts,
-        },
+        entry_points={"torch.backends": ["ringcomm = _ringcomm_autoload:register"]},
         license="Apache-2.0",
         license_files=["LICENSE"],
         zip_safe=False,

@@ -1,21 +1,23 @@
 """What the benchmarks share: forked ranks, their side channel, percentiles, records.
 
-Import this before torch: it allows one thread per rank. Ranks are forked, since a fork costs
-0.4 s and a fresh interpreter with torch several; the parent computes nothing with torch before.
-They agree through pipes and not through a backend, so that no backend under test has a part in it.
+Import this before torch and ``training``, the main job's package, which it puts on the path: it
+allows one thread per rank. Ranks are forked, since a fork costs 0.4 s and a fresh interpreter with
+torch several; the parent computes nothing with torch before. They agree through pipes and not
+through a backend, so that no backend under test has a part in it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import FrameType
@@ -25,6 +27,11 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from training.launch import fork  # noqa: E402
+from training.quantiles import quantile  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 EXIT_OK = 0
@@ -33,7 +40,6 @@ EXIT_WRONG_RESULTS = 3
 EXIT_BEREFT = 4  # of a rank that has lost another, which says why itself
 EXIT_INTERRUPTED = 130
 
-PR_SET_PDEATHSIG = 1
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
 SIDE_CHANNEL_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 7200.0
@@ -106,40 +112,37 @@ class Team:
         raise TimeoutError(f"another rank said nothing for {SIDE_CHANNEL_TIMEOUT_S:.0f} s")
 
 
-def _be_rank(team: Team, main: Callable[[Team], None], parent: int, outbox: Connection) -> NoReturn:
-    code = EXIT_FAILED
+def _be_rank(
+    team: Team, main: Callable[[Team], None], outbox: Connection, foreign: list[Connection]
+) -> int:
+    """Runs a forked rank. ``foreign`` are the others' ends, which must end when those do."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == parent:
-            main(team)
-            code = EXIT_OK
+        for end in foreign:
+            end.close()
+        main(team)
     except _PeerLostError:
-        code = EXIT_BEREFT
+        return EXIT_BEREFT
     except BaseException:
         outbox.send(("failed", traceback.format_exc()))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # no clean-up that belongs to the parent, no wait for foreign threads
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 def _fork_ranks(
     world_size: int, main: Callable[[Team], None], pids: list[int], inboxes: list[Connection]
 ) -> None:
     """Forks the ranks, filling ``pids`` and ``inboxes`` one by one."""
-    parent = os.getpid()
     pairs = [Pipe() for _ in range(1, world_size)]
     for rank in range(world_size):
         inbox, outbox = Pipe(duplex=False)
         peers = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
-        pid = os.fork()
-        if pid == 0:
-            _be_rank(Team(rank, world_size, peers, outbox), main, parent, outbox)
-        outbox.close()  # so that the inbox ends when the rank does
-        pids.append(pid)
         inboxes.append(inbox)
+        foreign = [*inboxes, *(end for pair in pairs for end in pair if end not in peers)]
+        team = Team(rank, world_size, peers, outbox)
+        pids.append(fork(partial(_be_rank, team, main, outbox, foreign)))
+        outbox.close()  # so that the inbox ends when the rank does
     for pair in pairs:
         for end in pair:
             end.close()
@@ -203,19 +206,6 @@ def run_ranks(
             os.waitpid(pid, 0)
         for inbox in inboxes:
             inbox.close()
-
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """The value below which ``fraction`` of the ascending ``ordered`` lies, interpolated."""
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def median(values: Iterable[float]) -> float:
-    """The median of at least one value, in any order."""
-    return quantile(sorted(values), 0.5)
 
 
 def percentiles(values: Iterable[float], unit: str) -> dict[str, float]:
@@ -287,6 +277,6 @@ def run_main(main: Callable[[list[str]], int]) -> int:
         return main(sys.argv[1:])
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (RankError, OSError, ValueError) as error:
+    except (RankError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return EXIT_FAILED

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import Team, median, percentiles
+from harness import Team, percentiles
 from operations import Buffers, Operation
+from training.quantiles import median
 
 # Long enough to amortise what aligns the ranks before it (some 100 µs), short against the seconds
 # in which the machine changes.

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, ROOT, Team, median, quantile, utc_now
+from harness import RESULTS, ROOT, Team, utc_now
+from training.machine import MAX_OTHERS_SHARE, OtherPrograms
+from training.quantiles import median, quantile
 
 import ringcomm
 
-# Above this share of all cores a figure says more about the neighbour than about the backends.
-MAX_OTHERS_PERCENT = 10.0
+# Longest wait for git or the compiler.
+TOOL_TIMEOUT_S = 60.0
+MAX_OTHERS_PERCENT = 100 * MAX_OTHERS_SHARE
 # The two cores of some virtual machines share a cache at one moment and not at the next; then
 # hand-over latency changes by 5 to 10 times, and nothing else by twice within a run.
 MAX_FLAG_CHANGE = 2.0
@@ -38,8 +41,10 @@ NUM_FLOOR_CALLS = (5, 2000)  # at least, at most
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(ROOT), *arguments]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
 
@@ -75,41 +80,13 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _busy_seconds() -> float:
-    """CPU seconds of all programs since boot, and those that a hypervisor took.
-
-    user + nice + system + steal. Interrupts are left out: a run's own loopback traffic is handled
-    there and charged to nobody.
-    """
-    ticks = [int(v) for v in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return (ticks[0] + ticks[1] + ticks[2] + ticks[7]) / os.sysconf("SC_CLK_TCK")
-
-
-def _process_seconds(pid: int) -> float:
-    """CPU seconds of a process and of those children that it has waited for."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(int(v) for v in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-
-
-class OthersWatch:
-    """How busy programs other than this run keep the machine, from the start to `percent`.
-
-    `own_pids` must all live until then; children that they start must have been waited for.
-    """
-
-    def __init__(self, own_pids: list[int]) -> None:
-        self._pids = own_pids
-        self._start = self._read()
-
-    def _read(self) -> tuple[float, float]:
-        others = _busy_seconds() - sum(_process_seconds(pid) for pid in self._pids)
-        return time.monotonic(), others
+class OthersWatch(OtherPrograms):
+    """The main job's clocks, in percent."""
 
     def percent(self) -> float:
-        """Percent of all cores that others used. Clocks tick every 10 ms: look after a second."""
-        elapsed, others = (now - then for now, then in zip(self._read(), self._start, strict=True))
-        percent = 100 * others / max(elapsed * (os.cpu_count() or 1), 1e-9)
-        return min(100.0, max(0.0, percent))
+        """Percent of all cores that others used; 100 where that is not known."""
+        share = self.share()
+        return 100.0 if share is None else 100 * share
 
 
 def _two_cores() -> list[int]:
@@ -135,7 +112,7 @@ def _compile_flag_probe() -> ctypes.CDLL | None:
         library.parent.mkdir(parents=True, exist_ok=True)
         partial = library.with_suffix(f".{os.getpid()}")
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(partial), str(FLAG_SOURCE)]
-        subprocess.run(command, check=True)
+        subprocess.run(command, check=True, timeout=TOOL_TIMEOUT_S)
         partial.rename(library)
     return ctypes.CDLL(str(library))
 

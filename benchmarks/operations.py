@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from harness import Team
+from training.wire import all_gather_single, reduce_scatter_single
 
 Index = torch.Tensor
 # Elements that are filled or compared at a time: the checks need little memory beside the buffers.
@@ -21,9 +22,6 @@ PIECE_ELEMS = 1 << 20
 UNTOUCHED = -1
 # How far apart the ranks enter a barrier that is verified.
 BARRIER_STAGGER_S = 0.005
-# torch 2.13 renamed these; the old names warn on every call, which takes time.
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -162,11 +160,11 @@ def _call_all_reduce(buffers: Buffers, group: dist.ProcessGroup) -> None:
 
 
 def _call_reduce_scatter(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    REDUCE_SCATTER(buffers.output, buffers.input, group=group)
+    reduce_scatter_single(buffers.output, buffers.input, group=group)
 
 
 def _call_all_gather(buffers: Buffers, group: dist.ProcessGroup) -> None:
-    ALL_GATHER(buffers.output, buffers.input, group=group)
+    all_gather_single(buffers.output, buffers.input, group=group)
 
 
 def _call_broadcast(buffers: Buffers, group: dist.ProcessGroup) -> None:

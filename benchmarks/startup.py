@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 # isort: on
 import machine
-from harness import Recorder, Team, median, percentiles
+from harness import Recorder, Team, percentiles
 from interleave import GROUP_TIMEOUT
 from screen import make_console, make_table
+from training.quantiles import median
 from wording import facts_line
 
 # Printed by a fresh interpreter: seconds for torch, and for ringcomm after it.
@@ -41,6 +42,8 @@ IMPORT = (
 ALONE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 # Touches whatever ringcomm's groups touch: each algorithm of all_reduce, and messages.
 USED_BYTES = (1024, 1 << 20, 64 << 20)
+# Of a fresh interpreter on a cold disk, many times over.
+IMPORT_TIMEOUT_S = 300.0
 KIB = 1024
 MEMFD = "/memfd:ringcomm"
 
@@ -56,6 +59,7 @@ def _import_seconds(with_ringcomm: bool) -> float:
         capture_output=True,
         text=True,
         check=True,
+        timeout=IMPORT_TIMEOUT_S,
     )
     return sum(map(float, run.stdout.split()))
 

@@ -55,8 +55,14 @@ def _whole(name: str, value: int) -> int:
 
 
 def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group for None. Raises ValueError when there is none."""
+    """The group itself, or the default group for None.
+
+    Raises:
+        ValueError: there is no default group, or this rank is not in the group.
+    """
     if group is not None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError("this rank is not in the group: new_group() gave it no ProcessGroup")
         return group
     if not dist.is_initialized():
         raise ValueError(
@@ -77,8 +83,13 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
 
     Raises:
-        ValueError: the group's backend for CPU tensors is another one.
+        ValueError: the group's backend for CPU tensors is another one, or it has none, or this rank
+            is not in the group.
     """
     if group is None:
         return _C.stats()
-    return _C.group_stats(group._get_backend(torch.device("cpu")))
+    try:
+        backend = resolve_group(group)._get_backend(torch.device("cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"this group has no backend for CPU tensors: {error}") from None
+    return _C.group_stats(backend)

@@ -1,11 +1,12 @@
 """Prepares what a make target needs, then runs a command with the prepared Python.
 
-Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension] [-- SCRIPT ARGS...]
+Usage: python3 tools/bootstrap.py [--need GROUP]... [--extension | --no-torch] [-- SCRIPT ARGS...]
 
-GROUP names a file tools/requirements-GROUP.txt. By default everything goes to .venv, which is made
-here; with RINGCOMM_USE_ENV=1, or where nothing can be downloaded but the active environment has a
-torch >= 2.11, only the extension is installed, into the active environment. One line is printed per
-step that does something; what is up to date is skipped. Standard library only.
+GROUP names a file tools/requirements-GROUP.txt; with --no-torch, neither torch nor what compiles
+the extension is installed. By default everything goes to .venv, which is made here; with
+RINGCOMM_USE_ENV=1, or where nothing can be downloaded but the active environment has all that is
+needed, only the extension is installed, into the active environment. One line is printed per step
+that does something; what is up to date is skipped. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
 LOGS = ROOT / "build" / "logs"
 GROUPS = ("build", "train", "test", "lint")
+
+# What our programs and the build do without, if less well: no picture, compiles without ninja.
+# wheel has been a part of setuptools since 70.1.
+OPTIONAL = ("matplotlib", "ninja", "wheel")
 
 # Files whose change asks for a new install; a change of sources alone asks for a build only.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")
@@ -133,7 +138,7 @@ def cause(lines: list[str]) -> list[str]:
 
 def run_step(step: str, command: list[str], log_name: str) -> None:
     """Runs a command with its output in build/logs (on the terminal with VERBOSE=1)."""
-    if os.environ.get("VERBOSE", "") not in ("", "0"):
+    if buildconfig.is_set("VERBOSE"):
         if subprocess.run(command, cwd=ROOT, env=clean_environ(), check=False).returncode != 0:
             raise StepFailed(f"{step} failed")
         return
@@ -192,14 +197,14 @@ def make_venv() -> str:
     return str(python)
 
 
-def install_requirements(python: str, groups: Iterable[str]) -> None:
-    """Installs into .venv what the groups pin, and torch where none is there that would do."""
+def install_requirements(python: str, groups: Iterable[str], needs_torch: bool) -> None:
+    """Installs into .venv what the groups pin, and torch where it is needed and none would do."""
     stamps = read_json(STAMPS)
     wanted = {g: digest([ROOT / "tools" / f"requirements-{g}.txt"]) for g in groups}
     stale = [group for group, stamp in wanted.items() if stamps.get(group) != stamp]
     arguments = [arg for g in stale for arg in ("-r", f"tools/requirements-{g}.txt")]
     pip = [python, "-m", "pip", "install", "--progress-bar", "off"]
-    if not has_torch(probe(python).found):
+    if needs_torch and not has_torch(probe(python).found):
         index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
         source = "from RINGCOMM_TORCH_INDEX" if index else "as pip finds it; a CPU build will do"
         say("torch", f"installing {TORCH} ({source}); this takes a minute or more")
@@ -211,38 +216,44 @@ def install_requirements(python: str, groups: Iterable[str]) -> None:
         write_json(STAMPS, {**read_json(STAMPS), **wanted})
 
 
-def use_active(groups: Iterable[str], reason: str) -> str:
-    """Returns the active Python, after a look at its torch; names what else is missing there."""
+def use_active(groups: Iterable[str], needs_torch: bool, reason: str) -> str:
+    """Returns the active Python, after a look at its torch and at the packages of the groups."""
     found = probe(sys.executable).found
-    if not has_torch(found):
+    if needs_torch and not has_torch(found):
         raise BuildProblem(
             f"{reason}, but {sys.executable} has {found.get('torch', 'no torch')}; "
             "ringcomm needs torch >= 2.11 there."
         )
-    say("python", f"{reason}: using {sys.executable} with torch {found['torch']}")
-    for group in groups:
-        missing = [name for name in requirement_names(group) if name not in found]
-        if missing:
-            file = f"tools/requirements-{group}.txt"
-            say("python", f"not installed there: {', '.join(missing)} (pip install -r {file})")
+    names = dict.fromkeys(name for group in groups for name in requirement_names(group))
+    missing = [name for name in names if name not in found]
+    needed = [name for name in missing if name not in OPTIONAL]
+    if needed:
+        raise BuildProblem(
+            f"{reason}, but {sys.executable} lacks {', '.join(needed)}: "
+            f"{sys.executable} -m pip install {' '.join(needed)}"
+        )
+    say("python", f"{reason}: using {sys.executable} with {found.get('torch', 'no torch')}")
+    if missing:
+        say("python", f"goes without what is not installed there: {', '.join(missing)}")
     return sys.executable
 
 
-def choose_python(groups: list[str]) -> str:
+def choose_python(groups: list[str], needs_torch: bool) -> str:
     """Returns the Python to work with: of .venv, or the active one by wish or for want of pip."""
-    if os.environ.get("RINGCOMM_USE_ENV", "") not in ("", "0"):
-        return use_active(groups, "RINGCOMM_USE_ENV=1")
+    if buildconfig.is_set("RINGCOMM_USE_ENV"):
+        return use_active(groups, needs_torch, "RINGCOMM_USE_ENV=1")
     try:
         python = make_venv()
-        install_requirements(python, groups)
+        install_requirements(python, groups, needs_torch)
     except StepFailed as failure:
-        if not has_torch(probe(sys.executable).found):
+        if needs_torch and not has_torch(probe(sys.executable).found):
             raise StepFailed(
                 f"{failure}\nNo network? An active environment with a torch >= 2.11 would be used "
                 f"instead; {sys.executable} has none."
             ) from failure
         print(failure, flush=True)
-        return use_active(groups, "packages could not be installed into .venv (no network?)")
+        reason = "packages could not be installed into .venv (no network?)"
+        return use_active(groups, needs_torch, reason)
     return python
 
 
@@ -253,8 +264,7 @@ def build_extension(python: str) -> None:
     folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
     inputs = [*buildconfig.sources(*folders), *buildconfig.headers()]
     inputs += buildconfig.sources("device/cuda", suffix=".cu")
-    main_exists = str((ROOT / "ringcomm" / "__main__.py").exists())
-    install = digest([ROOT / name for name in INSTALL_INPUTS], python, main_exists)
+    install = digest([ROOT / name for name in INSTALL_INPUTS], python)
     install += " " + seen.found.get("torch", "")
     build = digest(inputs, install)
     extension = ROOT / "ringcomm" / f"_C{seen.suffix}"
@@ -297,7 +307,9 @@ def main() -> None:
     """Prepares, then becomes the command; a problem ends in one message and status 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--need", action="append", default=[], choices=GROUPS, metavar="GROUP")
-    parser.add_argument("--extension", action="store_true", help="build and link ringcomm._C")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--extension", action="store_true", help="build and link ringcomm._C")
+    depth.add_argument("--no-torch", action="store_true", help="install the groups alone")
     parser.add_argument("command", nargs="*", metavar="SCRIPT ARGS", help="given to the Python")
     options = parser.parse_args()
     try:
@@ -306,7 +318,8 @@ def main() -> None:
             buildconfig.check_compiler()
             buildconfig.check_python_headers()
         with only_one():
-            python = choose_python(["build", *options.need])
+            groups = options.need if options.no_torch else ["build", *options.need]
+            python = choose_python(groups, not options.no_torch)
             if options.extension:
                 build_extension(python)
     except BuildProblem as problem:

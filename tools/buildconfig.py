@@ -79,6 +79,23 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
+def is_set(name: str) -> bool:
+    """Tells whether an environment variable is set to anything but "0"."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
+def cxx_flags() -> list[str]:
+    """Returns the extension's flags; RINGCOMM_WERROR makes warnings errors."""
+    return [*CXX_FLAGS, *(["-Werror"] if is_set("RINGCOMM_WERROR") else [])]
+
+
+def available_bytes() -> int:
+    """Returns the memory that can be had without swapping; page cache counts as such."""
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match.group(1)) << 10 if match else BYTES_PER_JOB
+
+
 def num_jobs() -> int:
     """Returns how many compilers to run at once: $RINGCOMM_MAX_JOBS, $MAX_JOBS, else as fits."""
     for name in ("RINGCOMM_MAX_JOBS", "MAX_JOBS"):
@@ -88,8 +105,7 @@ def num_jobs() -> int:
                 raise BuildProblem(f"{name} must be a positive integer, got {text!r}")
             return int(text)
     num_cpus = len(os.sched_getaffinity(0))
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(num_cpus, memory_bytes // BYTES_PER_JOB))
+    return max(1, min(num_cpus, available_bytes() // BYTES_PER_JOB))
 
 
 def check_platform() -> None:

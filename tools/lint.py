@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON_FOLDERS = ("ringcomm", "kernels", "examples", "benchmarks", "tools")
+PYTHON_FOLDERS = ("ringcomm", "kernels", "examples", "benchmarks", "tools", "tests")
 CPP_FOLDERS = ("csrc", "tests/cpp")
 CPP_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
 

@@ -27,11 +27,11 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, options, timeout);
 }
 
-const Communicator& communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* group = dynamic_cast<const ProcessGroupRingcomm*>(backend.get());
   TORCH_CHECK_VALUE(group != nullptr, "ringcomm: this group's backend is ",
                     backend->getBackendName(), ", not ringcomm");
-  return *group->communicator();
+  return group->communicator();
 }
 
 // {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called is not
@@ -64,10 +64,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    return counts_of(communicator_of(backend).stats());
+    return counts_of(communicator_of(backend)->stats());
   });
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
-    return communicator_of(backend).mapped_bytes();
+    return communicator_of(backend)->mapped_bytes();
   });
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

@@ -43,6 +43,15 @@ at::Tensor plain(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg().contiguous();
 }
 
+// Elements that share a location cannot hold their results.
+void check_no_overlap(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+                    "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
+                    tensor.strides(),
+                    " has several elements at one memory location (an expanded tensor?), which "
+                    "cannot hold their results; pass a clone()");
+}
+
 // An output that the engine can write: the tensor itself, or a contiguous stand-in that finish()
 // copies back.
 class Writable {
@@ -51,11 +60,7 @@ class Writable {
       : buffer_(is_plain(tensor) ? tensor
                 : is_input_too   ? plain(tensor)
                                  : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
-    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
-                      "ringcomm: an output of shape ", tensor.sizes(), " and strides ",
-                      tensor.strides(),
-                      " has several elements at one memory location (an expanded tensor?), which "
-                      "cannot hold their results; pass a clone()");
+    check_no_overlap(tensor);
     item.kept.push_back(tensor);
     if (buffer_.is_same(tensor)) return;
     item.kept.push_back(buffer_);
@@ -99,19 +104,34 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() { shutdown(); }
 
-const std::shared_ptr<Communicator>& ProcessGroupRingcomm::communicator() const {
-  TORCH_CHECK_VALUE(communicator_ != nullptr, "ringcomm: this process group has been destroyed");
-  return communicator_;
+std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
+  std::shared_ptr<Communicator> communicator;
+  {
+    const std::lock_guard lock(mutex_);
+    communicator = communicator_;
+  }
+  TORCH_CHECK_VALUE(communicator != nullptr, "ringcomm: this process group has been destroyed");
+  return communicator;
 }
 
 void ProcessGroupRingcomm::abort() {
+  const std::lock_guard lock(mutex_);
   if (communicator_ != nullptr) communicator_->abort("the process group was aborted");
 }
 
 void ProcessGroupRingcomm::shutdown() {
-  // In a forked child the group is the parent's; what must not be destroyed is leaked.
-  if (communicator_ != nullptr && communicator_->is_inherited()) new std::shared_ptr(communicator_);
-  communicator_.reset();
+  std::shared_ptr<Communicator> communicator;
+  {
+    const std::lock_guard lock(mutex_);
+    communicator.swap(communicator_);
+  }
+  if (communicator == nullptr) return;
+  if (communicator->is_inherited()) {
+    // In a forked child the group is the parent's; what must not be destroyed is leaked.
+    new std::shared_ptr(std::move(communicator));
+    return;
+  }
+  without_gil([&] { communicator.reset(); });
 }
 
 std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseconds timeout) const {
@@ -123,12 +143,13 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, con
                                                        std::vector<at::Tensor> results,
                                                        std::chrono::milliseconds timeout,
                                                        bool is_async) {
-  auto work = c10::make_intrusive<CollectiveWork>(communicator(), op_type, title, std::move(calls),
+  const std::shared_ptr<Communicator> engine = communicator();
+  auto work = c10::make_intrusive<CollectiveWork>(engine, op_type, title, std::move(calls),
                                                   std::move(results));
   if (is_async)
-    CollectiveWork::submit(work, effective(timeout));
+    CollectiveWork::submit(work, *engine, effective(timeout));
   else
-    work->run(effective(timeout));
+    work->run(*engine, effective(timeout));
   return work;
 }
 
@@ -374,11 +395,14 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_p2p(P2pOp::Kind kind,
   const char* title = is_send    ? "ringcomm:send"
                       : peer < 0 ? "ringcomm:recvAnySource"
                                  : "ringcomm:recv";
-  auto work = c10::make_intrusive<P2pWork>(communicator(), op_type, title, tensor);
-  P2pWork::post(work, {.kind = kind,
-                       .peer = peer,
-                       .tag = static_cast<std::uint32_t>(tag),
-                       .timeout = effective(c10d::kUnsetTimeout)});
+  if (!is_send) check_no_overlap(tensor);
+  const std::shared_ptr<Communicator> engine = communicator();
+  auto work = c10::make_intrusive<P2pWork>(engine, op_type, title, tensor);
+  P2pWork::post(work, *engine,
+                {.kind = kind,
+                 .peer = peer,
+                 .tag = static_cast<std::uint32_t>(tag),
+                 .timeout = effective(c10d::kUnsetTimeout)});
   return work;
 }
 

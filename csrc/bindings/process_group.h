@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -24,7 +25,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
-  const std::shared_ptr<Communicator>& communicator() const;
+  std::shared_ptr<Communicator> communicator() const;
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   void setSequenceNumberForGroup() override {}  // both sides count from 0
@@ -95,6 +96,7 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   Work start_p2p(P2pOp::Kind kind, const at::Tensor& tensor, int peer, int tag);
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
+  mutable std::mutex mutex_;  // guards communicator_, which several threads may end
   std::shared_ptr<Communicator> communicator_;
   std::chrono::milliseconds timeout_;
 };

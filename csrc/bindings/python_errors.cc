@@ -74,6 +74,12 @@ void rethrow_interruption() {
   throw error;
 }
 
+void without_gil(const std::function<void()>& body) {
+  if (!Py_IsInitialized() || !PyGILState_Check()) return body();
+  const py::gil_scoped_release released;
+  body();
+}
+
 std::exception_ptr to_python(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 
 namespace ringcomm {
 
@@ -18,16 +19,22 @@ std::exception_ptr to_python(const std::exception_ptr& error);
 /// Returns if there is nothing.
 void rethrow_interruption();
 
-/// Runs `body`; what it throws leaves as to_python() of it, or as what the signal handler raised.
+/// Runs `body`; what it throws leaves as to_python() of it. What a signal handler raised meanwhile
+/// goes first, also when `body` succeeds: Ctrl-C must not be lost.
 template <class Body>
-decltype(auto) with_python_errors(const Body& body) {
+void with_python_errors(const Body& body) {
   try {
-    return body();
+    body();
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     rethrow_interruption();
     std::rethrow_exception(to_python(error));
   }
+  rethrow_interruption();
 }
+
+/// Runs `body` without Python's lock, which the caller may hold or not: for what waits for threads
+/// that may need it.
+void without_gil(const std::function<void()>& body);
 
 }  // namespace ringcomm

@@ -23,12 +23,16 @@ namespace {
 // ---- LazyFuture
 
 c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get(const std::vector<at::Tensor>& results) {
-  const std::lock_guard lock(mutex_);
-  if (future_ == nullptr) {
+  bool is_late = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (future_ != nullptr) return future_;
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (is_complete_) mark(*future_, results, error_);  // nothing hangs on it yet
+    is_late = is_complete_;
   }
+  // Without the lock: an error takes Python's.
+  if (is_late) mark(*future_, results, error_);
   return future_;
 }
 
@@ -67,13 +71,12 @@ CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator
   }
 }
 
-void CollectiveWork::run(std::chrono::milliseconds timeout) {
-  const std::shared_ptr<Communicator> communicator = communicator_.lock();
+void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds timeout) {
   const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   try {
     with_python_errors([&] {
       for (TensorCall& item : calls_) {
-        communicator->run(item.call, limits);
+        communicator.run(item.call, limits);
         if (item.finish) item.finish();
       }
     });
@@ -86,17 +89,16 @@ void CollectiveWork::run(std::chrono::milliseconds timeout) {
 }
 
 void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
-                            std::chrono::milliseconds timeout) {
-  const std::shared_ptr<Communicator> communicator = self->communicator_.lock();
+                            Communicator& communicator, std::chrono::milliseconds timeout) {
   const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
   const std::size_t num_calls = self->calls_.size();
   with_python_errors([&] {
     for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx)
-      self->last_ticket_ = communicator->submit(self->calls_[call_idx].call, limits,
-                                                [self, call_idx](const std::exception_ptr& error) {
-                                                  self->finish_call(call_idx, error);
-                                                });
+      self->last_ticket_ = communicator.submit(self->calls_[call_idx].call, limits,
+                                               [self, call_idx](const std::exception_ptr& error) {
+                                                 self->finish_call(call_idx, error);
+                                               });
   });
   if (num_calls == 0) self->finish();
 }
@@ -114,22 +116,12 @@ void CollectiveWork::finish_call(std::size_t call_idx, const std::exception_ptr&
   future_.complete(results_, first_error_);
 }
 
-bool CollectiveWork::isCompleted() {
-  const std::lock_guard lock(mutex_);
-  return completed_;
-}
-
-bool CollectiveWork::isSuccess() const {
-  const std::lock_guard lock(mutex_);
-  return completed_ && exception_ == nullptr;
-}
-
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
-    // Without a communicator the work is done: that runs what it has before it goes.
     const std::shared_ptr<Communicator> communicator =
         isCompleted() ? nullptr : communicator_.lock();
     if (communicator != nullptr) {
+      communicator->failure().check_not_inherited();
       const auto poll = [&] {
         if (is_interrupted()) communicator->abort("interrupted by a signal");
       };
@@ -139,7 +131,8 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       else if (!queue.wait_until(last_ticket_, shm::deadline_after(timeout), poll))
         throw_wait_timeout("the collective", timeout);
     }
-    if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+    // Where the communicator is going in another thread, that one ends the work.
+    Work::wait(kNoTimeout);
   });
   return true;
 }
@@ -158,14 +151,13 @@ P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType
       tensor_(std::move(tensor)),
       contiguous_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
 
-void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op) {
+void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, Communicator& communicator, P2pOp op) {
   op.data = static_cast<std::byte*>(self->contiguous_.data_ptr());
   op.num_bytes = self->contiguous_.nbytes();
   op.done = [self] { self->complete(); };
   self->op_ = std::make_shared<P2pOp>(std::move(op));
-  const std::shared_ptr<Communicator> communicator = self->communicator_.lock();
   try {
-    with_python_errors([&] { communicator->p2p()->post(self->op_); });
+    with_python_errors([&] { communicator.p2p()->post(self->op_); });
   } catch (...) {
     self->op_->done = nullptr;  // it holds this work
     self->finish(std::current_exception());
@@ -174,24 +166,19 @@ void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op) {
 }
 
 // Called by the engine and by whoever waits; the later of the two returns when the first is
-// through.
+// through. Throws nothing: the engine's thread has no use for it.
 void P2pWork::complete() {
   std::call_once(completed_once_, [this] {
-    const bool has_arrived = op_->kind == P2pOp::Kind::kRecv && op_->error == nullptr;
-    if (has_arrived && !contiguous_.is_same(tensor_)) copy_back(tensor_, contiguous_);
-    finish(op_->error);
-    future_.complete({tensor_}, op_->error);
+    std::exception_ptr error = op_->error;
+    try {
+      const bool has_arrived = op_->kind == P2pOp::Kind::kRecv && error == nullptr;
+      if (has_arrived && !contiguous_.is_same(tensor_)) copy_back(tensor_, contiguous_);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(error);
+    future_.complete({tensor_}, error);
   });
-}
-
-bool P2pWork::isCompleted() {
-  const std::lock_guard lock(mutex_);
-  return completed_;
-}
-
-bool P2pWork::isSuccess() const {
-  const std::lock_guard lock(mutex_);
-  return completed_ && exception_ == nullptr;
 }
 
 bool P2pWork::wait(std::chrono::milliseconds timeout) {
@@ -205,7 +192,8 @@ bool P2pWork::wait(std::chrono::milliseconds timeout) {
         throw_wait_timeout(op_->kind == P2pOp::Kind::kSend ? "the send" : "the receive", timeout);
       complete();
     }
-    if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+    // Where the communicator is going in another thread, that one ends the work.
+    Work::wait(kNoTimeout);
   });
   return true;
 }

@@ -48,13 +48,11 @@ class CollectiveWork final : public c10d::Work {
 
   /// Runs the calls to their end, in this thread if nothing is before them. Throws; the work is
   /// finished afterwards.
-  void run(std::chrono::milliseconds timeout);
+  void run(Communicator& communicator, std::chrono::milliseconds timeout);
   /// Starts the calls. `self` is this work.
-  static void submit(const c10::intrusive_ptr<CollectiveWork>& self,
+  static void submit(const c10::intrusive_ptr<CollectiveWork>& self, Communicator& communicator,
                      std::chrono::milliseconds timeout);
 
-  bool isCompleted() override;
-  bool isSuccess() const override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return results_; }
@@ -82,10 +80,8 @@ class P2pWork final : public c10d::Work {
           const char* title, at::Tensor tensor);
 
   /// Starts the operation. `self` is this work.
-  static void post(const c10::intrusive_ptr<P2pWork>& self, P2pOp op);
+  static void post(const c10::intrusive_ptr<P2pWork>& self, Communicator& communicator, P2pOp op);
 
-  bool isCompleted() override;
-  bool isSuccess() const override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override { wait(kNoTimeout); }
   int sourceRank() const override;

@@ -37,7 +37,7 @@ class Ring {
       all_gather(slice_idx);
     }
     // Drained, so that the next call may cut the link otherwise.
-    check_next(to_next_.wait_drained(0));
+    Engine::check(to_next_.wait_drained(0));
     return sent_bytes_;
   }
 
@@ -53,7 +53,7 @@ class Ring {
   void reduce_scatter(std::size_t slice_idx) {
     const int last_step = schedule_.num_steps() - 1;
     const Span first = span(schedule_.reduce_scatter_send_chunk(0), slice_idx);
-    check_next(send(engine_.arch(), to_next_, first.input, first.num_bytes));
+    Engine::check(send(engine_.arch(), to_next_, first.input, first.num_bytes));
     sent_bytes_ += first.num_bytes;
     for (int step = 0; step <= last_step; ++step) {
       const Span own = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
@@ -63,10 +63,10 @@ class Ring {
         const void* sources[] = {received, local};
         op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, divisor);
       };
-      check_both(step < last_step
-                     ? recv_reduce_send(from_previous_, to_next_, own.input, own.num_bytes, combine)
-                     : recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input,
-                                             own.num_bytes, combine));
+      Engine::check(step < last_step ? recv_reduce_send(from_previous_, to_next_, own.input,
+                                                        own.num_bytes, combine)
+                                     : recv_reduce_copy_send(from_previous_, to_next_, own.output,
+                                                             own.input, own.num_bytes, combine));
       sent_bytes_ += own.num_bytes;
     }
   }
@@ -75,12 +75,12 @@ class Ring {
     const int last_step = schedule_.num_steps() - 1;
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
-      check_both(
+      Engine::check(
           recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output, other.num_bytes));
       sent_bytes_ += other.num_bytes;
     }
     const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);
-    check_both(recv(engine_.arch(), from_previous_, other.output, other.num_bytes));
+    Engine::check(recv(engine_.arch(), from_previous_, other.output, other.num_bytes));
   }
 
   struct Span {
@@ -94,10 +94,6 @@ class Ring {
             at(call_.outputs[0], slice.begin_elems, op_.element_bytes),
             slice.num_elems * op_.element_bytes};
   }
-
-  void check_next(Stop stop) const { Engine::check(stop, schedule_.next()); }
-  // Of a step that waits on both sides the previous rank is named: data comes from there.
-  void check_both(Stop stop) const { Engine::check(stop, schedule_.previous()); }
 
   Engine& engine_;
   const Collective& call_;

@@ -27,6 +27,10 @@ const char* name_of(OpKind op) {
   return "unknown op";
 }
 
+bool is_reduction(OpKind op) {
+  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
+}
+
 const char* name_of(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kAuto:
@@ -56,9 +60,7 @@ std::string describe(const CallHeader& header) {
   text << name_of(header.op) << " #" << header.seq;
   if (header.op == OpKind::kBarrier) return text.str();
   text << " (";
-  const bool is_reduction = header.op == OpKind::kAllReduce || header.op == OpKind::kReduce ||
-                            header.op == OpKind::kReduceScatter;
-  if (is_reduction) text << name_of(header.reduction) << ", ";
+  if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";
   if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";
   if (header.element_name[0] != '\0') text << header.element_name.data() << ", ";
   text << header.num_elems * element_bytes(header.dtype) << " bytes";

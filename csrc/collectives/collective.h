@@ -26,6 +26,8 @@ enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect 
 inline constexpr int kNumAlgorithms = 5;
 
 const char* name_of(OpKind op);
+/// Whether the elements of the ranks become one.
+bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);

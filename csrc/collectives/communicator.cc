@@ -20,10 +20,6 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   return config;
 }
 
-bool is_reduction(OpKind op) {
-  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
-}
-
 void check_algorithm(Algorithm algorithm) {
   if (algorithm == Algorithm::kDirect)
     throw std::invalid_argument("direct is no algorithm of all_reduce");
@@ -123,6 +119,7 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const shm::Wai
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.ring_num_slots == 0 && call.ring_slot_bytes == 0) return;
   const CommunicatorOptions asked = ring_options(call);
   asked.validate();
   if (asked.num_slots * asked.slot_bytes > options_.num_slots * options_.slot_bytes)
@@ -186,13 +183,17 @@ void Communicator::execute(const Collective& call, const shm::WaitLimits& limits
     count(header, dispatch(call, header));
     engine_->store_kinds().end();
   } catch (const Stopped& stopped) {
-    failure_->raise_stopped(stopped.stop, stopped.peer, activity());
+    failure_->raise_stopped(stopped.stop, scope_->awaited_peer(), activity());
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(mismatched.peer,
                              "rank " + std::to_string(mismatched.peer) + " called " +
                                  describe(mismatched.theirs) + " where rank " +
                                  std::to_string(rank_) + " called " + describe(header),
                              activity());
+  } catch (const std::exception& error) {
+    // Out of memory, most likely. Wherever this rank has stopped, the others have gone on.
+    failure_->abort(activity().description + ": " + error.what());
+    throw;
   }
 }
 

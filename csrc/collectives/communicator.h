@@ -76,7 +76,7 @@ class Communicator {
   Failure& failure() { return *failure_; }
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
   /// threads are missing.
-  bool is_inherited() const { return group_ != nullptr && group_->is_inherited(); }
+  bool is_inherited() const { return failure_->is_inherited(); }
 
  private:
   void validate(const Collective& call) const;

@@ -6,14 +6,13 @@ namespace ringcomm {
 
 std::byte* Engine::open() {
   std::byte* region = nullptr;
-  const Stop stop = board_.open(region);
-  check(stop, board_.awaited_peer());
+  check(board_.open(region));
   return region + kHeaderBytes;
 }
 
 const std::byte* Engine::wait(int peer) {
   const std::byte* region = nullptr;
-  check(board_.wait(peer, region), peer);
+  check(board_.wait(peer, region));
   return region + kHeaderBytes;
 }
 

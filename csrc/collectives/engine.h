@@ -18,7 +18,6 @@ namespace ringcomm {
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct Stopped {
   Stop stop;
-  int peer;
 };
 
 /// A peer that made another call.
@@ -69,8 +68,8 @@ class Engine {
   StoreKindChooser& store_kinds() { return store_kinds_; }
 
   /// Throws Stopped unless `stop` is kNone.
-  static void check(Stop stop, int peer) {
-    if (stop != Stop::kNone) throw Stopped{stop, peer};
+  static void check(Stop stop) {
+    if (stop != Stop::kNone) throw Stopped{stop};
   }
 
  private:

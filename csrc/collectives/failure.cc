@@ -3,14 +3,17 @@
 namespace ringcomm {
 
 void Failure::rethrow_if_any() const {
-  if (group_ != nullptr && group_->is_inherited())
+  check_not_inherited();
+  if (has_failed()) std::rethrow_exception(first_cause());
+}
+
+void Failure::check_not_inherited() const {
+  if (is_inherited())
     throw Error(
         {.kind = ErrorKind::kSystem},
         prefix() +
             "this process was forked from the one that made the group, and has no part in it; make "
             "groups after forking");
-  if (!has_failed()) return;
-  std::rethrow_exception(first_cause());
 }
 
 std::exception_ptr Failure::first_cause() const {
@@ -51,6 +54,7 @@ void Failure::raise_mismatch(int peer, const std::string& difference, const Acti
 }
 
 void Failure::abort(const std::string& why) {
+  if (is_inherited()) return;
   const Error error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why);
   if (group_ != nullptr)
     group_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});

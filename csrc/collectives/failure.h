@@ -9,6 +9,7 @@
 
 #include "core/errors.h"
 #include "core/stop.h"
+#include "transport/process_generation.h"
 #include "transport/shm/group.h"
 
 namespace ringcomm {
@@ -29,9 +30,13 @@ class Failure {
   Failure(shm::Group* group, int rank, int world_size)
       : group_(group), rank_(rank), world_size_(world_size) {}
 
-  /// Throws the first cause again if there is one; also throws in a process forked from the
-  /// group's.
+  /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
+  /// Whether the group came here by a fork: it belongs to the parent then, whose threads are
+  /// missing, and must not be used, not even destroyed.
+  bool is_inherited() const { return generation_ != process_generation(); }
+  /// Throws Error in a process forked from the group's.
+  void check_not_inherited() const;
   std::exception_ptr first_cause() const;
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
@@ -41,7 +46,7 @@ class Failure {
   /// `peer` did something else than this rank; `difference` says both.
   [[noreturn]] void raise_mismatch(int peer, const std::string& difference,
                                    const Activity& activity);
-  /// This rank's user ends the group. Throws nothing.
+  /// This rank ends the group, by its user's wish or for a failure of its own. Throws nothing.
   void abort(const std::string& why);
 
  private:
@@ -51,6 +56,7 @@ class Failure {
   std::string prefix() const;
   std::string name_of_peer(int peer) const;
 
+  int generation_ = process_generation();
   shm::Group* group_;
   int rank_;
   int world_size_;

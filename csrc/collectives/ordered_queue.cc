@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/errors.h"
 #include "transport/background_thread.h"
 
 namespace ringcomm {
@@ -30,10 +31,19 @@ OrderedQueue::~OrderedQueue() {
   if (progress_thread_.joinable()) progress_thread_.join();
 }
 
+void OrderedQueue::check_not_in_task() const {
+  if (is_running_ && running_thread_ == std::this_thread::get_id())
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a collective was called inside another one of its group, from a signal "
+                "handler perhaps; it "
+                "would wait for itself");
+}
+
 // Called and left with the lock held, which the task runs without. Wakes others only where there is
 // something for them: a wake-up costs more than a small collective.
 void OrderedQueue::run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task) {
   is_running_ = true;
+  running_thread_ = std::this_thread::get_id();
   lock.unlock();
   task();
   lock.lock();
@@ -60,6 +70,7 @@ void OrderedQueue::run(const Task& task, const Poll& poll) {
       run_unlocked(lock, task);
       return;
     }
+    check_not_in_task();
     ticket = std::make_shared<Entry>(Entry{.task = task});
     entries_.push_back(ticket);
   }
@@ -70,9 +81,9 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
   auto ticket = std::make_shared<Entry>(Entry{.task = std::move(task)});
   {
     const std::lock_guard lock(mutex_);
-    entries_.push_back(ticket);
     if (!progress_thread_.joinable())
       progress_thread_ = start_background_thread("ringcomm-queue", [this] { progress(); });
+    entries_.push_back(ticket);
   }
   has_work_.notify_one();
   return ticket;
@@ -80,6 +91,7 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
 
 void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
   std::unique_lock lock(mutex_);
+  if (!ticket->is_done) check_not_in_task();
   while (!ticket->is_done) {
     if (!is_running_ && !entries_.empty()) {
       run_front(lock);

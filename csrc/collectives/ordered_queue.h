@@ -34,10 +34,13 @@ class OrderedQueue {
   OrderedQueue& operator=(const OrderedQueue&) = delete;
 
   /// Runs `task` in this thread after all tasks before it, which it runs too if nobody else does.
+  /// Throws Error where the thread is in a task already (a signal handler that interrupted it): it
+  /// would wait for itself.
   void run(const Task& task, const Poll& poll);
-  /// Puts `task` in and returns.
+  /// Puts `task` in and returns. Throws std::system_error where the progress thread cannot be had.
   Ticket submit(Task task);
-  /// Returns when the task is done; runs tasks until then if nobody else does.
+  /// Returns when the task is done; runs tasks until then if nobody else does. Throws as run()
+  /// does.
   void wait(const Ticket& ticket, const Poll& poll);
   /// Leaves the work to other threads and waits until `deadline` at most. False when the task is
   /// not done then.
@@ -45,6 +48,7 @@ class OrderedQueue {
   bool is_done(const Ticket& ticket);
 
  private:
+  void check_not_in_task() const;
   void run_front(std::unique_lock<std::mutex>& lock);
   void run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task);
   void progress();
@@ -53,7 +57,8 @@ class OrderedQueue {
   std::condition_variable has_work_;  // the progress thread sleeps here
   std::condition_variable has_news_;  // everybody else does
   std::deque<Ticket> entries_;
-  int num_waiting_ = 0;      // threads at has_news_
+  int num_waiting_ = 0;  // threads at has_news_
+  std::thread::id running_thread_;
   bool is_running_ = false;  // a task, on some thread
   bool is_stopping_ = false;
   std::thread progress_thread_;

@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <utility>
 
+#include "core/errors.h"
 #include "transport/background_thread.h"
 
 namespace ringcomm {
@@ -13,9 +16,8 @@ namespace {
 // sooner, and keeps the thread out of the way.
 constexpr std::chrono::milliseconds kGrace{1};
 constexpr std::chrono::milliseconds kPollInterval{50};
-// How late a time-out, a death or an interruption may be noticed under traffic: as late as a
-// sleeper does, at the end of its slice.
-constexpr std::chrono::milliseconds kLookInterval{20};
+// How late a time-out, a death or an interruption may be noticed.
+constexpr std::chrono::milliseconds kLookInterval{50};
 
 Activity activity_of(const P2pOp& op) {
   const bool is_send = op.kind == P2pOp::Kind::kSend;
@@ -30,21 +32,15 @@ Activity activity_of(const P2pOp& op) {
 }  // namespace
 
 P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
-    : group_(group), failure_(failure), stats_(stats), arch_(slice_) {
-  for (int rank = 0; rank < group.world_size(); ++rank)
-    mailboxes_.push_back(rank == group.rank()
-                             ? nullptr
-                             : std::make_unique<P2pMailbox>(arch_, budget_, rank,
-                                                            group.p2p_link(group.rank(), rank),
-                                                            group.p2p_link(rank, group.rank())));
-}
+    : group_(group),
+      failure_(failure),
+      stats_(stats),
+      arch_(slice_),
+      mailboxes_(static_cast<std::size_t>(group.world_size())) {}
 
 P2pEngine::~P2pEngine() {
   Lock lock(mutex_);
-  // Receives that nobody waits for any more are given up; sends are delivered.
-  std::erase_if(pending_, [](const P2pOpPtr& op) { return op->kind == P2pOp::Kind::kRecv; });
-  receives_.clear();
-  is_stopping_ = true;
+  is_stopping_ = true;  // from here on nothing is received
   has_work_.notify_all();
   if (thread_.joinable()) {
     nudge_driver();
@@ -52,7 +48,26 @@ P2pEngine::~P2pEngine() {
     thread_.join();
     lock.lock();
   }
+  for (const P2pOpPtr& op : pending_) {
+    if (op->kind != P2pOp::Kind::kRecv || op->is_done) continue;
+    op->error = std::make_exception_ptr(
+        Error({.kind = ErrorKind::kAborted, .rank = group_.rank(), .op = "recv"},
+              "ringcomm: " + activity_of(*op).description +
+                  ": the group was destroyed before a message came"));
+    op->is_done = true;
+  }
+  receives_.clear();
+  settle(lock);
   drive(lock, [this] { return pending_.empty(); }, {});
+}
+
+P2pMailbox& P2pEngine::mailbox(int rank) {
+  auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
+  if (mailbox == nullptr)
+    mailbox =
+        std::make_unique<P2pMailbox>(arch_, budget_, rank, group_.p2p_link(group_.rank(), rank),
+                                     group_.p2p_link(rank, group_.rank()));
+  return *mailbox;
 }
 
 void P2pEngine::check_peer(const P2pOp& op) const {
@@ -71,28 +86,33 @@ void P2pEngine::post(const P2pOpPtr& op) {
   // What is done at once costs no look, which may be one into Python.
   if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
   pending_.push_back(op);
-  try {
-    if (op->kind == P2pOp::Kind::kSend) {
-      mailboxes_[static_cast<std::size_t>(op->peer)]->post_send(op);
-    } else {
-      const bool is_matched =
-          std::any_of(mailboxes_.begin(), mailboxes_.end(), [&](const auto& mailbox) {
-            return mailbox != nullptr &&
-                   (op->peer < 0 || &mailbox == &mailboxes_[static_cast<std::size_t>(op->peer)]) &&
-                   mailbox->match_kept(op);
-          });
-      if (!is_matched) receives_.push_back(op);
-    }
-    progress();
-  } catch (const P2pMailbox::SizeMismatch& mismatch) {
-    fail_size(mismatch);
-  }
+  progress_or_fail([&] { begin(op); });
   if (!op->is_done) {
-    if (!thread_.joinable())
-      thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
+    if (!thread_.joinable()) start_thread();
     if (is_thread_asleep_ && !is_driving_) has_work_.notify_one();
   }
   settle(lock);
+}
+
+void P2pEngine::begin(const P2pOpPtr& op) {
+  if (op->kind == P2pOp::Kind::kSend) {
+    mailbox(op->peer).post_send(op);
+    return;
+  }
+  for (int rank = 0; rank < group_.world_size(); ++rank) {
+    if (rank == group_.rank() || (op->peer >= 0 && op->peer != rank)) continue;
+    if (mailbox(rank).match_kept(op)) return;
+  }
+  receives_.push_back(op);
+}
+
+void P2pEngine::start_thread() {
+  try {
+    thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
+  } catch (const std::system_error&) {
+    // No thread to be had: whoever waits moves everything, and only what nobody waits for stands
+    // still.
+  }
 }
 
 // Moves nothing once the group has ended: an operation that failed is done, its buffer perhaps
@@ -103,20 +123,25 @@ bool P2pEngine::progress() {
   for (std::size_t rank = 0; rank < mailboxes_.size(); ++rank) {
     if (mailboxes_[rank] == nullptr) continue;
     const bool has_sent = mailboxes_[rank]->progress_sends();
-    const bool has_received = mailboxes_[rank]->progress_receives(receives_);
+    const bool has_received = !is_stopping_ && mailboxes_[rank]->progress_receives(receives_);
     if (has_sent || has_received) ring(static_cast<int>(rank));
     has_moved |= has_sent || has_received;
   }
   return has_moved;
 }
 
-bool P2pEngine::progress_or_fail() {
+// Progress after `first`. What goes wrong ends the group: this may be a thread that nobody listens
+// to.
+bool P2pEngine::progress_or_fail(const std::function<void()>& first) {
   try {
+    if (first) first();
     return progress();
   } catch (const P2pMailbox::SizeMismatch& mismatch) {
     fail_size(mismatch);
-    return false;
+  } catch (const std::exception& error) {  // no memory for a message that is to be kept
+    failure_.abort(std::string("send or receive: ") + error.what());
   }
+  return false;
 }
 
 void P2pEngine::ring(int rank) {
@@ -130,6 +155,7 @@ void P2pEngine::ring(int rank) {
 void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
                       const Interrupted& is_interrupted) {
   is_driving_ = true;
+  driving_thread_ = std::this_thread::get_id();
   Cursor& doorbell = group_.doorbell(group_.rank());
   while (!is_enough()) {
     const std::uint64_t seen = arch_.load_acquire(doorbell.value);
@@ -253,7 +279,13 @@ void P2pEngine::settle(Lock& lock) {
 
 bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
                      const Interrupted& is_interrupted) {
+  failure_.check_not_inherited();
   Lock lock(mutex_);
+  if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a receive or send was waited for inside another one of its group, from "
+                "a signal handler "
+                "perhaps; it would wait for itself");
   const auto is_over = [&] { return op->is_done || Clock::now() >= deadline; };
   while (!is_over()) {
     if (!is_driving_) {

@@ -32,8 +32,8 @@ class P2pEngine {
   using Interrupted = std::function<bool()>;
 
   P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
-  /// Sends what is still to be sent, as long as the receivers live and within the messages'
-  /// time-outs.
+  /// Ends the receives that are still waiting with an error; sends what is still to be sent, as
+  /// long as the receivers live and within the messages' time-outs.
   ~P2pEngine();
   P2pEngine(const P2pEngine&) = delete;
   P2pEngine& operator=(const P2pEngine&) = delete;
@@ -42,7 +42,7 @@ class P2pEngine {
   /// std::invalid_argument where `peer` is no other rank.
   void post(const P2pOpPtr& op);
   /// Returns true when the operation is done (well or not), false when `deadline` passes before.
-  /// `is_interrupted` is asked about every 20 ms, true ends the group; may be empty.
+  /// `is_interrupted` is asked about every 50 ms, true ends the group; may be empty.
   bool wait(const P2pOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
   bool is_done(const P2pOpPtr& op);
 
@@ -64,7 +64,10 @@ class P2pEngine {
 
   void check_peer(const P2pOp& op) const;
   bool progress();
-  bool progress_or_fail();
+  void begin(const P2pOpPtr& op);
+  bool progress_or_fail(const std::function<void()>& first = {});
+  P2pMailbox& mailbox(int rank);
+  void start_thread();
   void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
   void abort_if(const Interrupted& is_interrupted);
   void look_around(Lock& lock, const Interrupted& is_interrupted);
@@ -84,13 +87,15 @@ class P2pEngine {
   shm::HostArch arch_;
   SpinBudget budget_;
 
-  std::mutex mutex_;                                    // guards all below, and the links
-  std::vector<std::unique_ptr<P2pMailbox>> mailboxes_;  // by rank; null for this one
+  std::mutex mutex_;  // guards all below, and the links
+  std::vector<std::unique_ptr<P2pMailbox>>
+      mailboxes_;  // by rank, null until needed: links cost memory once looked at
   P2pReceives receives_;
   std::list<P2pOpPtr> pending_;
   std::condition_variable has_news_;  // waiters that do not drive sleep here
   std::condition_variable has_work_;  // the thread does here
   bool is_driving_ = false;
+  std::thread::id driving_thread_;
   Clock::time_point next_look_ = {};
   int num_waiting_ = 0;
   bool is_thread_asleep_ = false;

@@ -69,7 +69,7 @@ void P2pMailbox::begin_arrival(const MessageHeader& header, P2pReceives& receive
     return (op->peer == peer_ || op->peer < 0) && op->tag == header.tag;
   });
   if (found == receives.end()) {
-    arrivals_.back().kept.resize(header.num_bytes);
+    arrivals_.back().kept = std::make_unique_for_overwrite<std::byte[]>(header.num_bytes);
     return;
   }
   const P2pOpPtr op = *found;
@@ -93,9 +93,9 @@ bool P2pMailbox::match_kept(const P2pOpPtr& op) {
 void P2pMailbox::assign(Arrival& arrival, const P2pOpPtr& op) const {
   op->peer = peer_;
   if (op->num_bytes != arrival.header.num_bytes) throw SizeMismatch{op, arrival.header.num_bytes};
-  if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.data(), arrival.moved_bytes);
+  if (arrival.moved_bytes > 0) std::memcpy(op->data, arrival.kept.get(), arrival.moved_bytes);
   arrival.receive = op;
-  arrival.kept = {};
+  arrival.kept = nullptr;
 }
 
 }  // namespace ringcomm

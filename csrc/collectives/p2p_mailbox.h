@@ -8,7 +8,6 @@
 #include <functional>
 #include <list>
 #include <memory>
-#include <vector>
 
 #include "core/link_protocol.h"
 #include "core/wait_policy.h"
@@ -87,10 +86,10 @@ class P2pMailbox {
     MessageHeader header;
     std::size_t moved_bytes = 0;
     P2pOpPtr receive = {};
-    std::vector<std::byte> kept = {};
+    std::unique_ptr<std::byte[]> kept = {};
 
     bool is_complete() const { return moved_bytes == header.num_bytes; }
-    std::byte* data() { return receive != nullptr ? receive->data : kept.data(); }
+    std::byte* data() { return receive != nullptr ? receive->data : kept.get(); }
   };
 
   bool wants_more(const P2pReceives& receives) const;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -16,16 +15,18 @@ namespace ringcomm {
 /// explores interleavings. Orders stand on the operations themselves, never on free-standing
 /// fences, which ThreadSanitizer ignores.
 ///
-///   load_acquire    pairs with store_seq_cst of the same word
-///   load_seq_cst    } one total order over these three: a store followed by a load of another word
-///   store_seq_cst   } (cursor, then sleepers; or sleepers, then cursor) is not reordered
-///   add_seq_cst     }
-///   copy            payload, no order of its own
-///   pause           one step of waiting
-///   yield           gives the processor away; true when it came back late, because a stranger had
-///   it park            sleeps while the low half of the word equals `expected`, for one slice at
-///   most wake            wakes all that are parked on the word stopped         why this rank
-///   should no longer wait for `peer`; Stop::kNone while it should
+/// - load_acquire pairs with store_seq_cst of the same word.
+/// - load_seq_cst, store_seq_cst and add_seq_cst have one total order: a store followed by a load
+/// of
+///   another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
+/// - copy moves payload and has no order of its own.
+/// - pause is one step of waiting.
+/// - yield gives the processor away; true when it came back late, because a stranger had it.
+/// - park sleeps while the low half of the word equals that of `expected`, for one slice at most.
+/// - wake wakes all that are parked on the word.
+/// - stopped says why this rank should no longer wait for `peer`; Stop::kNone while it should.
+/// Asked
+///   before every slice of sleep, and always before a wait ends without its condition.
 template <class A>
 concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::uint64_t value,
                         void* to, const void* from, std::size_t num_bytes, int peer) {

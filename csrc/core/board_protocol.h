@@ -72,12 +72,8 @@ class Board {
     return Stop::kNone;
   }
 
-  /// The rank waited for last: whom to blame when open() or wait() did not return kNone.
-  int awaited_peer() const { return awaited_peer_; }
-
  private:
   Stop wait_published(int peer) {
-    awaited_peer_ = peer;
     return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
   }
 
@@ -86,7 +82,6 @@ class Board {
   BoardGeometry geometry_;
   int rank_;
   std::uint64_t phase_;
-  int awaited_peer_ = -1;
 };
 
 }  // namespace ringcomm

@@ -47,8 +47,6 @@ class SendLink {
         peer_(peer),
         tail_(arch.load_acquire(geometry.cursors->tail.value)) {}
 
-  std::size_t slot_bytes() const { return geometry_.slot_bytes; }
-
   /// Waits until the next slot is free and hands it out.
   Stop acquire(std::byte*& slot) {
     if (const Stop stop = wait_drained(geometry_.num_slots - 1); stop != Stop::kNone) return stop;

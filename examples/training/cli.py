@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from training.phases import run_phases
 from training.systems import OPTIMIZERS, PARALLELS, TrainState, why_impossible
 
 KNOWN_BACKENDS = ("ringcomm", "gloo", "nccl")
+MAX_WORLD_SIZE = 1024
 SIZES = (*ALIASES, *PRESETS)
 
 
@@ -63,6 +65,8 @@ def _world_size(asked: int | None, parallel: str) -> int:
     world_size = int(launched) if launched is not None else (2 if asked is None else asked)
     if world_size < 1:
         raise InputError(f"--world {world_size}: at least 1 rank is needed")
+    if world_size > MAX_WORLD_SIZE:
+        raise InputError(f"--world {world_size}: at most {MAX_WORLD_SIZE} ranks")
     if parallel == "single":
         if (asked or 1) > 1 or (launched is not None and world_size > 1):
             raise InputError("--parallel single is one process: leave --world out")
@@ -70,22 +74,40 @@ def _world_size(asked: int | None, parallel: str) -> int:
     return world_size
 
 
-def _backends(text: str, device: str, parallel: str) -> tuple[str, ...]:
+def _check_backend(name: str, device: str, world_size: int) -> None:
+    """Raises InputError where this machine has no such backend for the device."""
+    if name == "ringcomm" and device == "cuda":
+        raise InputError("ringcomm has no CUDA support yet: add --backend nccl")
+    if name == "ringcomm" and name not in dist.Backend.backend_list:
+        raise InputError(
+            "--backend ringcomm: not installed in this Python; run `make build` "
+            "(or pip install --no-build-isolation .), or try --backend gloo"
+        )
+    if name != "nccl":
+        return
+    if device == "cpu":
+        raise InputError("--backend nccl sends GPU memory only: add --device cuda")
+    if not dist.is_nccl_available():
+        raise InputError("--backend nccl: this torch was built without NCCL")
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # of this machine: torchrun's
+    num_gpus = torch.cuda.device_count()
+    if num_ranks > num_gpus:
+        raise InputError(
+            f"--backend nccl: {num_ranks} ranks and {num_gpus} GPU(s), but NCCL refuses two ranks "
+            "on one GPU; ask for fewer ranks, or try --backend gloo"
+        )
+
+
+def _backends(text: str, device: str, parallel: str, world_size: int) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     if not 1 <= len(names) <= 2:
         raise InputError(f"--backend {text}: one or two names, such as ringcomm,gloo")
-    for name in names if parallel != "single" else ():
+    for name in names:
         if name not in KNOWN_BACKENDS:
             raise InputError(f"--backend {name}: one of {', '.join(KNOWN_BACKENDS)}")
-        if name == "nccl" and device == "cpu":
-            raise InputError("--backend nccl sends GPU memory only: add --device cuda")
-        if name == "nccl" and not dist.is_nccl_available():
-            raise InputError("--backend nccl: this torch was built without NCCL")
-        if name == "ringcomm" and name not in dist.Backend.backend_list:
-            raise InputError(
-                "--backend ringcomm: not installed in this Python; run `make build` "
-                "(or pip install --no-build-isolation .), or try --backend gloo"
-            )
+    if parallel != "single":  # that uses none
+        for name in names:
+            _check_backend(name, device, world_size)
     return names
 
 
@@ -97,15 +119,18 @@ def read_options(argv: list[str]) -> Options:
         SystemExit: options that argparse refuses.
     """
     args = make_parser().parse_args(argv)
-    for name in ("steps", "seconds"):
+    for name in ("steps", "seconds", "race_seconds"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise InputError(f"--{name} {value}: must be more than 0")
-    if args.device == "cuda" and not torch.cuda.is_available():
+        if value is not None and not 0 < value < math.inf:  # nor NaN
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} {value}: must be more than 0, and finite")
+    # Not torch.cuda.is_available: after that no forked process could use CUDA.
+    if args.device == "cuda" and torch.cuda.device_count() == 0:
         raise InputError("--device cuda: this torch finds no GPU; leave it out to use the CPU")
+    world_size = _world_size(args.world, args.parallel)
     options = Options(
-        world_size=_world_size(args.world, args.parallel),
-        backends=_backends(args.backend, args.device, args.parallel),
+        world_size=world_size,
+        backends=_backends(args.backend, args.device, args.parallel, world_size),
         parallel=args.parallel,
         optimizer=args.optimizer,
         size=ALIASES.get(args.size, args.size),
@@ -202,6 +227,7 @@ def _run(options: Options, corpus: Corpus, start: Checkpoint) -> int:
 
 def main(argv: list[str]) -> int:
     """Runs the main job; returns the exit code (0 fine, 2 bad input, 3 a promise did not hold)."""
+    torch.set_num_threads(1)  # of every rank, and before the fork, which threads would not survive
     try:
         options = read_options(argv)
         corpus = load_corpus(options.text, CONTEXT_BYTES)

@@ -182,7 +182,6 @@ def run_rank(
     Returns:
         the exit code of this rank.
     """
-    torch.set_num_threads(1)
     try:
         return _run(options, corpus, start, rank, run_dir, store_file, phases)
     except launch.Interrupted:

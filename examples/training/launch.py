@@ -1,7 +1,8 @@
 """Starts the ranks of this machine, watches them, and leaves none behind.
 
 Ranks are forked, since a fork costs 0.4 s and a fresh interpreter with torch 3 to 14 s. That is
-safe because the parent has imported torch but computed nothing with it: it has no threads.
+safe because the parent has no threads: all that it computes with torch are the first weights, with
+one thread (see ``cli.main``).
 Every rank dies with the parent (PR_SET_PDEATHSIG), whatever kills that.
 """
 
@@ -14,10 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
+HANDLED = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.02
 # From Ctrl-C to the SIGKILL of ranks that have not ended themselves: time for the step that is
 # running and a checkpoint, with room to spare in the promised 2 s.
@@ -65,19 +67,32 @@ def _die_with_parent(parent_pid: int) -> None:
         os._exit(EXIT_FAILED)
 
 
-def _be_rank(rank: int, main: Callable[[int], int], parent_pid: int) -> NoReturn:
+def fork(main: Callable[[], int]) -> int:
+    """Forks a process that exits with what ``main`` returns and dies with this one; its pid."""
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid != 0:
+        return pid
     code = EXIT_FAILED
     try:
-        prepare_rank_signals(launched=False)
         _die_with_parent(parent_pid)
-        code = main(rank)
+        code = main()
     except BaseException:
-        print(f"rank {rank} (pid {os.getpid()}) failed:", file=sys.stderr)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # no clean-up that belongs to the parent, no wait for foreign threads
+
+
+def _be_rank(rank: int, main: Callable[[int], int]) -> int:
+    prepare_rank_signals(launched=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    try:
+        return main(rank)
+    except BaseException:
+        print(f"rank {rank} (pid {os.getpid()}) failed:", file=sys.stderr)
+        raise
 
 
 def _describe_end(rank: int, pid: int, status: int) -> str:
@@ -145,22 +160,16 @@ def run_ranks(world_size: int, main: Callable[[int], int]) -> int:
     Returns:
         0, the exit code of the first rank that failed (1 if it was killed), or 130 if interrupted.
     """
-    parent_pid = os.getpid()
     pids: dict[int, int] = {}
     watch = _Watch(pids)
-    handled = (signal.SIGINT, signal.SIGTERM)
     sys.stdout.flush()
     sys.stderr.flush()
     # Blocked until the watch stands, so that no rank can be missed by an early Ctrl-C.
-    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-            _be_rank(rank, main, parent_pid)
-        pids[pid] = rank
-    before = [(number, signal.signal(number, watch.interrupt)) for number in handled]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
+        pids[fork(partial(_be_rank, rank, main))] = rank
+    before = [(number, signal.signal(number, watch.interrupt)) for number in HANDLED]
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     try:
         while watch.alive:
             watch.poll()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 # Above this share of all cores a measured ratio says more about the neighbour than about us.
@@ -20,7 +21,10 @@ def _busy_seconds() -> float:
 
 
 def _process_seconds(pid: int) -> float:
-    """CPU seconds of a process and of its children that have ended; 0 if it is gone."""
+    """CPU seconds of a process and of its children that it has waited for.
+
+    0 if it is gone: what it has used then counts for the others, and no claim is made in error.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -30,28 +34,33 @@ def _process_seconds(pid: int) -> float:
 
 
 class OtherPrograms:
-    """Reads the machine's clocks at the start and at ``share``; Linux only, else unknown."""
+    """Reads the machine's clocks at the start and at ``share``; Linux only, else unknown.
+
+    The clocks tick every 10 ms: ask after a second.
+    """
 
     def __init__(self, own_pids: list[int]) -> None:
-        """``own_pids``: the ranks and their parent, all alive until ``share`` is called."""
+        """``own_pids``: the ranks and their parent, all alive until ``share`` is called.
+
+        Children that these start have to be waited for until then.
+        """
         self._pids = own_pids
         self._num_cores = os.cpu_count() or 1
         self._start = self._read()
 
     def _read(self) -> tuple[float, float] | None:
         try:
-            wall = float(Path("/proc/uptime").read_text().split()[0])
             others = _busy_seconds() - sum(_process_seconds(pid) for pid in self._pids)
         except (OSError, ValueError, IndexError):
             return None
-        return wall, others
+        return time.monotonic(), others
 
     def share(self) -> float | None:
         """Share of all cores in [0, 1] that others used since the start; None if unknown."""
         now = self._read()
-        if now is None or self._start is None or now[0] <= self._start[0]:
+        if now is None or self._start is None:
             return None
-        elapsed = (now[0] - self._start[0]) * self._num_cores
+        elapsed = max(now[0] - self._start[0], 1e-9) * self._num_cores
         return min(1.0, max(0.0, (now[1] - self._start[1]) / elapsed))
 
 

@@ -7,14 +7,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from training.job import Job
 from training.launch import Interrupted, stop_requested
 from training.learn import ASKED_TO_STOP, ENOUGH, GO_ON, system_bytes
 from training.machine import OtherPrograms, why_no_claim
 from training.model import PRESETS
 from training.options import PEAK_LR, RACE_TOKENS
+from training.quantiles import median, quantile
 from training.screen import LiveLine
 from training.systems import System, TrainState, build_system, why_impossible
 
@@ -140,10 +139,6 @@ def _build_pair(job: Job, spec: RaceSpec, state: TrainState, overlap: bool) -> l
     ]
 
 
-def _median(values: list[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
-
-
 def _check_losses(job: Job, name: str, by_rank: list[list[list[dict[str, Any]]]]) -> None:
     """Both backends train the same replica: their losses must stay equal; else the run fails."""
     gaps = [abs(pair[0]["loss"] - pair[1]["loss"]) for pairs in by_rank for pair in pairs]
@@ -182,21 +177,19 @@ def _summarize(
     both = (0, 1)
     measured = blocking or by_rank
     steps = [step_s(by_rank, side) for side in both]
-    ratios = [second / first for first, second in zip(*steps, strict=True)]
-    low, middle, high = (
-        torch.tensor(ratios, dtype=torch.float64).quantile(q).item() for q in (0.1, 0.5, 0.9)
-    )
+    ratios = sorted(second / first for first, second in zip(*steps, strict=True))
+    low, middle, high = (quantile(ratios, fraction) for fraction in (0.1, 0.5, 0.9))
     memory = system.memory()
     last = by_rank[0][-1]
     return RaceResult(
         name=spec.name,
         num_pairs=len(ratios),
         ratio=(middle, low, high),
-        step_s=[_median(s) for s in steps],
+        step_s=[median(s) for s in steps],
         comm_s=[
-            _median([sum(t) / len(t) for t in per_pair(measured, "comm_s", side)]) for side in both
+            median(sum(t) / len(t) for t in per_pair(measured, "comm_s", side)) for side in both
         ],
-        blocking_step_s=[_median(step_s(blocking, side)) for side in both] if blocking else None,
+        blocking_step_s=[median(step_s(blocking, side)) for side in both] if blocking else None,
         sent_bytes=[last[side]["sent_bytes"] for side in both],
         formula_bytes=last[0]["formula_bytes"],
         params_bytes=memory.params,

@@ -24,9 +24,11 @@ def megabytes(num_bytes: float | None) -> str:
 
 
 def _ratio_cell(result: RaceResult) -> str:
+    """The ratio with its band; a dash where none is claimed."""
+    if result.no_claim is not None:
+        return "–"
     middle, low, high = result.ratio
-    text = f"{middle:.2f}× ({low:.2f}–{high:.2f})"
-    return f"[bold green]{text}[/bold green]" if result.no_claim is None else f"[dim]{text}[/dim]"
+    return f"[bold green]{middle:.2f}× ({low:.2f}–{high:.2f})[/bold green]"
 
 
 def _table(*columns: str) -> Table:
@@ -37,7 +39,7 @@ def _table(*columns: str) -> Table:
 
 
 def race_table(job: Job, results: list[RaceResult]) -> Table:
-    """Two rows per system, one per backend; a ratio that is not claimed is grey."""
+    """Two rows per system, one per backend; a ratio that is not claimed is a dash."""
     names = [wire.backend for wire in job.wires[:2]]
     table = _table(
         "system", "over", "step ms", "comm ms", "MB sent", f"{names[1]}/{names[0]}", "others"
@@ -87,8 +89,8 @@ def say_results(job: Job, results: list[RaceResult]) -> None:
     refused = dict.fromkeys(r.no_claim for r in results if r.no_claim is not None)
     if refused:
         job.screen.say(
-            f"[yellow]No ratio is claimed[/yellow] where {'; where '.join(refused)}; grey figures "
-            "only inform. Run again on a quiet machine."
+            f"[yellow]No ratio is claimed[/yellow] where {'; where '.join(refused)}; what was "
+            "measured stands in train.jsonl. Run again on a quiet machine."
         )
     counted = [r for r in results if r.sent_bytes[0] is not None]
     if not counted:

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about them.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
+# them on every call.
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def all_reduce_bytes(buffer_bytes: int, world_size: int) -> float:
@@ -80,7 +81,6 @@ class Wire:
     Attributes:
         seconds: spent inside collectives since ``reset``.
         formula_bytes: what one rank has to send for them, by the ring's formulas.
-        num_calls: collectives since ``reset``.
     """
 
     def __init__(self, backend: str, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -95,7 +95,6 @@ class Wire:
         """Starts counting anew; collective only in the sense that nothing may be in flight."""
         self.seconds = 0.0
         self.formula_bytes = 0.0
-        self.num_calls = 0
 
     def _begin(self) -> float:
         if self.device.type == "cuda":
@@ -107,7 +106,6 @@ class Wire:
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - start
         self.formula_bytes += sent
-        self.num_calls += 1
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduces ``tensor`` in place over the group and returns it."""
@@ -120,13 +118,13 @@ class Wire:
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """Sums ``source`` [N * n] over the ranks; this rank's n elements go to ``output`` [n]."""
         start = self._begin()
-        _reduce_scatter(output, source, group=self.group)
+        reduce_scatter_single(output, source, group=self.group)
         self._end(start, scatter_or_gather_bytes(source.nbytes, self.world_size))
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """Every rank's ``source`` [n], in rank order, into ``output`` [N * n]."""
         start = self._begin()
-        _all_gather(output, source, group=self.group)
+        all_gather_single(output, source, group=self.group)
         self._end(start, scatter_or_gather_bytes(output.nbytes, self.world_size))
 
     def gather_uneven(self, part: Tensor, sizes: list[int]) -> list[Tensor]:

@@ -33,7 +33,9 @@ def all_reduce_(
         `tensor`.
 
     Raises:
-        ValueError: the tensor requires grad, or the reduction is unknown.
+        ValueError: the tensor requires grad, is not dense or not on the CPU, or the reduction is
+            unknown or has no meaning for its dtype.
+        TypeError: the dtype cannot be reduced.
         RingcommError: a rank failed or called something else.
 
     Collective; blocks until the result is there.
@@ -53,9 +55,11 @@ def _(input: Tensor, reduce_op: str, group_name: str) -> None:
 def all_reduce(
     tensor: Tensor, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The reduction of the ranks' tensors, as a new tensor; arguments and errors as all_reduce_.
+    """The reduction of the ranks' tensors, as a new tensor.
 
-    Differentiable for sum and avg.
+    Arguments and errors as all_reduce_, but that the tensor may require grad: differentiable for
+    sum and avg, NotImplementedError in the backward pass for the others. Collective; blocks until
+    the result is there.
     """
     result: Tensor = _ops.all_reduce(tensor, reduce_op, resolve_group(group).group_name)
     return result
@@ -213,9 +217,10 @@ def _(input: Tensor, src: int, group_name: str) -> None:
 
 
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The tensor of rank `src`, as a new tensor; arguments and errors as broadcast_.
+    """The tensor of rank `src`, as a new tensor.
 
-    Differentiable.
+    Arguments and errors as broadcast_, but that the tensor may require grad: differentiable.
+    Collective; blocks until the result is there.
     """
     result: Tensor = _ops.broadcast(tensor, src, resolve_group(group).group_name)
     return result
@@ -247,8 +252,8 @@ def reduce(
 ) -> Tensor:
     """The reduction of the ranks' tensors on rank `dst`, zeros on the others.
 
-    Arguments and errors as all_reduce_; `dst` is in the group's numbering. Collective; blocks until
-    the result is there. Differentiable for sum.
+    Arguments and errors as all_reduce; `dst` is a rank of the group, in the group's numbering.
+    Collective; blocks until the result is there. Differentiable for sum.
     """
     result: Tensor = _ops.reduce(tensor, dst, reduce_op, resolve_group(group).group_name)
     return result
@@ -299,12 +304,15 @@ def ring_all_reduce_(
         `tensor`.
 
     Raises:
-        ValueError: the slots do not fit the links that the group was made with, or the tensor
-            requires grad.
+        ValueError: the slots are not as said, or do not fit the links that the group was made with;
+            the tensor requires grad; the group's backend is another one.
+        TypeError: the dtype cannot be reduced.
         RingcommError: a rank failed or called something else.
 
     Collective; blocks until the result is there.
     """
+    if num_slots == 0 or slot_bytes == 0:  # which the operator takes for "as the group has it"
+        raise ValueError(f"num_slots={num_slots} and slot_bytes={slot_bytes}: there must be some")
     _ops.ring_all_reduce_(tensor, resolve_group(group).group_name, num_slots, slot_bytes or 0)
     return tensor
 

@@ -137,9 +137,9 @@ TEST_CASE("a wait on a board names whom it waited for") {
   const std::byte* received = nullptr;
   CHECK(board.wait(1, received) == Stop::kNone);
   CHECK(board.wait(2, received) == Stop::kTimeout);
-  CHECK(board.awaited_peer() == 2);
+  CHECK(refusal.last_peer() == 2);
   CHECK(board.open(region) == Stop::kTimeout);
-  CHECK(board.awaited_peer() == 2);
+  CHECK(refusal.last_peer() == 2);
 }
 
 // Negative control: a rank that fills without open() overwrites what a slow peer still reads.

@@ -114,8 +114,7 @@ TEST_CASE("an offer withdrawn, and one never made, are known to be missing at on
   for (const char* key : {"test/withdrawn", "test/never made"})
     CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), key, 30 * kSecond)));
   CHECK(std::chrono::steady_clock::now() - begin < 20 * kSecond);
-  expect_error(error_of([&] { hub.fetch("ringcomm-nobody", "key", kSecond); }), ErrorKind::kSystem,
-               {"connect", "ringcomm-nobody"});
+  CHECK_FALSE(static_cast<bool>(hub.fetch("ringcomm-nobody", "key", kSecond)));
 }
 
 TEST_CASE("a client that hangs up, or sends nothing, leaves the hub at work") {
@@ -155,7 +154,7 @@ TEST_CASE("the death of a watched process is seen, before anybody reaps it") {
   CHECK_FALSE(other_process->is_dead.load());
   CHECK_FALSE(hub.watch(hub.address())->is_dead.load());
   child.kill_and_reap();
-  expect_error(error_of([&] { hub.watch(child.address()); }), ErrorKind::kSystem, {"connect"});
+  CHECK(hub.watch(child.address()) == nullptr);
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program

@@ -25,10 +25,15 @@ class Patience final : public shm::StopSource {
 class Refusal final : public shm::StopSource {
  public:
   explicit Refusal(Stop why) : why_(why) {}
-  Stop stopped(int) override { return why_; }
+  Stop stopped(int peer) override {
+    last_peer_ = peer;
+    return why_;
+  }
+  int last_peer() const { return last_peer_; }
 
  private:
   Stop why_;
+  int last_peer_ = -1;
 };
 
 }  // namespace ringcomm::testing

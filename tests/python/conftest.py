@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Before anything imports torch: what forks ranks must have no threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
 from collections.abc import Iterator
 
 import pytest

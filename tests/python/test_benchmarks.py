@@ -27,6 +27,7 @@ import operations
 import races
 import table
 from interleave import Timings, labels_of
+from training.quantiles import quantile
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -177,6 +178,19 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str
     assert not any(Path("/proc", pid).exists() for pid in pids)
 
 
+def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lose it at once, and do not wait for it in vain."""
+    monkeypatch.setattr(harness, "SIDE_CHANNEL_TIMEOUT_S", 20.0)
+
+    def main(team: harness.Team) -> None:
+        team.share(None)
+        if team.rank != 1:
+            team.share(None)
+
+    with pytest.raises(harness.RankError, match=r"ranks \[.*\] lost a rank that ended too early"):
+        harness.run_ranks(3, main, print)
+
+
 def test_ratio_is_paired() -> None:
     """Both slow down tenfold half-way: each pair still says 3."""
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])
@@ -185,8 +199,8 @@ def test_ratio_is_paired() -> None:
 
 
 def test_quantiles_interpolate() -> None:
-    assert harness.quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
-    assert harness.quantile([5.0], 0.99) == 5.0
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
+    assert quantile([5.0], 0.99) == 5.0
 
 
 def test_a_backend_may_race_itself() -> None:
@@ -237,7 +251,8 @@ def race_log(tokens: str) -> list[dict[str, Any]]:
     options = {"world_size": 2, "device": "cpu", "backends": ["ringcomm", "gloo"]}
     options |= {"race_size": "4.6M", "tokens": tokens, "race_seconds": 6.0}
     race = dict.fromkeys(races.RACE_FIELDS, 1) | {"num_pairs": 20, "ratio": [1.846, 1.62, 2.1]}
-    race |= {"step_s": [0.1, 0.2], "comm_s": [0.01, 0.1], "no_claim": None}
+    race |= {"sent_bytes": [18232320, None], "formula_bytes": 18232320.0, "step_s": [0.1, 0.2]}
+    race |= {"comm_s": [0.01, 0.1], "no_claim": None}
     return [
         {"kind": "run", "options": options},
         {"kind": "race pair", "name": "LOMO"},
@@ -251,12 +266,16 @@ def race_records(tokens: str) -> list[dict[str, Any]]:
     return [{"kind": "races", **FACTS, **record} for record in found]
 
 
-def test_records_of_races() -> None:
-    first, second = races.records_of(race_log("small"), is_verified=True)
+def test_records_of_races(tmp_path: Path) -> None:
+    path = tmp_path / "races.jsonl"
+    for record in races.records_of(race_log("small"), is_verified=True):
+        harness.Recorder(path, FACTS).write(record)
+    first, second = lines_of(path)
     assert (first["system"], second["system"]) == ("LOMO", "DDP")
     assert (first["tokens"], first["rows_per_rank"], first["tokens_per_row"]) == ("small", 1, 64)
     assert first["ratio"] == {"over": "ringcomm", "p50": 1.846, "p10": 1.62, "p90": 2.1}
     assert (first["num_pairs"], first["comm_s"]) == (20, [0.01, 0.1])
+    assert (first["sent_bytes"], first["formula_bytes"]) == ([18232320, None], 18232320)
     assert (first["quiet"], second["quiet"]) == (True, False)
     wrong = races.records_of(race_log("small"), is_verified=False)
     assert all(record["ratio"] is None and not record["verified"] for record in wrong)

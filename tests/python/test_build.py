@@ -57,6 +57,7 @@ def test_missing_python_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_wrong_number_of_jobs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGCOMM_MAX_JOBS", raising=False)
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(buildconfig.BuildProblem, match="MAX_JOBS must be a positive integer"):
         buildconfig.num_jobs()

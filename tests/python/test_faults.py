@@ -75,7 +75,7 @@ def check_loss(results: list[Any], name: str) -> None:
             assert first["op"] == name.removesuffix("_large")
             assert first["seq"] == 1
         assert later["type"] == "PeerDiedError"
-        assert later["seconds"] < 0.2
+        assert later["seconds"] < SOON_S
         assert later["text"] == first["text"] or name in ("future",)
 
 

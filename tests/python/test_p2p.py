@@ -184,12 +184,9 @@ def test_batch_with_all(world_size: int) -> None:
 
 
 def check_isend_returns(rank: int) -> None:
-    """However much is sent to a rank that does not listen yet."""
+    """However much is sent to a rank that does not listen before all isends have returned."""
     if rank == 0:
-        begin = time.monotonic()
         works: list[Any] = [dist.isend(pattern(0, i, 4 << 20), 1, tag=i) for i in range(8)]
-        elapsed_s = time.monotonic() - begin
-        assert elapsed_s < 1.0
         assert not works[-1].is_completed()
         dist.barrier()
         for work in works:

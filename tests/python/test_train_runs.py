@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # Until ringcomm is built, Gloo stands on both sides.
 FIRST = "ringcomm" if "ringcomm" in dist.Backend.backend_list else "gloo"
 TINY = ["--backend", f"{FIRST},gloo", "--size", "tiny", "--race-size", "tiny"]
+# Of a command that takes some 10 s on a free machine.
+RUN_TIMEOUT_S = 120.0
 
 
 def log_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -39,24 +42,24 @@ def run(out: Path, *argv: str) -> Path:
     return made
 
 
-def children() -> set[int]:
-    """Processes whose parent is this one."""
+def children(parent: int) -> set[int]:
+    """Processes whose parent is ``parent``."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[1]) == os.getpid():
+        if int(fields[1]) == parent:
             found.add(int(stat.parent.name))
     return found
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = children()
+    before = children(os.getpid())
     yield
-    assert not children() - before
+    assert not children(os.getpid()) - before
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
@@ -121,7 +124,7 @@ def test_torchrun_starts_it_too(tmp_path: Path) -> None:
         [*torchrun, "--standalone", str(EXAMPLES / "train.py"), *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=RUN_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -160,20 +163,19 @@ def test_ctrl_c_stops_all_within_two_seconds(tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     ) as process:
+        limit = threading.Timer(RUN_TIMEOUT_S, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()  # ends what is read below as well
         try:
             assert process.stdout is not None
             assert any("tokens/s" in line for line in process.stdout)
-            ranks = [
-                int(p.parent.name)
-                for p in Path("/proc").glob("[0-9]*/stat")
-                if int(p.read_text().rpartition(")")[2].split()[1]) == process.pid
-            ]
+            ranks = list(children(process.pid))
             began = time.monotonic()
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everyone
             code = process.wait(timeout=30)
             seconds = time.monotonic() - began
             said = process.stdout.read()
         finally:
+            limit.cancel()
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert code == 130, said

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -81,7 +82,15 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
         (["--backend", "gloo,gloo,gloo"], "one or two names"),
         (["--backend", "nccl"], "--device cuda"),
         (["--backend", "gloo", "--world", "0"], "at least 1 rank"),
+        (["--backend", "gloo", "--world", "1025"], "at most 1024"),
         (["--backend", "gloo", "--steps", "0"], "more than 0"),
+        (["--backend", "gloo", "--seconds", "0"], "--seconds 0.0: must be more than 0"),
+        (["--backend", "gloo", "--seconds", "nan"], "--seconds nan"),
+        (["--backend", "gloo", "--seconds", "inf"], "--seconds inf"),
+        (["--backend", "gloo", "--race-seconds", "0"], "--race-seconds 0.0"),
+        (["--backend", "gloo", "--race-seconds", "nan"], "--race-seconds nan"),
+        (["--backend", "gloo", "--race-seconds", "inf"], "--race-seconds inf"),
+        (["--backend", "bogus", "--parallel", "single"], "one of ringcomm"),
         (["--backend", "gloo", "--parallel", "single", "--world", "2"], "one process"),
         (["--backend", "gloo", "--parallel", "zero1", "--optimizer", "lomo"], "LOMO has none"),
         (["--backend", "gloo", "--parallel", "tp", "--world", "3"], "at most 2 ranks"),
@@ -90,6 +99,35 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
 def test_contradicting_options_are_refused(argv: list[str], words: str) -> None:
     with pytest.raises(InputError, match=words):
         cli.read_options(argv)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "argv", "words"),
+    [
+        (0, [], "finds no GPU"),
+        (2, [], "ringcomm has no CUDA support yet: add --backend nccl"),
+        (2, ["--backend", "nccl,ringcomm"], "no CUDA support yet"),
+        (1, ["--backend", "nccl"], r"2 ranks and 1 GPU\(s\), but NCCL refuses two ranks"),
+        (4, ["--backend", "gloo,nccl", "--world", "5"], "NCCL refuses two ranks"),
+    ],
+)
+def test_what_gpus_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, argv: list[str], words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    with pytest.raises(InputError, match=words):
+        cli.read_options(["--device", "cuda", *argv])
+
+
+def test_gpus_that_suffice_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert cli.read_options(["--device", "cuda", "--backend", "nccl,gloo"]).world_size == 2
+    # Of torchrun on two machines with 2 GPUs each.
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert cli.read_options(["--device", "cuda", "--backend", "nccl"]).world_size == 4
 
 
 def test_launcher_decides_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +167,6 @@ def test_a_busy_machine_claims_nothing() -> None:
 def test_share_of_other_programs_is_a_share() -> None:
     watch = OtherPrograms([])
     torch.randn(300, 300).matmul(torch.randn(300, 300))
-    while (share := watch.share()) is None:
-        pass
+    share = watch.share()
+    assert share is not None
     assert 0.0 <= share <= 1.0

@@ -164,7 +164,7 @@ TORCH_LIBRARY(ringcomm, m) {
   m.def("ring_all_reduce_(Tensor(a!) input, str group_name, int num_slots, int slot_bytes) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
+void implement(torch::Library& m) {
   m.impl("all_reduce_", all_reduce_);
   m.impl("all_reduce", all_reduce);
   m.impl("reduce_scatter", reduce_scatter);
@@ -174,5 +174,9 @@ TORCH_LIBRARY_IMPL(ringcomm, CPU, m) {
   m.impl("reduce", reduce);
   m.impl("ring_all_reduce_", ring_all_reduce_);
 }
+
+// The group's backend decides what it can move, and says so.
+TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement(m); }
 
 }  // namespace ringcomm

@@ -11,7 +11,7 @@
 namespace ringcomm::host {
 namespace {
 
-constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t kStoreLineBytes = 64;
 
 // Only whole lines are streamed: the processor gathers streamed bytes into a line, and sends a
 // partial one to memory as several small writes. What hangs over at either end goes through the
@@ -20,11 +20,11 @@ void stream_copy(void* to, const void* from, std::size_t num_bytes) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
   const std::size_t to_boundary =
-      (kLineBytes - reinterpret_cast<std::uintptr_t>(out) % kLineBytes) % kLineBytes;
+      (kStoreLineBytes - reinterpret_cast<std::uintptr_t>(out) % kStoreLineBytes) % kStoreLineBytes;
   const std::size_t head = to_boundary < num_bytes ? to_boundary : num_bytes;
   __builtin_memcpy(out, in, head);
   std::size_t offset = head;
-  for (; num_bytes - offset >= kLineBytes; offset += kLineBytes)
+  for (; num_bytes - offset >= kStoreLineBytes; offset += kStoreLineBytes)
     stream_line(out + offset, in + offset);
   __builtin_memcpy(out + offset, in + offset, num_bytes - offset);
   stream_fence();

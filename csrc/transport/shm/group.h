@@ -9,21 +9,14 @@
 #include "core/errors.h"
 #include "core/stop.h"
 #include "transport/key_value_store.h"
+#include "transport/process_generation.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/process_hub.h"
+#include "transport/shm/rendezvous.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_memory.h"
 
 namespace ringcomm::shm {
-
-/// Who this rank is in a group.
-struct GroupIdentity {
-  int rank = 0;
-  int world_size = 1;
-  /// What must be equal on all ranks, in words a person can compare ("algorithm=auto num_slots=2
-  /// ...").
-  std::string options;
-};
 
 /// Why the group is no more.
 struct AbortReason {
@@ -35,14 +28,11 @@ struct AbortReason {
 
 /// The memory that the ranks of one group share, and what they know of each other's lives.
 ///
-/// Rank 0 makes the memory; every rank publishes a record in the store, reads the others', and
-/// fetches the memory's descriptor from rank 0's hub. After that the store is not needed, the
-/// descriptor is closed, and the group costs one mapping of which only touched pages count. The
-/// memory goes when the last rank unmaps it or dies.
+/// The group costs one mapping, of which only touched pages count. The memory goes when the last
+/// rank unmaps it or dies.
 class Group {
  public:
-  /// Collective. Throws Error: kTimeout naming a rank that does not appear, kMismatch naming both
-  /// sides' options, kSystem when ranks are on different hosts or the memory cannot be had.
+  /// Collective; throws what Rendezvous::meet() does.
   Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
         std::chrono::milliseconds timeout);
   /// Tells the peers that this rank has left. They keep the memory.
@@ -62,7 +52,7 @@ class Group {
   Cursor& doorbell(int rank) const { return layout_.control(memory_.data(), rank).doorbell; }
 
   /// Whether this object came here by a fork: it belongs to the parent, and must not be used.
-  bool is_inherited() const { return !hub_->is_current(); }
+  bool is_inherited() const { return generation_ != process_generation(); }
 
   pid_t pid_of(int rank) const;
   const std::string& host() const { return host_; }
@@ -77,27 +67,19 @@ class Group {
   AbortReason abort_reason() const;
 
  private:
-  SharedMemory fetch_memory(KeyValueStore& store, std::chrono::milliseconds timeout) const;
-  void attach(KeyValueStore& store, const GroupIdentity& identity,
-              std::chrono::milliseconds timeout);
-
   int rank_;
   int world_size_;
   SegmentLayout layout_;
   std::string host_;
-  ProcessHub* hub_;
+  int generation_ = process_generation();
   SharedMemory memory_;
   std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
 };
 
-/// `timeout` from now; the end of time where the clock does not count that far.
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
-
 /// How long, and under whose eyes, an operation may wait.
 struct WaitLimits {
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};
-  /// Asked by the waiting thread about every 50 ms; true ends the operation. May be
-  /// empty.
+  /// Asked by the waiting thread about every 50 ms; true ends the operation. May be empty.
   std::function<bool()> is_interrupted;
 };
 
@@ -108,16 +90,25 @@ class WaitScope final : public StopSource {
 
   explicit WaitScope(const Group& group) : group_(group) {}
 
-  /// Starts an operation; `limits` must live as long.
-  void begin(const WaitLimits& limits);
+  /// Starts an operation; `limits` must live as long. Its time runs from the first wait that is not
+  /// over at once: most operations never look at a clock.
+  void begin(const WaitLimits& limits) {
+    limits_ = &limits;
+    has_waited_ = false;
+  }
 
   Stop stopped(int peer) override;
 
+  /// The rank waited for last: whom an operation that was stopped has missed.
+  int awaited_peer() const { return awaited_peer_; }
+
  private:
   const Group& group_;
-  Clock::time_point deadline_ = Clock::time_point::max();
-  Clock::time_point next_look_ = Clock::time_point::max();
   const WaitLimits* limits_ = nullptr;
+  bool has_waited_ = false;
+  Clock::time_point deadline_;
+  Clock::time_point next_look_;
+  int awaited_peer_ = -1;
 };
 
 }  // namespace ringcomm::shm

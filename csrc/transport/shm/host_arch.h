@@ -17,7 +17,7 @@ namespace ringcomm::shm {
 class StopSource {
  public:
   virtual ~StopSource() = default;
-  /// Called before every slice of sleep, without locks held; may be called from several threads.
+  /// Called before every slice of sleep, without locks held, by the one thread that waits.
   virtual Stop stopped(int peer) = 0;
 };
 

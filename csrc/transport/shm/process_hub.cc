@@ -10,6 +10,8 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <exception>
+#include <thread>
 #include <utility>
 
 #include "core/errors.h"
@@ -23,6 +25,8 @@ namespace {
 // What a process asks for when it connects: a key, or this, to have its end of the socket kept
 // open.
 constexpr const char* kWatchRequest = "watch";
+
+constexpr std::chrono::milliseconds kAcceptRetry{10};
 
 // Null until the first group, and again in a forked child: the thread does not survive a fork.
 std::atomic<ProcessHub*> current_hub = nullptr;
@@ -53,24 +57,25 @@ ProcessHub& ProcessHub::instance() {
   if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;
   static std::once_flag registered;
   std::call_once(registered, [] {
-    // Held across the fork, so that the child finds the tables whole.
+    // Held across the fork, so that the child finds the tables whole and can make a hub of its own.
     ::pthread_atfork(
         [] {
+          creation_mutex.lock();
           if (ProcessHub* hub = current_hub.load()) hub->mutex_.lock();
         },
         [] {
           if (ProcessHub* hub = current_hub.load()) hub->mutex_.unlock();
+          creation_mutex.unlock();
         },
         [] {
           if (ProcessHub* hub = current_hub.exchange(nullptr)) hub->close_all_in_child();
+          creation_mutex.unlock();
         });
   });
   auto* hub = new ProcessHub();
   current_hub.store(hub, std::memory_order_release);
   return *hub;
 }
-
-bool ProcessHub::is_current() const { return current_hub.load(std::memory_order_acquire) == this; }
 
 ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -101,9 +106,16 @@ void ProcessHub::withdraw(const std::string& key) {
   offers_.erase(key);
 }
 
+bool ProcessHub::wait_until_taken(const std::string& key,
+                                  std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock lock(mutex_);
+  return offers_changed_.wait_until(lock, deadline, [&] { return !offers_.contains(key); });
+}
+
 UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
                            std::chrono::milliseconds timeout) {
   const UniqueFd socket = connect_to(address);
+  if (!socket) return UniqueFd();
   send_text(socket.get(), key);
   return recv_fd(socket.get(), timeout);
 }
@@ -116,10 +128,11 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
   }
   Watch watch{
       .socket = connect_to(address), .pidfd = {}, .process = std::make_shared<PeerProcess>()};
+  if (!watch.socket) return nullptr;
   watch.process->pid = credentials_of_peer(watch.socket.get()).pid;
   send_text(watch.socket.get(), kWatchRequest);
   watch.pidfd = open_pidfd(watch.process->pid);
-  std::shared_ptr<PeerProcess> process = watch.process;
+  std::shared_ptr<PeerProcess> process;
   {
     const std::lock_guard lock(mutex_);
     // Another thread may have been faster; its watch is as good.
@@ -163,7 +176,7 @@ void ProcessHub::run() {
     for (const pollfd& entry : entries) events[entry.fd] = entry.revents;
     look_at_watches(events);
     for (std::size_t i = first_connection; i < entries.size(); ++i) {
-      if (entries[i].revents == 0 || serve(entries[i].fd)) continue;
+      if (entries[i].revents == 0 || try_serve(entries[i].fd)) continue;
       const std::lock_guard lock(mutex_);
       std::erase_if(connections_,
                     [&](const UniqueFd& connection) { return connection.get() == entries[i].fd; });
@@ -185,12 +198,25 @@ void ProcessHub::look_at_watches(const std::map<int, short>& events) {
 
 void ProcessHub::accept_connection() {
   UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!connection) return;
+  if (!connection) {
+    // Out of descriptors, most likely; poll() would come back at once for as long as that lasts.
+    std::this_thread::sleep_for(kAcceptRetry);
+    return;
+  }
   // Abstract sockets have no file permissions: only the same user (or root) is let in.
   const uid_t uid = credentials_of_peer(connection.get()).uid;
   if (uid != ::geteuid() && uid != 0) return;
   const std::lock_guard lock(mutex_);
   connections_.push_back(std::move(connection));
+}
+
+// This thread has nobody to throw to: what goes wrong with a connection ends that connection.
+bool ProcessHub::try_serve(int connection) {
+  try {
+    return serve(connection);
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 // Answers one request. False when the connection is done with.
@@ -206,7 +232,10 @@ bool ProcessHub::serve(int connection) {
   } catch (const Error&) {
     // The requester is gone, and nobody else is concerned.
   }
-  if (--found->second.num_takes_left == 0) offers_.erase(found);
+  if (--found->second.num_takes_left == 0) {
+    offers_.erase(found);
+    offers_changed_.notify_all();
+  }
   return false;
 }
 

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -33,9 +34,6 @@ class ProcessHub {
  public:
   /// The hub of this process. A forked child gets one of its own, and loses the parent's.
   static ProcessHub& instance();
-  /// Whether this is the hub of this process still: not in a forked child, where its thread is
-  /// missing.
-  bool is_current() const;
 
   /// What peers connect to: a name in Linux's abstract socket namespace, which leaves no file
   /// behind.
@@ -45,12 +43,16 @@ class ProcessHub {
   void offer(const std::string& key, UniqueFd fd, int num_takes);
   /// Takes back what is left of an offer. Nothing happens when there is none.
   void withdraw(const std::string& key);
+  /// Waits until an offer has been taken as often as it was made for. False when that takes longer.
+  bool wait_until_taken(const std::string& key, std::chrono::steady_clock::time_point deadline);
 
-  /// Fetches what the hub at `address` offers under `key`; nothing when it offers no such thing.
+  /// Fetches what the hub at `address` offers under `key`; nothing when it offers no such thing, or
+  /// is no more.
   UniqueFd fetch(const std::string& address, const std::string& key,
                  std::chrono::milliseconds timeout);
 
   /// Watches the process whose hub is at `address`; one watch per process, shared by all groups.
+  /// Null when there is no such process any more.
   std::shared_ptr<PeerProcess> watch(const std::string& address);
 
  private:
@@ -67,6 +69,7 @@ class ProcessHub {
   ProcessHub();
   void run();
   void accept_connection();
+  bool try_serve(int connection);
   bool serve(int connection);
   void look_at_watches(const std::map<int, short>& events);
   void wake();
@@ -76,8 +79,9 @@ class ProcessHub {
   UniqueFd listener_;
   UniqueFd wake_event_;
 
-  std::mutex
-      mutex_;  // guards what follows; never held while another lock is taken or a callback runs
+  std::condition_variable offers_changed_;
+  // Guards what follows; never held while another lock is taken or a callback runs.
+  std::mutex mutex_;
   std::map<std::string, Offer> offers_;
   std::map<std::string, Watch> watches_;  // by address
   std::vector<UniqueFd>

@@ -11,7 +11,7 @@ namespace ringcomm::shm {
 
 /// How a group's links are cut. Agreed by all ranks when the group is made.
 struct SegmentConfig {
-  /// A region of a board: 1 MiB of data at once, and a page for the header in front of it.
+  /// A region of a board: 1 MiB of data at least, and the header in front of it.
   std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
   std::uint32_t ring_num_slots = 2;
   std::size_t ring_slot_bytes = std::size_t{256} << 10;
@@ -38,7 +38,6 @@ struct RankControl {
 };
 
 struct SegmentHeader {
-  std::uint64_t num_bytes = 0;
   AbortRecord abort;
 };
 

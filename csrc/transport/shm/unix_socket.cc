@@ -63,10 +63,11 @@ UniqueFd listen_at(const std::string& name) {
 UniqueFd connect_to(const std::string& name) {
   UniqueFd fd = open_socket();
   const Address address = abstract_address(name);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.value), address.num_bytes) !=
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.value), address.num_bytes) ==
       0)
-    throw_errno("connect to the abstract Unix socket " + name);
-  return fd;
+    return fd;
+  if (errno != ECONNREFUSED) throw_errno("connect to the abstract Unix socket " + name);
+  return UniqueFd();
 }
 
 PeerCredentials credentials_of_peer(int socket) {
@@ -118,6 +119,10 @@ UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout) {
   message.msg_control = control.data();
   message.msg_controllen = control.size();
   if (::recvmsg(socket, &message, MSG_CMSG_CLOEXEC) <= 0) return UniqueFd();
+  if ((message.msg_flags & MSG_CTRUNC) != 0) {
+    errno = EMFILE;
+    throw_errno("recvmsg of a file descriptor");
+  }
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return UniqueFd();
   int fd = -1;

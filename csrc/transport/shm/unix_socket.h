@@ -14,7 +14,7 @@ namespace ringcomm::shm {
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
-/// A socket connected to `name`.
+/// A socket connected to `name`; none when nobody listens there.
 UniqueFd connect_to(const std::string& name);
 
 struct PeerCredentials {
