@@ -54,14 +54,21 @@ void LazyFuture::mark(c10::ivalue::Future& future, const std::vector<at::Tensor>
     future.markCompleted(c10::IValue(results));
 }
 
+// ---- EngineWork
+
+void EngineWork::wait_for_finish() {
+  std::unique_lock lock(mutex_);
+  cv_.wait(lock, [this] { return completed_; });
+  if (exception_ != nullptr) std::rethrow_exception(exception_);
+}
+
 // ---- CollectiveWork
 
 CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator,
                                c10d::OpType op_type, const char* title,
                                std::vector<TensorCall> calls, std::vector<at::Tensor> results)
-    : Work(communicator->rank(), op_type, title,
-           calls.empty() ? std::vector<at::Tensor>{} : calls.front().kept),
-      communicator_(communicator),
+    : EngineWork(communicator, op_type, title,
+                 calls.empty() ? std::vector<at::Tensor>{} : calls.front().kept),
       calls_(std::move(calls)),
       results_(std::move(results)),
       seq_(communicator->next_seq()) {
@@ -131,8 +138,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       else if (!queue.wait_until(last_ticket_, shm::deadline_after(timeout), poll))
         throw_wait_timeout("the collective", timeout);
     }
-    // Where the communicator is going in another thread, that one ends the work.
-    Work::wait(kNoTimeout);
+    wait_for_finish();
   });
   return true;
 }
@@ -146,8 +152,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
 
 P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
                  const char* title, at::Tensor tensor)
-    : Work(communicator->rank(), op_type, title, std::vector<at::Tensor>{tensor}),
-      communicator_(communicator),
+    : EngineWork(communicator, op_type, title, {tensor}),
       tensor_(std::move(tensor)),
       contiguous_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
 
@@ -192,8 +197,7 @@ bool P2pWork::wait(std::chrono::milliseconds timeout) {
         throw_wait_timeout(op_->kind == P2pOp::Kind::kSend ? "the send" : "the receive", timeout);
       complete();
     }
-    // Where the communicator is going in another thread, that one ends the work.
-    Work::wait(kNoTimeout);
+    wait_for_finish();
   });
   return true;
 }

@@ -40,8 +40,26 @@ class LazyFuture {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+/// What collectives and messages have in common.
+class EngineWork : public c10d::Work {
+ public:
+  void synchronize() override { wait(kNoTimeout); }
+
+ protected:
+  EngineWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
+             const char* title, const std::vector<at::Tensor>& inputs)
+      : Work(communicator->rank(), op_type, title, inputs), communicator_(communicator) {}
+
+  /// Returns when finish() has been called, by whatever thread; throws what it was called with.
+  void wait_for_finish();
+
+  // Weak: the communicator ends its threads when it goes, and must not be kept by what runs on
+  // them. It ends all works first.
+  std::weak_ptr<Communicator> communicator_;
+};
+
 /// Collectives that one call of c10d makes: usually one, several for the coalesced forms.
-class CollectiveWork final : public c10d::Work {
+class CollectiveWork final : public EngineWork {
  public:
   CollectiveWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
                  const char* title, std::vector<TensorCall> calls, std::vector<at::Tensor> results);
@@ -54,7 +72,6 @@ class CollectiveWork final : public c10d::Work {
                      std::chrono::milliseconds timeout);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return results_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return seq_; }
@@ -62,9 +79,6 @@ class CollectiveWork final : public c10d::Work {
  private:
   void finish_call(std::size_t call_idx, const std::exception_ptr& error);
 
-  // Weak: the communicator ends its threads when it goes, and must not be kept by what runs on
-  // them.
-  std::weak_ptr<Communicator> communicator_;
   std::vector<TensorCall> calls_;
   std::vector<at::Tensor> results_;
   uint64_t seq_ = 0;
@@ -74,7 +88,7 @@ class CollectiveWork final : public c10d::Work {
 };
 
 /// A send or a receive.
-class P2pWork final : public c10d::Work {
+class P2pWork final : public EngineWork {
  public:
   P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType op_type,
           const char* title, at::Tensor tensor);
@@ -83,7 +97,6 @@ class P2pWork final : public c10d::Work {
   static void post(const c10::intrusive_ptr<P2pWork>& self, Communicator& communicator, P2pOp op);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override { wait(kNoTimeout); }
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return {tensor_}; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -91,7 +104,6 @@ class P2pWork final : public c10d::Work {
  private:
   void complete();
 
-  std::weak_ptr<Communicator> communicator_;
   at::Tensor tensor_;      // the user's
   at::Tensor contiguous_;  // what is sent, or received into
   P2pOpPtr op_;
