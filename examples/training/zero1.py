@@ -41,7 +41,8 @@ class Zero1:
             weight.copy_(param.detach())
             param.data = weight
             param.grad = grad
-        self._shard = self._my_chunk(self._weights).clone()
+        # A view: the all-gather finds this rank's part in its place.
+        self._shard = self._my_chunk(self._weights)
         self._shard.grad = torch.empty_like(self._shard)
         self._optimizer = make_torch_optimizer(kind, [self._shard])
         self.grad_bytes = 0
@@ -75,9 +76,9 @@ class Zero1:
         self._wire.all_gather(self._weights, self._shard)
 
     def state_bytes(self) -> int:
-        """See ``Updater``; the shard's own copy of its weights is counted here."""
+        """See ``Updater``."""
         entries = self._optimizer.state.values()
-        return live_bytes([self._shard, *(v for entry in entries for v in entry.values())])
+        return live_bytes(v for entry in entries for v in entry.values())
 
     def moments(self) -> Moments:
         """The state of ALL weights, gathered from the ranks. Collective."""
@@ -91,8 +92,7 @@ class Zero1:
         return found
 
     def load_moments(self, moments: Moments, num_updates: int) -> None:
-        """Takes this rank's chunk of the weights as they are now, and of the given state."""
-        self._shard.copy_(self._my_chunk(self._weights))
+        """Takes this rank's chunk of the given state; the weights are already there."""
         state = {}
         for key, by_name in moments.items():
             whole = torch.zeros_like(self._weights)

@@ -158,8 +158,8 @@ def test_zero1_equals_adamw(tmp_path: Path, backend: str) -> None:
         params = TINY.num_params * 4
         assert ddp["memory"]["params"] == ddp["memory"]["grads"] == params
         assert ddp["memory"]["states"] == pytest.approx(2 * params, rel=0.01)
-        # Two moments and the weights of the shard.
-        assert ours["memory"]["states"] == pytest.approx(3 * params / 2, rel=0.01)
+        # The moments of half of the weights; the shard itself is a view.
+        assert ours["memory"]["states"] == pytest.approx(params, rel=0.01)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
