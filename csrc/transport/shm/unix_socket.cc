@@ -38,6 +38,24 @@ Address abstract_address(const std::string& name) {
   return address;
 }
 
+// Room for one byte, without which nothing is sent, and the descriptor that goes with it. Points
+// into itself, so it stays where it is.
+struct DescriptorMessage {
+  DescriptorMessage() {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
+
+  char byte = 1;
+  iovec data{.iov_base = &byte, .iov_len = 1};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+};
+
 bool is_readable(int socket, std::chrono::milliseconds timeout) {
   pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
   const auto timeout_ms = static_cast<int>(
@@ -92,38 +110,25 @@ bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text)
 }
 
 void send_fd(int socket, int fd) {
-  char byte = 1;
-  iovec data{.iov_base = &byte, .iov_len = 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  DescriptorMessage message;
+  cmsghdr* header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
-  if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) throw_errno("sendmsg of a file descriptor");
+  if (::sendmsg(socket, &message.header, MSG_NOSIGNAL) < 0)
+    throw_errno("sendmsg of a file descriptor");
 }
 
 UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout) {
   if (!is_readable(socket, timeout)) return UniqueFd();
-  char byte = 0;
-  iovec data{.iov_base = &byte, .iov_len = 1};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  if (::recvmsg(socket, &message, MSG_CMSG_CLOEXEC) <= 0) return UniqueFd();
-  if ((message.msg_flags & MSG_CTRUNC) != 0) {
+  DescriptorMessage message;
+  if (::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) <= 0) return UniqueFd();
+  if ((message.header.msg_flags & MSG_CTRUNC) != 0) {
     errno = EMFILE;
     throw_errno("recvmsg of a file descriptor");
   }
-  const cmsghdr* header = CMSG_FIRSTHDR(&message);
+  const cmsghdr* header = CMSG_FIRSTHDR(&message.header);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return UniqueFd();
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
