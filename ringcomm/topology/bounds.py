@@ -24,7 +24,9 @@ def channel_bound(topology: Topology, channel_gb_per_s: float, kinds: Iterable[L
     Returns:
         The bound; 0 if these links do not connect all GPUs.
     """
-    import networkx  # comes with torch; imported here to keep `import ringcomm.topology` quick
+    # It comes with torch. Imported here, it costs nothing to those who only want a topology.
+    import networkx
+    from networkx.algorithms.flow import build_residual_network, edmonds_karp
 
     allowed = frozenset(kinds)
     graph = networkx.DiGraph()
@@ -36,12 +38,15 @@ def channel_bound(topology: Topology, channel_gb_per_s: float, kinds: Iterable[L
         min(graph.out_degree(gpu, weight="capacity"), graph.in_degree(gpu, weight="capacity"))
         for gpu in topology.gpus
     )
+    # Cables carry as much one way as the other, and then so do cuts.
+    is_symmetric = all(graph.get_edge_data(b, a) == data for a, b, data in graph.edges(data=True))
+    residual = build_residual_network(graph, "capacity")
     first, *others = topology.gpus
     for other in others:
-        for a, b in ((first, other), (other, first)):
+        for a, b in ((first, other),) if is_symmetric else ((first, other), (other, first)):
             if bound == 0:
                 return 0
             # The cutoff ends the flow once it cannot lower the bound any more.
-            flow = networkx.algorithms.flow.edmonds_karp(graph, a, b, cutoff=bound)
+            flow = edmonds_karp(graph, a, b, residual=residual, cutoff=bound)
             bound = min(bound, int(flow.graph["flow_value"]))
     return bound

@@ -133,5 +133,4 @@ def _busiest(topology: Topology, phase: Phase) -> tuple[float, LinkKind, int]:
 
 def _in_words(topology: Topology, link_idx: int) -> str:
     link = topology.links[link_idx]
-    rates = f"{link.payload_gb_per_s:.4g} GB/s of {link.gb_per_s:.4g}"
-    return f"{topology.link_name(link_idx)} ({link.kind.label}, {rates})"
+    return f"{topology.link_name(link_idx)} ({link.kind.label}, {link.payload_gb_per_s:.4g} GB/s)"

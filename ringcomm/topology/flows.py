@@ -82,9 +82,9 @@ def _all_to_all(topology: Topology, share: float) -> Phase:
 def tree(plan: RingPlan) -> list[Phase]:
     """Sums go up a tree and results come down it, pipelined; each channel has a tree of its own.
 
-    As in NCCL: inside a host the ranks are a chain in the channel's order, and the first ones of the
-    hosts are a binary tree. Every other channel numbers the hosts backwards, so that a host which
-    is a leaf of one tree is an inner node of another.
+    As in NCCL: inside a host the ranks are a chain in the channel's order, and the first ones of
+    the hosts are a binary tree. Every other channel numbers the hosts backwards, so that a host
+    which is a leaf of one tree is an inner node of another.
     """
     topology = plan.topology
     routes = [best_routes_from(topology, rank) for rank in range(len(topology.gpus))]

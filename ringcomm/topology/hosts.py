@@ -172,12 +172,15 @@ class _Search:
             yield order, tuple(hop for hop in hops if hop is not None)
 
     def _mesh_walk(self, ranks: Sequence[int], first: int, last: int) -> tuple[int, ...] | None:
-        index, gpus = self.topology.index, self.topology.gpus
-        lanes = [[self.free[i] if (i := index.get((gpus[a], gpus[b]), -1)) >= 0 else 0
-                  for b in ranks] for a in ranks]  # fmt: skip
+        lanes = [[self._free_nvlink(a, b) for b in ranks] for a in ranks]
         search = PathSearch(lanes, PATH_STEPS)
         walk = next(search.paths(ranks.index(first), ranks.index(last)), None)
         return None if walk is None else tuple(ranks[i] for i in walk)
+
+    def _free_nvlink(self, a: int, b: int) -> int:
+        i = self.topology.index.get((self.topology.gpus[a], self.topology.gpus[b]))
+        is_nvlink = i is not None and self.topology.links[i].kind is LinkKind.NVLINK
+        return self.free[i] if i is not None and is_nvlink else 0
 
 
 def _nic_indices(idx: int, num_hosts: int, num_nics: int) -> list[int]:

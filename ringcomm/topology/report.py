@@ -41,7 +41,7 @@ def describe(
                          if not problems else "; ".join(problems)),
         *(f"  {text}" for text in _ring_lines(plan)),
         f"  fullest links: {_fullest(plan)}",
-        "predicted all_reduce:",
+        "predicted all_reduce, bandwidths in GB/s:",
         *(f"  {'  '.join(row)}" for row in _aligned(prediction_rows(plan, sizes_bytes, model))),
     ]  # fmt: skip
     return "\n".join(lines)
@@ -54,7 +54,7 @@ def prediction_rows(
 
     Algorithms that do not suit the machine are left out; the fastest of a size comes first.
     """
-    header = ("bytes", "algorithm", "us", "algbw GB/s", "busbw GB/s", "limited by")
+    header = ("bytes", "algorithm", "us", "algbw", "busbw", "limited by")
     rows: list[tuple[str, ...]] = [header]
     names = [name for name in ALGORITHMS if name != "hierarchical" or _is_even(plan.topology)]
     by_name = [predict_sizes(plan, name, sizes_bytes, model) for name in names]
