@@ -83,34 +83,38 @@ def tree(plan: RingPlan) -> list[Phase]:
     """Sums go up a tree and results come down it, pipelined; each channel has a tree of its own.
 
     As in NCCL: inside a host the ranks are a chain in the channel's order, and the first ones of
-    the hosts are a binary tree. Every other channel numbers the hosts backwards, so that a host
-    which is a leaf of one tree is an inner node of another.
+    the hosts are a binary tree. Over three hosts and more there is a second tree that numbers the
+    hosts backwards, with half of the channel's part each: a leaf of one is an inner node of the
+    other (Sanders, Speck, Traeff: Two-tree algorithms for full bandwidth broadcast, 2009).
     """
     topology = plan.topology
     routes = [best_routes_from(topology, rank) for rank in range(len(topology.gpus))]
     phase = Phase()
-    for idx, channel in enumerate(plan.channels):
-        chains = {host: [r for r in channel.order if _host(topology, r) == host]
-                  for host in topology.hosts}  # fmt: skip
-        roots = [chain[0] for chain in chains.values()]
-        if idx % 2:
-            roots.reverse()
-        edges = [(roots[i], roots[(i - 1) // 2]) for i in range(1, len(roots))]
-        edges += [(b, a) for chain in chains.values() for a, b in pairwise(chain)]
-        for child, parent in edges:
-            phase.send(routes[child][parent], 1 / len(plan.channels))
-            phase.send(routes[parent][child], 1 / len(plan.channels))
-        if idx == 0:
-            longest = max(chains.values(), key=len)
-            for a, b in pairwise(longest):
-                phase.step(route_kind(topology, routes[a][b]), 2)
-            depth = len(roots).bit_length() - 1
-            phase.step(LinkKind.NETWORK, 2 * depth)
+
+    def join(child: int, parent: int, share: float) -> None:
+        phase.send(routes[child][parent], share)
+        phase.send(routes[parent][child], share)
+
+    share = 1 / len(plan.channels)
+    for channel in plan.channels:
+        chains = _chains(topology, channel.order)
+        for before, after in (pair for chain in chains for pair in pairwise(chain)):
+            join(after, before, share)
+        roots = [chain[0] for chain in chains]
+        for i in range(1, len(roots)):
+            for hosts in (roots, roots[::-1]):
+                join(hosts[i], hosts[(i - 1) // 2], share / 2)
+    chains = _chains(topology, plan.channels[0].order)
+    for a, b in pairwise(max(chains, key=len)):
+        phase.step(route_kind(topology, routes[a][b]), 2)
+    phase.step(LinkKind.NETWORK, 2 * (len(chains).bit_length() - 1))
     return [phase]
 
 
-def _host(topology: Topology, rank: int) -> int:
-    return topology.nodes[topology.gpus[rank]].host
+def _chains(topology: Topology, order: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of each host as a ring visits them."""
+    hosts = {rank: topology.nodes[topology.gpus[rank]].host for rank in order}
+    return [[rank for rank in order if hosts[rank] == host] for host in topology.hosts]
 
 
 def hierarchical(plan: RingPlan) -> list[Phase]:

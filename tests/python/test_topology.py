@@ -24,6 +24,7 @@ from ringcomm.topology import (
     find_rings,
 )
 from ringcomm.topology.fixtures import dgx1v, nvswitch_hosts, pcie8
+from ringcomm.topology.routes import best_route
 
 NVLINK = frozenset({LinkKind.NVLINK})
 
@@ -119,6 +120,7 @@ def test_pcie_ring_crosses_each_bridge_once_each_way() -> None:
         pytest.param(nvswitch_hosts("x", 3, num_nics=4, generation="a100"), 4, id="3 hosts"),
         pytest.param(nvswitch_hosts("x", 3, num_nics=2, generation="h100"), 2, id="2 NICs, odd"),
         pytest.param(nvswitch_hosts("x", 2, num_nics=1, generation="a100"), 1, id="1 NIC"),
+        pytest.param(nvswitch_hosts("x", 3, num_nics=8, generation="h100"), 8, id="8 NICs, odd"),
         pytest.param(nvswitch_hosts("x", 8, num_nics=8, generation="h100"), 8, id="64 GPUs"),
     ],
 )
@@ -138,6 +140,8 @@ def test_hosts_are_entered_once_per_channel_through_each_nic(
     for hop in (hop for channel in plan.channels for hop in channel.hops):
         nics = [n for i in hop for n in topology.link_name(i).split(" -> ") if "nic" in n]
         assert len({nic.split(".")[1] for nic in nics}) <= 1, "traffic stays on its rail"
+        # GPU, PCIe switch, NIC, fabric and back: GPUs beside the NICs, if there are enough.
+        assert len(hop) <= 6 or num_nics < 3
 
 
 @pytest.mark.parametrize(
@@ -167,6 +171,37 @@ def test_hosts_with_pcie_alone() -> None:
     plan = find_rings(b.build())
     assert check_plan(plan) == []
     assert plan.gb_per_s == 25.0
+
+
+def test_channels_over_hosts_leave_lanes_to_each_other() -> None:
+    """Four NICs, and inside the hosts four GPUs in a circle of single lanes: less than four fit."""
+    b = Builder("two circles")
+    fabric = b.add("fabric", NodeKind.FABRIC)
+    for host in range(2):
+        gpus = b.add_gpus(4, host, f"h{host}.")
+        for i, gpu in enumerate(gpus):
+            b.connect(gpu, gpus[i - 1], LinkKind.NVLINK, 25.0)
+            nic = b.add(f"h{host}.nic{i}", NodeKind.NIC, host)
+            b.connect(gpu, nic, LinkKind.PCIE, 25.0)
+            b.connect(nic, fabric, LinkKind.NETWORK, 25.0)
+    plan = find_rings(b.build())
+    assert check_plan(plan) == []
+    assert 1 <= len(plan.channels) < 4
+
+
+def test_nvlink_over_a_switch_is_better_than_pcie_without() -> None:
+    b = Builder("both")
+    gpus = b.add_gpus(2)
+    switch = b.add("nvswitch", NodeKind.NVSWITCH)
+    b.connect(gpus[0], gpus[1], LinkKind.PCIE, 31.5)
+    for gpu in gpus:
+        b.connect(gpu, switch, LinkKind.NVLINK, 25.0)
+    topology = b.build()
+    route = best_route(topology, 0, 1)
+    assert route is not None
+    assert [topology.link_name(i) for i in route] == ["gpu0 -> nvswitch", "nvswitch -> gpu1"]
+    assert best_route(topology, 0, 1, NVLINK) == route
+    assert best_route(topology, 0, 1, {LinkKind.NETWORK}) is None
 
 
 def test_results_do_not_change_from_run_to_run() -> None:

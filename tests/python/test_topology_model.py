@@ -66,6 +66,12 @@ def test_a_tree_over_two_hosts_exceeds_what_nics_allow_a_ring() -> None:
     assert tree.busbw_gb_per_s > ring.busbw_gb_per_s
 
 
+def test_two_trees_share_the_work_of_their_roots() -> None:
+    """Over three hosts a host is root of one tree (2 children) and leaf of the other, or leaf twice."""
+    plan = find_rings(nvswitch_hosts("", 3, num_nics=4, generation="a100"))
+    assert predict(plan, "tree", 10**9, FREE).time_us == pytest.approx(1.5 / 4 / 24 * 1e6)
+
+
 @pytest.mark.parametrize("num_gpus", [2, 3, 4, 8])
 def test_times_behind_a_switch(num_gpus: int) -> None:
     """Every GPU's cable carries all that it sends and receives: multiples of S at 100 GB/s."""
