@@ -105,7 +105,8 @@ def tree(plan: RingPlan) -> list[Phase]:
             for hosts in (roots, roots[::-1]):
                 join(hosts[i], hosts[(i - 1) // 2], share / 2)
     chains = _chains(topology, plan.channels[0].order)
-    for a, b in pairwise(max(chains, key=len)):
+    longest: list[int] = max(chains, key=len)
+    for a, b in pairwise(longest):
         phase.step(route_kind(topology, routes[a][b]), 2)
     phase.step(LinkKind.NETWORK, 2 * (len(chains).bit_length() - 1))
     return [phase]

@@ -55,7 +55,8 @@ def topology_from_matrix(
     if not directed:
         _check_symmetric(rows)
     builder = Builder(name)
-    gpus = [builder.add(f"gpu{i}", NodeKind.GPU, hosts[i] if hosts else 0) for i in range(num_gpus)]
+    on_host = hosts or [0] * num_gpus
+    gpus = [builder.add(f"gpu{i}", NodeKind.GPU, on_host[i]) for i in range(num_gpus)]
     if switched:
         lanes = _common_entry(rows)
         switch = builder.add("switch", NodeKind.NVSWITCH)
@@ -63,7 +64,7 @@ def topology_from_matrix(
         links += [(switch, gpu, kind, lanes) for gpu in gpus]
     else:
         links = [
-            (i, j, LinkKind.NETWORK if hosts and hosts[i] != hosts[j] else kind, rows[i][j])
+            (i, j, kind if on_host[i] == on_host[j] else LinkKind.NETWORK, rows[i][j])
             for i in gpus
             for j in gpus
             if rows[i][j]

@@ -67,7 +67,7 @@ def test_a_tree_over_two_hosts_exceeds_what_nics_allow_a_ring() -> None:
 
 
 def test_two_trees_share_the_work_of_their_roots() -> None:
-    """Over three hosts a host is root of one tree (2 children) and leaf of the other, or leaf twice."""
+    """Of three hosts, each is the root with two children in one tree at most, else a leaf."""
     plan = find_rings(nvswitch_hosts("", 3, num_nics=4, generation="a100"))
     assert predict(plan, "tree", 10**9, FREE).time_us == pytest.approx(1.5 / 4 / 24 * 1e6)
 
