@@ -55,7 +55,7 @@ def topology_from_matrix(
     if not directed:
         _check_symmetric(rows)
     builder = Builder(name)
-    on_host = hosts or [0] * num_gpus
+    on_host = [0] * num_gpus if hosts is None else hosts
     gpus = [builder.add(f"gpu{i}", NodeKind.GPU, on_host[i]) for i in range(num_gpus)]
     if switched:
         lanes = _common_entry(rows)
