@@ -8,9 +8,12 @@ namespace ringcomm {
 
 std::unique_ptr<Carrier> make_carrier(KeyValueStore& store, int rank, int world_size,
                                       const CommunicatorOptions& options,
+                                      const MakeMessages& make_messages,
                                       std::chrono::milliseconds timeout) {
-  if (options.transport == "p2p")
+  if (options.transport == "p2p") {
+    if (!make_messages) throw std::invalid_argument("transport p2p: nothing carries the messages");
     throw std::invalid_argument("transport p2p is not there yet; use shm");
+  }
   return std::make_unique<ShmCarrier>(store, rank, world_size, options, timeout);
 }
 

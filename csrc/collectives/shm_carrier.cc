@@ -48,14 +48,14 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   }
 }
 
-std::uint64_t ShmCarrier::run(const Collective& call, const CallHeader& header,
-                              const WaitLimits& limits) {
+Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
+                        const WaitLimits& limits) {
   scope_.begin(limits);
   engine_.store_kinds().begin(call.op, call.num_bytes());
   try {
     const std::uint64_t sent_bytes = dispatch(call, header);
     engine_.store_kinds().end();
-    return sent_bytes;
+    return {.sent_bytes = sent_bytes};
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
     throw;
