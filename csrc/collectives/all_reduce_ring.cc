@@ -38,6 +38,7 @@ class Ring {
     }
     // Drained, so that the next call may cut the link otherwise.
     Engine::check(to_next_.wait_drained(0));
+    engine_.count_copied(sent_bytes_ + received_bytes_);
     return sent_bytes_;
   }
 
@@ -78,9 +79,11 @@ class Ring {
       Engine::check(
           recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output, other.num_bytes));
       sent_bytes_ += other.num_bytes;
+      received_bytes_ += other.num_bytes;
     }
     const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);
     Engine::check(recv(engine_.arch(), from_previous_, other.output, other.num_bytes));
+    received_bytes_ += other.num_bytes;
   }
 
   struct Span {
@@ -103,7 +106,8 @@ class Ring {
   ChunkLayout layout_;
   const ReduceOp& op_;
   std::size_t slice_elems_;
-  std::uint64_t sent_bytes_ = 0;
+  std::uint64_t sent_bytes_ = 0;      // all of them staged
+  std::uint64_t received_bytes_ = 0;  // copied into the output
 };
 
 }  // namespace
