@@ -23,6 +23,12 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
       return DType::kInt32;
     case at::kLong:
       return DType::kInt64;
+    case at::kUInt16:
+      return DType::kUint16;
+    case at::kUInt32:
+      return DType::kUint32;
+    case at::kUInt64:
+      return DType::kUint64;
     case at::kHalf:
       return DType::kFloat16;
     case at::kBFloat16:
@@ -36,7 +42,8 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
   }
   TORCH_CHECK_TYPE(
       false, "ringcomm: ", op, " cannot reduce ", tensor.scalar_type(),
-      "; it reduces bool, uint8, int8 to int64, float16, bfloat16, float32 and float64");
+      "; it reduces bool, uint8 to uint64, int8 to int64, float16, bfloat16, float32, float64, "
+      "complex64 and complex128");
 }
 
 ElementName element_name_of(const at::Tensor& tensor) {

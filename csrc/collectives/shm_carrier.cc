@@ -109,7 +109,8 @@ std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& hea
         case Algorithm::kOneShot:
           return all_reduce_one_shot(engine_, call, header);
         case Algorithm::kRing:
-          return all_reduce_ring(engine_, call, header);
+          return options_.is_rank_ordered ? all_reduce_ring_ordered(engine_, call, header)
+                                          : all_reduce_ring(engine_, call, header);
         default:
           return all_reduce_two_shot(engine_, call, header);
       }

@@ -116,10 +116,13 @@ inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
     case DType::kFloat64:
       return append(bytes, static_cast<double>(value));
     case DType::kInt16:
+    case DType::kUint16:
       return append(bytes, static_cast<std::int16_t>(value));
     case DType::kInt32:
+    case DType::kUint32:
       return append(bytes, static_cast<std::int32_t>(value));
     case DType::kInt64:
+    case DType::kUint64:
       return append(bytes, static_cast<std::int64_t>(value));
     case DType::kBool:
       return append(bytes, static_cast<std::uint8_t>(value & 1));
