@@ -36,7 +36,7 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
   return group->communicator();
 }
 
-// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called is not
+// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called is not
 // there.
 py::dict counts_of(const Stats& stats) {
   py::dict result;
@@ -49,6 +49,7 @@ py::dict counts_of(const Stats& stats) {
       py::dict entry;
       entry["num_calls"] = counts.num_calls;
       entry["sent_bytes"] = counts.sent_bytes;
+      entry["copied_bytes"] = counts.copied_bytes;
       result[py::make_tuple(name_of(op_kind), name_of(algorithm_kind))] = entry;
     }
   }

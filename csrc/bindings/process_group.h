@@ -42,6 +42,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputTensors,
                                            std::vector<at::Tensor>& inputTensors,
                                            const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(
+      std::vector<std::vector<at::Tensor>>& outputTensorLists,
+      std::vector<at::Tensor>& inputTensors, const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& outputBuffer, at::Tensor& inputBuffer,
                                                  const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
@@ -63,18 +66,19 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                                       int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
-  // Not there yet; each says so.
-  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>&,
-                                        std::vector<at::Tensor>&,
-                                        const c10d::GatherOptions&) override;
-  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>&,
-                                         std::vector<std::vector<at::Tensor>>&,
-                                         const c10d::ScatterOptions&) override;
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&,
-                                               std::vector<int64_t>&,
-                                               const c10d::AllToAllOptions&) override;
-  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>&, std::vector<at::Tensor>&,
-                                          const c10d::AllToAllOptions&) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputTensors,
+                                        std::vector<at::Tensor>& inputTensors,
+                                        const c10d::GatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputTensors,
+                                         std::vector<std::vector<at::Tensor>>& inputTensors,
+                                         const c10d::ScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputTensors,
+                                          std::vector<at::Tensor>& inputTensors,
+                                          const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& outputTensor, at::Tensor& inputTensor,
+                                               std::vector<int64_t>& outputSplitSizes,
+                                               std::vector<int64_t>& inputSplitSizes,
+                                               const c10d::AllToAllOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
 
   void abort() override;
@@ -91,6 +95,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
              std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async);
   TensorCall all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
+  TensorCall all_gather_list_call(const std::vector<at::Tensor>& outputs,
+                                  const at::Tensor& input) const;
   TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
                                  const c10d::ReduceOp& op) const;
   Work start_p2p(P2pOp::Kind kind, const at::Tensor& tensor, int peer, int tag);

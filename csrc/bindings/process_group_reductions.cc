@@ -128,9 +128,8 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce_scatter(
     std::vector<at::Tensor>& outputTensors, std::vector<std::vector<at::Tensor>>& inputTensors,
     const c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = only_tensor(outputTensors, "reduce_scatter");
-  TORCH_CHECK_VALUE(inputTensors.size() == 1,
-                    "ringcomm: reduce_scatter takes one list of inputs, got ", inputTensors.size());
-  check_alike(inputTensors[0], static_cast<std::size_t>(getSize()), output, "reduce_scatter");
+  const std::vector<at::Tensor>& inputs = *only_list(inputTensors, true, "reduce_scatter");
+  check_shares(inputs, getSize(), output, "reduce_scatter");
   TensorCall item;
   const at::Tensor buffer = as_real(Writable(output, item, false).buffer(), opts.reduceOp);
   item.call = {.op = OpKind::kReduceScatter,
@@ -138,7 +137,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce_scatter(
                .reduction = reduction_of(opts.reduceOp, "reduce_scatter"),
                .num_elems = num_elems_of(buffer)};
   item.outputs = {buffer.data_ptr()};
-  for (const at::Tensor& input : inputTensors[0]) item.inputs.push_back(readable(input, item));
+  add_inputs(inputs, buffer.element_size(), item);
   std::vector<TensorCall> calls;
   calls.push_back(std::move(item));
   return start(c10d::OpType::REDUCE_SCATTER, "ringcomm:reduce_scatter", std::move(calls),

@@ -25,6 +25,7 @@ class ShmCarrier final : public Carrier {
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
+  std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;

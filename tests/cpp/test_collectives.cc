@@ -21,8 +21,9 @@ using testing::run_case;
 using testing::run_ranks;
 
 constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
-constexpr OpKind kOthers[] = {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
-                              OpKind::kBroadcast};
+constexpr OpKind kOthers[] = {OpKind::kReduce,    OpKind::kReduceScatter, OpKind::kAllGather,
+                              OpKind::kBroadcast, OpKind::kGather,        OpKind::kScatter,
+                              OpKind::kAllToAll};
 
 // Nothing; fewer elements than ranks; one each; a longer chunk; many, and odd.
 std::set<std::size_t> small_counts(int world_size) {
@@ -30,7 +31,10 @@ std::set<std::size_t> small_counts(int world_size) {
   return {0, 1, world - 1, world, world + 1, 1001};
 }
 
-bool rooted(OpKind op) { return op == OpKind::kReduce || op == OpKind::kBroadcast; }
+bool rooted(OpKind op) {
+  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
+         op == OpKind::kScatter;
+}
 
 TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
   for (int world_size = 1; world_size <= 8; ++world_size) {
@@ -132,6 +136,13 @@ TEST_CASE("collectives in one piece and in several") {
       run(OpKind::kBroadcast, Algorithm::kAuto, num_elems);
     for (const std::size_t num_elems : {kPhaseElems / 2, kPhaseElems / 2 + 1})
       run(OpKind::kReduceScatter, Algorithm::kAuto, num_elems);
+    // A line less, for the table of sizes.
+    constexpr std::size_t kShareElems = kPhaseElems - kLineBytes / sizeof(std::int32_t);
+    for (const std::size_t num_elems : {kShareElems, kShareElems + 1, 3 * kShareElems})
+      run(OpKind::kGather, Algorithm::kAuto, num_elems);
+    for (const OpKind op : {OpKind::kScatter, OpKind::kAllToAll})
+      for (const std::size_t num_elems : {kShareElems / 2, kShareElems / 2 + 1, kPhaseElems})
+        run(op, Algorithm::kAuto, num_elems);
   });
 }
 
@@ -211,6 +222,9 @@ TEST_CASE("the bytes of a call are those of its formula") {
       check(OpKind::kAllGather, Algorithm::kAuto, (world - 1) * num_bytes);
       check(OpKind::kBroadcast, Algorithm::kAuto, is_root ? (world - 1) * num_bytes : 0);
       check(OpKind::kReduce, Algorithm::kAuto, is_root ? 0 : num_bytes);
+      check(OpKind::kGather, Algorithm::kAuto, is_root ? 0 : num_bytes);
+      check(OpKind::kScatter, Algorithm::kAuto, is_root ? (world - 1) * num_bytes : 0);
+      check(OpKind::kAllToAll, Algorithm::kAuto, (world - 1) * num_bytes);
     });
   }
 }

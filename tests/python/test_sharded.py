@@ -206,13 +206,9 @@ def test_tensor_parallel_equals_one_process(plan: str) -> None:
         assert losses == pytest.approx(train_alone(), abs=1e-5)
 
 
-@pytest.mark.xfail(
-    reason="distribute_tensor scatters the weights of rank 0, and scatter is not there yet",
-    raises=NotImplementedError,
-    strict=True,
-)
 def test_tensor_parallel_from_rank_0() -> None:
-    for losses in run_not_there_yet(WORLD, train_tp, "tensor", 0):
+    """distribute_tensor scatters the weights of rank 0."""
+    for losses in run_ranks(WORLD, train_tp, "tensor", 0):
         assert losses == pytest.approx(train_alone(), abs=1e-5)
 
 
