@@ -45,6 +45,8 @@ class Communicator {
   const Stats& stats() const { return stats_; }
   /// The number of the next collective.
   std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
+  /// What moves the bytes, and why it is that: for people.
+  const std::string& transport() const { return transport_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
@@ -78,6 +80,7 @@ class Communicator {
   int world_size_;
   CommunicatorOptions options_;
   Stats stats_;
+  std::string transport_ = "none: a group of one";
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
