@@ -1,5 +1,6 @@
 """The compiled engine; see csrc/bindings/module.cc."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ def create_process_group(
     slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
+    make_messages: Callable[[], Any] | None,
 ) -> Any: ...
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm import _C
+from ringcomm import _C, message_backend
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -50,6 +50,9 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         else _whole("slot_bytes", options.slot_bytes),
         one_shot_max_bytes=0,
         transport=options.transport or "",
+        make_messages=message_backend.maker(options.p2p_backend, dist_backend_opts)
+        if options.transport == "p2p"
+        else None,
     )
 
 

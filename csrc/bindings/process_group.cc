@@ -19,12 +19,13 @@ constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 36
 
 ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                            int size, const CommunicatorOptions& options,
-                                           std::chrono::milliseconds timeout)
+                                           std::chrono::milliseconds timeout,
+                                           const MakeMessages& make_messages)
     : Backend(rank, size), timeout_(timeout) {
   StoreAdapter adapter(store);
   with_python_errors([&] {
-    communicator_ = std::make_shared<Communicator>(adapter, rank, size, options,
-                                                   std::min(timeout, kLongestTimeout));
+    communicator_ = std::make_shared<Communicator>(
+        adapter, rank, size, options, std::min(timeout, kLongestTimeout), make_messages);
   });
 }
 

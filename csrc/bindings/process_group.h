@@ -20,7 +20,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
  public:
   /// Collective over the group.
   ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       const CommunicatorOptions& options, std::chrono::milliseconds timeout);
+                       const CommunicatorOptions& options, std::chrono::milliseconds timeout,
+                       const MakeMessages& make_messages);
   ~ProcessGroupRingcomm() override;
 
   const std::string getBackendName() const override { return "ringcomm"; }

@@ -2,7 +2,10 @@
 
 #include <stdexcept>
 
+#include "collectives/hosts_carrier.h"
+#include "collectives/message_carrier.h"
 #include "collectives/shm_carrier.h"
+#include "transport/messages/message_transport.h"
 #include "transport/roster.h"
 #include "transport/shm/rendezvous.h"
 
@@ -30,15 +33,21 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
        .is_one_host = options.transport == "shm"},
       timeout);
   const Roster roster = rendezvous.find_ranks();
-  if (is_p2p) {
-    messages_from(make_messages, "transport is p2p");
-    throw std::invalid_argument("transport p2p is not there yet; use shm");
-  }
-  if (roster.num_hosts() == 1)
+  if (roster.num_hosts() == 1 && !is_p2p)
     return {std::make_unique<ShmCarrier>(rendezvous, rank, world_size, options),
             "shm: " + roster.describe()};
-  messages_from(make_messages, roster.describe());
-  throw std::invalid_argument("several hosts are not there yet");
+  auto messages =
+      messages_from(make_messages, is_p2p ? "the transport is p2p" : roster.describe());
+  const std::string name = messages->name();
+  if (is_p2p)
+    return {std::make_unique<MessageCarrier>(store, std::move(messages), options, timeout),
+            "p2p over " + name + ", as asked for; " + roster.describe()};
+  if (roster.max_ranks_on_a_host() == 1)
+    return {std::make_unique<MessageCarrier>(store, std::move(messages), options, timeout),
+            "p2p over " + name + ", as no two ranks share a host; " + roster.describe()};
+  return {
+      std::make_unique<HostsCarrier>(store, roster, rank, std::move(messages), options, timeout),
+      "shm inside a host, p2p over " + name + " between them; " + roster.describe()};
 }
 
 }  // namespace ringcomm

@@ -30,10 +30,10 @@ class MessageSubset final : public MessageTransport {
     return whole_.isend(whole_rank(peer), tag + tag_shift_, data, num_bytes);
   }
   MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
+    // A source outside the subset could not be told from one inside.
+    if (peer == kAnySource) throw Unsupported("a part of a group cannot receive from any source");
     return whole_.irecv(whole_rank(peer), tag + tag_shift_, data, num_bytes);
   }
-  /// A source outside the subset could not be told from one inside.
-  bool has_any_source() const override { return false; }
   void abort() override { whole_.abort(); }
 
   int whole_rank(int peer) const { return ranks_[static_cast<std::size_t>(peer)]; }

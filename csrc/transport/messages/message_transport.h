@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 namespace ringcomm {
@@ -31,6 +32,12 @@ class Message {
   virtual const std::string& failure() const = 0;
 };
 
+/// What a transport cannot do, said before anything was exchanged.
+class Unsupported : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
 /// Messages between the ranks of a group: what collectives and user messages between hosts are made
 /// of. Sees no torch; bindings/c10d_messages.h makes one of any backend of torch.distributed.
 ///
@@ -57,10 +64,8 @@ class MessageTransport {
   /// Start a message; neither blocks nor throws, errors are wait()'s. The buffer is the transport's
   /// until the message has ended. No bytes at all are a message as well.
   virtual MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) = 0;
-  /// `peer` may be kAnySource.
+  /// `peer` may be kAnySource; that alone throws, Unsupported, where the transport cannot do it.
   virtual MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) = 0;
-  /// Whether irecv takes kAnySource.
-  virtual bool has_any_source() const = 0;
 
   /// For ever: all messages that have not ended, now and later, end with kAborted.
   virtual void abort() = 0;

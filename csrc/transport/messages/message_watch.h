@@ -47,13 +47,17 @@ class MessageWatch {
 
  private:
   void run();
+  void look();
 
   MessageTransport& transport_;
   StoreMembership& members_;
   std::mutex mutex_;
   std::condition_variable has_news_;
   std::list<Operation*> operations_;
+  Clock::time_point wakes_at_ = Clock::time_point::max();
   bool is_stopping_ = false;
+  Clock::time_point store_fails_since_ = Clock::time_point::max();  // the thread's, as the next
+  bool is_store_gone_ = false;
   std::thread thread_;
 };
 

@@ -42,6 +42,8 @@ class StoreMembership final : public Membership {
 
   /// Looks in the store. Whether there is a reason; throws what the store does.
   bool look();
+  /// The store cannot be reached any more: ends the group on this rank.
+  void lose_store(const std::string& why);
   /// Whether `rank` has destroyed its side of the group.
   bool has_left(int rank);
 
