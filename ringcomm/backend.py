@@ -1,5 +1,6 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from ringcomm import _C, message_backend
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
+
+_log = logging.getLogger("ringcomm")
 
 DEFAULT_SLOT_BYTES = 256 << 10
 
@@ -37,7 +40,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
-    return _C.create_process_group(
+    backend = _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
@@ -50,10 +53,19 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         else _whole("slot_bytes", options.slot_bytes),
         one_shot_max_bytes=0,
         transport=options.transport or "",
-        make_messages=message_backend.maker(options.p2p_backend, dist_backend_opts)
-        if options.transport == "p2p"
-        else None,
+        # Made only where it turns out that ranks share no memory.
+        make_messages=None
+        if options.transport == "shm"
+        else message_backend.maker(options.p2p_backend, dist_backend_opts),
     )
+    _log.info(
+        "ringcomm group %s, rank %d of %d: %s",
+        dist_backend_opts.group_id,
+        dist_backend_opts.group_rank,
+        dist_backend_opts.group_size,
+        _C.transport_of(backend),
+    )
+    return backend
 
 
 def _whole(name: str, value: int) -> int:

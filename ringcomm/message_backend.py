@@ -28,8 +28,6 @@ def maker(name: str, dist_backend_opts: Any) -> Callable[[], Any]:
     """
     name = name.lower()
     if name == "gloo":
-        if not dist.is_gloo_available():
-            raise ValueError("p2p_backend of ringcomm.Options is gloo, which this torch lacks")
         return lambda: _make_gloo(dist_backend_opts)
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
@@ -51,6 +49,8 @@ def _store_of(opts: Any) -> dist.Store:
 
 
 def _make_gloo(opts: Any) -> Any:
+    if not dist.is_gloo_available():
+        raise ValueError("p2p_backend of ringcomm.Options is gloo, which this torch lacks")
     return dist.ProcessGroupGloo(
         _store_of(opts), opts.group_rank, opts.group_size, timeout=opts.timeout
     )

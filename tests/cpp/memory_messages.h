@@ -88,7 +88,7 @@ class MemoryNetwork {
   using PostPtr = std::shared_ptr<Post>;
 
   class End;
-  class MemoryMessage final : public Message {
+  class MemoryMessage final : public ringcomm::Message {
    public:
     MemoryMessage(MemoryNetwork& network, PostPtr post)
         : network_(network), post_(std::move(post)) {}

@@ -1,0 +1,140 @@
+#include "collectives/hosts_carrier.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "collectives/hosts_agreement.h"
+#include "collectives/hosts_rooted.h"
+#include "collectives/hosts_shares.h"
+#include "collectives/message_collectives.h"
+#include "collectives/message_p2p.h"
+#include "collectives/shm_carrier.h"
+#include "transport/prefixed_store.h"
+
+namespace ringcomm {
+namespace {
+
+// Up to here one message step between leaders beats two in which every rank has its part.
+constexpr std::size_t kLeaderMaxBytes = std::size_t{64} << 10;
+
+MessageEngine::Cut cut_of(const CommunicatorOptions& options) {
+  return {.num_slots = options.num_slots,
+          .slot_bytes = options.slot_bytes,
+          .is_rank_ordered = options.is_rank_ordered};
+}
+
+std::unique_ptr<Carrier> make_local(KeyValueStore& store, const Roster& roster, int rank,
+                                    const CommunicatorOptions& options,
+                                    std::chrono::milliseconds timeout) {
+  const int host = roster.host_of(rank);
+  if (roster.num_ranks_on(host) == 1) return nullptr;
+  std::string prefix = "ringcomm/host";
+  for (const int local : roster.ranks_on(host)) prefix += "/" + std::to_string(local);
+  PrefixedStore part(store, prefix + "/");
+  return std::make_unique<ShmCarrier>(part, roster.local_rank_of(rank), roster.num_ranks_on(host),
+                                      options, timeout);
+}
+
+}  // namespace
+
+HostsCarrier::HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
+                           std::unique_ptr<MessageTransport> transport,
+                           const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+    : options_(options),
+      roster_(roster),
+      transport_(std::move(transport)),
+      local_(make_local(store, roster, rank, options, timeout)),
+      members_(store, rank, roster.world_size(), options.to_text(), timeout),
+      watch_(*transport_, members_),
+      planner_(*transport_, cut_of(options)),
+      engine_(roster_, rank, local_.get(), *transport_, cut_of(options)) {
+  members_.on_abort([this] {
+    if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
+    transport_->abort();
+  });
+}
+
+std::unique_ptr<PointToPoint> HostsCarrier::make_p2p(Failure& failure, Stats& stats) {
+  return std::make_unique<MessageP2p>(*transport_, watch_, failure, stats);
+}
+
+// Where hosts do not count: sums from left to right over the ranks cannot be taken host by host,
+// and an algorithm that was asked for by name is one of ranks.
+bool HostsCarrier::is_flat(const Collective& call) const {
+  if (!is_reduction(call.op)) return false;
+  if (options_.is_rank_ordered) return true;
+  return call.op == OpKind::kAllReduce &&
+         (call.algorithm != Algorithm::kAuto || options_.algorithm != Algorithm::kAuto);
+}
+
+void HostsCarrier::plan(const Collective& call, CallHeader& header) const {
+  if (is_flat(call))
+    plan_message_collective(planner_, call, options_, header);
+  else
+    header.algorithm = Algorithm::kHierarchical;
+}
+
+Traffic HostsCarrier::run(const Collective& call, const CallHeader& header,
+                          const WaitLimits& limits) {
+  MessageWatch::Operation operation(watch_, deadline_after(limits.timeout));
+  engine_.begin(operation, header, limits);
+  try {
+    agree_inside_host(engine_, call, header);
+    dispatch(call, header);
+    engine_.finish();
+    return engine_.traffic();
+  } catch (...) {
+    // The store may not have it yet.
+    if (engine_.has_heard_of_abort()) members_.abort(local_->membership().abort_reason());
+    // Messages on their way would go on using the call's buffers, which end with it.
+    transport_->abort();
+    engine_.drop();
+    throw;
+  }
+}
+
+void HostsCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  const bool is_short =
+      call.op == OpKind::kAllReduce && !is_flat(call) && call.num_bytes() <= kLeaderMaxBytes;
+  if (is_short) return hosts_leader_all_reduce(engine_, call, header);
+  if (call.op == OpKind::kBarrier) return hosts_barrier(engine_, header);
+
+  HostsGreeting greeting(engine_, header);
+  const int rank = engine_.rank();
+  const int world_size = engine_.world_size();
+  if (!is_flat(call)) {
+    if (call.op == OpKind::kAllReduce) {
+      const MessageShares shares = MessageShares::of_buffer(call, world_size);
+      hosts_reduce_scatter(engine_, header, shares, greeting);
+      return hosts_all_gather(engine_, header, shares, greeting);
+    }
+    if (call.op == OpKind::kReduceScatter)
+      return hosts_reduce_scatter(
+          engine_, header, MessageShares::of_reduce_scatter(call, rank, world_size), greeting);
+    if (call.op == OpKind::kAllGather)
+      return hosts_all_gather(engine_, header, MessageShares::of_all_gather(call, rank, world_size),
+                              greeting);
+  }
+  greeting.finish();
+  if (is_flat(call)) {
+    engine_.count_sent(run_message_collective(engine_.all(), call, header));
+    return;
+  }
+  switch (call.op) {
+    case OpKind::kReduce:
+      return hosts_reduce(engine_, call, header);
+    case OpKind::kBroadcast:
+      return hosts_broadcast(engine_, call, header, options_);
+    case OpKind::kGather:
+      return hosts_gather(engine_, call, header);
+    case OpKind::kScatter:
+      return hosts_scatter(engine_, call, header);
+    case OpKind::kAllToAll:
+      return hosts_all_to_all(engine_, call, header);
+    default:
+      throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  }
+}
+
+}  // namespace ringcomm
