@@ -14,9 +14,9 @@ std::vector<int> leaders_of(const Roster& roster) {
   return leaders;
 }
 
-// On a host with one rank every output is its input.
+// On a host with one rank every output is its input; who broadcasts has it.
 void run_alone(const Collective& call) {
-  if (call.op == OpKind::kBarrier) return;
+  if (call.op == OpKind::kBarrier || call.op == OpKind::kBroadcast) return;
   const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
   if (num_bytes > 0 && call.inputs[0] != call.outputs[0])
     std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
