@@ -7,9 +7,10 @@
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
 #include "transport/key_value_store.h"
-#include "transport/messages/message_transport.h"
 
 namespace ringcomm {
+
+class MessageTransport;
 
 /// Makes the messages of a group: collective over it. Called at most once, and only where ranks
 /// share no memory or messages are asked for. Throws Error. Empty where there are none.
