@@ -9,6 +9,7 @@
 #include "bindings/process_group.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
+#include "core/errors.h"
 #include "device/reduce_op.h"
 
 namespace py = pybind11;
@@ -32,8 +33,15 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   if (!make_messages.is_none())
     make = [&make_messages] {
       const py::gil_scoped_acquire acquired;
-      return std::make_unique<C10dMessages>(
-          make_messages().cast<c10::intrusive_ptr<c10d::Backend>>());
+      try {
+        return std::make_unique<C10dMessages>(
+            make_messages().cast<c10::intrusive_ptr<c10d::Backend>>());
+      } catch (const std::exception& error) {
+        throw Error({.kind = ErrorKind::kSystem, .op = "init"},
+                    std::string("ringcomm: the backend that was to carry the group's messages "
+                                "could not be made: ") +
+                        error.what());
+      }
     };
   const py::gil_scoped_release released;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, options, timeout, make);

@@ -1,6 +1,8 @@
 #include "collectives/carrier_registry.h"
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "collectives/hosts_carrier.h"
 #include "collectives/message_carrier.h"
@@ -10,14 +12,6 @@
 #include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
-namespace {
-
-std::unique_ptr<MessageTransport> messages_from(const MakeMessages& make, const std::string& why) {
-  if (make) return make();
-  throw std::invalid_argument(why + ", and nothing is there that carries messages");
-}
-
-}  // namespace
 
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
@@ -33,21 +27,28 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
        .is_one_host = options.transport == "shm"},
       timeout);
   const Roster roster = rendezvous.find_ranks();
+  const std::string hosts = roster.describe();
   if (roster.num_hosts() == 1 && !is_p2p)
-    return {std::make_unique<ShmCarrier>(rendezvous, rank, world_size, options),
-            "shm: " + roster.describe()};
-  auto messages =
-      messages_from(make_messages, is_p2p ? "the transport is p2p" : roster.describe());
-  const std::string name = messages->name();
-  if (is_p2p)
-    return {std::make_unique<MessageCarrier>(store, std::move(messages), options, timeout),
-            "p2p over " + name + ", as asked for; " + roster.describe()};
-  if (roster.max_ranks_on_a_host() == 1)
-    return {std::make_unique<MessageCarrier>(store, std::move(messages), options, timeout),
-            "p2p over " + name + ", as no two ranks share a host; " + roster.describe()};
-  return {
-      std::make_unique<HostsCarrier>(store, roster, rank, std::move(messages), options, timeout),
-      "shm inside a host, p2p over " + name + " between them; " + roster.describe()};
+    return {std::make_unique<ShmCarrier>(rendezvous, rank, world_size, options), "shm: " + hosts};
+
+  if (!make_messages)
+    throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+                                ", and nothing is there that carries messages");
+  std::string name;
+  const MakeMessages make = [&] {
+    auto messages = make_messages();
+    name = messages->name();
+    return messages;
+  };
+  if (is_p2p || roster.max_ranks_on_a_host() == 1) {
+    auto carrier =
+        std::make_unique<MessageCarrier>(store, rank, world_size, options, make, timeout);
+    return {std::move(carrier), "p2p over " + name +
+                                    (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") +
+                                    hosts};
+  }
+  auto carrier = std::make_unique<HostsCarrier>(store, roster, rank, options, make, timeout);
+  return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
 }
 
 }  // namespace ringcomm

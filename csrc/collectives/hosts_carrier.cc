@@ -2,7 +2,6 @@
 
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "collectives/hosts_agreement.h"
 #include "collectives/hosts_rooted.h"
@@ -39,13 +38,13 @@ std::unique_ptr<Carrier> make_local(KeyValueStore& store, const Roster& roster, 
 }  // namespace
 
 HostsCarrier::HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
-                           std::unique_ptr<MessageTransport> transport,
-                           const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+                           const CommunicatorOptions& options, const MakeMessages& make_messages,
+                           std::chrono::milliseconds timeout)
     : options_(options),
       roster_(roster),
-      transport_(std::move(transport)),
-      local_(make_local(store, roster, rank, options, timeout)),
       members_(store, rank, roster.world_size(), options.to_text(), timeout),
+      local_(make_local(store, roster, rank, options, timeout)),
+      transport_(make_messages()),
       watch_(*transport_, members_),
       planner_(*transport_, cut_of(options)),
       engine_(roster_, rank, local_.get(), *transport_, cut_of(options)) {

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "collectives/carrier.h"
+#include "collectives/carrier_registry.h"
 #include "collectives/communicator_options.h"
 #include "collectives/hosts_engine.h"
 #include "transport/key_value_store.h"
@@ -24,8 +25,9 @@ class HostsCarrier final : public Carrier {
  public:
   /// Collective over the group. Throws Error.
   HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
-               std::unique_ptr<MessageTransport> transport, const CommunicatorOptions& options,
+               const CommunicatorOptions& options, const MakeMessages& make_messages,
                std::chrono::milliseconds timeout);
+  ~HostsCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
@@ -42,9 +44,9 @@ class HostsCarrier final : public Carrier {
 
   CommunicatorOptions options_;
   Roster roster_;
-  std::unique_ptr<MessageTransport> transport_;
-  std::unique_ptr<Carrier> local_;  // null on a host with one rank
   StoreMembership members_;
+  std::unique_ptr<Carrier> local_;  // null on a host with one rank
+  std::unique_ptr<MessageTransport> transport_;
   MessageWatch watch_;
   MessageEngine planner_;  // of all ranks over messages, for calls that take that way
   HostsEngine engine_;

@@ -1,18 +1,16 @@
 #include "collectives/message_carrier.h"
 
-#include <utility>
-
 #include "collectives/message_collectives.h"
 #include "collectives/message_p2p.h"
 
 namespace ringcomm {
 
-MessageCarrier::MessageCarrier(KeyValueStore& store, std::unique_ptr<MessageTransport> transport,
+MessageCarrier::MessageCarrier(KeyValueStore& store, int rank, int world_size,
                                const CommunicatorOptions& options,
-                               std::chrono::milliseconds timeout)
+                               const MakeMessages& make_messages, std::chrono::milliseconds timeout)
     : options_(options),
-      transport_(std::move(transport)),
-      members_(store, transport_->rank(), transport_->world_size(), options.to_text(), timeout),
+      members_(store, rank, world_size, options.to_text(), timeout),
+      transport_(make_messages()),
       watch_(*transport_, members_),
       engine_(*transport_, {.num_slots = options.num_slots,
                             .slot_bytes = options.slot_bytes,

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "collectives/carrier.h"
+#include "collectives/carrier_registry.h"
 #include "collectives/communicator_options.h"
 #include "collectives/message_engine.h"
 #include "transport/key_value_store.h"
@@ -16,9 +17,11 @@ namespace ringcomm {
 /// Collectives of ranks that exchange messages, whatever carries those.
 class MessageCarrier final : public Carrier {
  public:
-  /// Collective over the group. Throws Error.
-  MessageCarrier(KeyValueStore& store, std::unique_ptr<MessageTransport> transport,
-                 const CommunicatorOptions& options, std::chrono::milliseconds timeout);
+  /// Collective over the group. Throws Error. The ranks meet in the store before they make the
+  /// messages: who is missing, or has other options, is named there.
+  MessageCarrier(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
+                 const MakeMessages& make_messages, std::chrono::milliseconds timeout);
+  ~MessageCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
@@ -29,8 +32,8 @@ class MessageCarrier final : public Carrier {
 
  private:
   CommunicatorOptions options_;
-  std::unique_ptr<MessageTransport> transport_;
   StoreMembership members_;
+  std::unique_ptr<MessageTransport> transport_;
   MessageWatch watch_;
   MessageEngine engine_;
 };

@@ -7,18 +7,9 @@
 
 #include "collectives/collective.h"
 #include "collectives/message_engine.h"
+#include "collectives/message_tags.h"
 
 namespace ringcomm {
-
-/// Tags of collectives; a transport orders messages by pair and tag.
-struct MessageTags {
-  static constexpr int kEnvelope = MessageTransport::kFirstReservedTag;
-  static constexpr int kData = kEnvelope + 1;
-  static constexpr int kReduceScatter = kEnvelope + 2;
-  static constexpr int kAllGather = kEnvelope + 3;
-  static constexpr int kChain = kEnvelope + 4;
-  static constexpr int kNum = 5;  ///< for the shift of a MessageSubset
-};
 
 /// What stands in front of data that one rank sends to another: the call it belongs to, and its
 /// size. Messages must fit their receives, and this one always does; nothing is received into a

@@ -3,13 +3,15 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 
-#include "collectives/message_exchange.h"
+#include "collectives/message_tags.h"
 #include "transport/background_thread.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {
@@ -17,9 +19,8 @@ namespace {
 constexpr std::chrono::milliseconds kPollInterval{50};
 // Threads for lanes that nobody waits for; a lane beyond them has its turn when another is over.
 constexpr std::size_t kMaxThreads = 32;
-// Long messages of a pair under way at once, before a tag is used again: then in order.
-constexpr std::uint32_t kNumDataTags = 1U << 20;
-constexpr int kFirstDataTag = MessageTransport::kMaxTag - static_cast<int>(kNumDataTags);
+// Sends that are done before they are received take an envelope each.
+constexpr std::size_t kMaxEarly = 256;
 
 Activity activity_of(const P2pOp& op) {
   const bool is_send = op.kind == P2pOp::Kind::kSend;
@@ -42,12 +43,14 @@ struct MessageP2p::Envelope {
 };
 
 struct MessageP2p::Item {
-  Item(const P2pOpPtr& operation, MessageWatch& watch)
-      : op(operation), watched(watch, operation->deadline) {}
+  explicit Item(const P2pOpPtr& operation) : op(operation) {}
+
+  bool is_send() const { return op->kind == P2pOp::Kind::kSend; }
 
   P2pOpPtr op;
+  bool is_early = false;
   Envelope envelope;
-  MessageWatch::Operation watched;
+  std::optional<MessageWatch::Operation> watched;  // none where it is early: nobody waits
   MessageTransport::MessagePtr envelope_message;
   MessageTransport::MessagePtr data_message;
 };
@@ -63,16 +66,19 @@ MessageP2p::MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure
 MessageP2p::~MessageP2p() {
   {
     Lock lock(mutex_);
+    std::optional<MessageWatch::Operation> flush;
+    if (num_sends_ > 0) flush.emplace(watch_, flush_deadline_);
     has_news_.wait(lock, [this] { return num_sends_ == 0; });
     is_stopping_ = true;
-    const bool has_receives = num_items_ > 0;
+    const bool must_abort = num_items_ > 0 || !guards_.empty();
     lock.unlock();
-    if (has_receives) transport_.abort();
+    if (must_abort) transport_.abort();
     lock.lock();
     has_news_.wait(lock, [this] { return num_items_ == 0; });
   }
   has_work_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : guard_threads_) thread.join();
 }
 
 void MessageP2p::check(const P2pOp& op) const {
@@ -93,19 +99,34 @@ void MessageP2p::post(const P2pOpPtr& op) {
   failure_.rethrow_if_any();
   op->deadline = deadline_after(op->timeout);
   auto item = start(op);
+  if (item->is_send()) {
+    ++num_sends_;
+    flush_deadline_ = std::max(flush_deadline_, op->deadline);
+    item->is_early = item->envelope.is_whole() && num_early_ < kMaxEarly;
+  }
+  const bool is_early = item->is_early;
+  if (is_early)
+    ++num_early_;
+  else
+    item->watched.emplace(watch_, op->deadline);
+  ++num_items_;
   const LaneKey key{op->kind, op->peer, op->tag};
   Lane& lane = lanes_.try_emplace(key, Lane{.key = key, .items = {}}).first->second;
   lane.items.push_back(std::move(item));
-  ++num_items_;
-  if (op->kind == P2pOp::Kind::kSend) ++num_sends_;
-  if (lane.items.size() > 1) return;
-  ready_.push_back(&lane);
-  need_thread(kMaxThreads);
+  if (lane.items.size() == 1) {
+    ready_.push_back(&lane);
+    need_thread(kMaxThreads);
+  }
+  if (op->peer < 0) {
+    guard_sources();
+    fail_orphan(lock, MessageEnd::kFailed, (transport_.rank() + 1) % transport_.world_size());
+  }
+  if (is_early) tell(lock, op);
 }
 
 // In the order of the calls, with the lock held: messages of a lane match in that order.
 std::unique_ptr<MessageP2p::Item> MessageP2p::start(const P2pOpPtr& op) {
-  auto item = std::make_unique<Item>(op, watch_);
+  auto item = std::make_unique<Item>(op);
   Envelope& envelope = item->envelope;
   auto* bytes = reinterpret_cast<std::byte*>(&envelope);
   const auto tag = static_cast<int>(op->tag);
@@ -116,7 +137,7 @@ std::unique_ptr<MessageP2p::Item> MessageP2p::start(const P2pOpPtr& op) {
   envelope.num_bytes = op->num_bytes;
   if (!envelope.is_whole()) {
     std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op->peer)];
-    envelope.data_tag = kFirstDataTag + static_cast<int>(count++ % kNumDataTags);
+    envelope.data_tag = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
   } else if (op->num_bytes > 0) {
     std::memcpy(envelope.data.data(), op->data, op->num_bytes);
   }
@@ -155,27 +176,37 @@ void MessageP2p::run_thread() {
     lock.unlock();
     complete(item);
     const P2pOpPtr op = item.op;
+    const bool is_early = item.is_early;
     lock.lock();
     lane.items.pop_front();
     if (lane.items.empty())
       lanes_.erase(lane.key);
     else
       ready_.push_back(&lane);
-    settle(lock, op);
+    if (!is_early) tell(lock, op);
+    if (is_early) --num_early_;
+    if (op->kind == P2pOp::Kind::kSend) --num_sends_;
+    --num_items_;
+    has_news_.notify_all();
   }
 }
 
 // Runs without the lock, on one thread per lane; what goes wrong is the operation's error.
 void MessageP2p::complete(Item& item) {
+  if (item.is_early) {
+    // Whoever sent it has gone on; that its receiver has gone is for others to say.
+    static_cast<void>(item.envelope_message->wait());
+    return;
+  }
   try {
     wait_for(item, *item.envelope_message, item.op->peer);
-    if (item.op->kind == P2pOp::Kind::kRecv) complete_recv(item);
+    if (!item.is_send()) complete_recv(item);
     if (item.data_message != nullptr) wait_for(item, *item.data_message, item.op->peer);
   } catch (const std::exception&) {
     item.op->error = std::current_exception();
+    // The group has ended, and with it the other half of a long message.
+    transport_.abort();
   }
-  // A long message's other half: the group has ended, and with it all messages.
-  if (item.op->error != nullptr) transport_.abort();
 }
 
 void MessageP2p::complete_recv(Item& item) {
@@ -208,26 +239,60 @@ void MessageP2p::wait_for(Item& item, Message& message, int peer) {
                   "ringcomm: " + activity_of(*item.op).description +
                       ": the group was destroyed before a message came");
   }
-  failure_.raise_stopped(item.watched.stop_of(end, peer), peer, activity_of(*item.op),
+  failure_.raise_stopped(item.watched->stop_of(end, peer), peer, activity_of(*item.op),
                          end == MessageEnd::kFailed ? message.failure() : "");
 }
 
-void MessageP2p::settle(Lock& lock, const P2pOpPtr& op) {
+// The operation is done. Without the lock while its callback runs.
+void MessageP2p::tell(Lock& lock, const P2pOpPtr& op) {
   const bool is_send = op->kind == P2pOp::Kind::kSend;
   op->is_done = true;
-  if (op->error == nullptr) {
-    const OpKind kind = is_send ? OpKind::kSend : OpKind::kRecv;
+  if (op->error == nullptr)
     for (Stats* stats : {&stats_, &Stats::process_wide()})
-      stats->count(kind, Algorithm::kDirect, is_send ? op->num_bytes : 0);
-  }
+      stats->count(is_send ? OpKind::kSend : OpKind::kRecv, Algorithm::kDirect,
+                   is_send ? op->num_bytes : 0);
   const auto done = std::exchange(op->done, nullptr);
   has_news_.notify_all();
   lock.unlock();
   if (done) done();
   lock.lock();
-  --num_items_;
-  if (is_send) --num_sends_;
-  has_news_.notify_all();
+}
+
+void MessageP2p::guard_sources() {
+  if (guards_.empty())
+    for (int peer = 0; peer < transport_.world_size(); ++peer) {
+      if (peer == transport_.rank()) continue;
+      guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
+      guard_threads_.push_back(start_background_thread(
+          "ringcomm-guard",
+          [this, peer, message = guards_.back().get()] { guard(peer, *message); }));
+    }
+}
+
+void MessageP2p::guard(int peer, Message& message) {
+  const MessageEnd end = message.wait();
+  Lock lock(mutex_);
+  if (end != MessageEnd::kFailed || is_stopping_) return;
+  ++num_gone_;
+  fail_orphan(lock, end, peer);
+}
+
+// Ends the group where a receive from any source waits and nobody is left to send.
+void MessageP2p::fail_orphan(Lock& lock, MessageEnd end, int peer) {
+  if (num_gone_ < transport_.world_size() - 1) return;
+  for (const auto& [key, lane] : lanes_) {
+    if (std::get<1>(key) >= 0) continue;
+    const Activity activity = activity_of(*lane.items.front()->op);
+    lock.unlock();
+    try {
+      MessageWatch::Operation operation(watch_, Clock::time_point::max());
+      failure_.raise_stopped(operation.stop_of(end, peer), peer, activity);
+    } catch (const std::exception&) {
+      // Kept, and told to the operations, whose messages end with the group.
+    }
+    lock.lock();
+    return;
+  }
 }
 
 // Gives an operation's lane a thread, whatever their number.

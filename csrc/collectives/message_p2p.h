@@ -23,7 +23,11 @@ namespace ringcomm {
 ///
 /// A user's message is an envelope of fixed size with its tag, which says how long it is and holds
 /// short ones, and for long ones a second message with a tag of its own: sizes that differ are an
-/// error and no corruption, and a receive from any source knows whom the rest comes from.
+/// error and no corruption, and a receive from any source knows whom the rest comes from. A send
+/// that fits its envelope is done when it is posted, up to some hundred that nobody has received.
+///
+/// A receive from any source is over when all others have gone, which the transport does not say: a
+/// message that is never sent is waited for from each.
 ///
 /// A transport's messages can be waited for and not asked. So threads wait: one for each lane of
 /// messages with one peer, tag and direction, which end in order; the first ones to be posted have
@@ -54,13 +58,16 @@ class MessageP2p final : public PointToPoint {
 
   void check(const P2pOp& op) const;
   std::unique_ptr<Item> start(const P2pOpPtr& op);
+  void guard_sources();
+  void guard(int peer, Message& message);
+  void fail_orphan(Lock& lock, MessageEnd end, int peer);
   void need_thread(std::size_t max_threads);
   void hurry(const P2pOp& op);
   void run_thread();
   void complete(Item& item);
   void complete_recv(Item& item);
   void wait_for(Item& item, Message& message, int peer);
-  void settle(Lock& lock, const P2pOpPtr& op);
+  void tell(Lock& lock, const P2pOpPtr& op);
 
   MessageTransport& transport_;
   MessageWatch& watch_;
@@ -71,13 +78,19 @@ class MessageP2p final : public PointToPoint {
   std::map<LaneKey, Lane> lanes_;
   std::deque<Lane*> ready_;  // with something to wait for, and no thread that does
   std::vector<std::uint32_t> num_long_sends_;  // by peer
-  std::size_t num_sends_ = 0;                  // not done
   std::size_t num_items_ = 0;
-  std::size_t num_idle_ = 0;  // threads
+  std::size_t num_sends_ = 0;              // of the items
+  std::size_t num_early_ = 0;              // sends that were done when they were posted
+  Clock::time_point flush_deadline_ = {};  // the latest of all sends
+  std::size_t num_idle_ = 0;               // threads
   bool is_stopping_ = false;
   std::condition_variable has_work_;
   std::condition_variable has_news_;
   std::vector<std::thread> threads_;
+  std::byte guarded_byte_ = {};
+  std::vector<MessageTransport::MessagePtr> guards_;  // by whom receives from any source wait for
+  std::vector<std::thread> guard_threads_;
+  int num_gone_ = 0;  // peers
 };
 
 }  // namespace ringcomm

@@ -125,7 +125,8 @@ class Ring {
     for (std::size_t place = 0; place < plan_.group_slices(group); ++place) {
       const ElemRange slice =
           slice_at(chunk, {.group = group, .is_gather = is_gather, .place = place});
-      send(is_gather, shares_.input(chunk, slice), slice);
+      send(is_gather, is_gather ? shares_.output(chunk, slice) : shares_.input(chunk, slice),
+           slice);
     }
   }
 

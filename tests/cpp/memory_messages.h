@@ -207,10 +207,11 @@ class MemoryNetwork {
   }
 
   void end_all(const std::function<bool(const Post&)>& is_meant, MessageEnd how) {
-    waiting_.remove_if([&](const PostPtr& post) {
-      if (is_meant(*post)) end(*post, how);
-      return post->is_over;
-    });
+    for (std::list<PostPtr>* posts : {&waiting_, &stranded_})
+      posts->remove_if([&](const PostPtr& post) {
+        if (is_meant(*post)) end(*post, how);
+        return post->is_over;
+      });
     // Of one under way the other side waits on, until this one leaves.
     for (const PostPtr& send : matched_)
       for (Post* post : {send.get(), send->partner.get()})
@@ -237,18 +238,22 @@ class MemoryNetwork {
       } else {
         const PostPtr send = *next;
         matched_.erase(next);
-        arrive(*send, *send->partner);
+        arrive(send, send->partner);
       }
     }
   }
 
-  void arrive(Post& send, Post& recv) {
-    if (send.is_over || recv.is_over) return;  // one side has given up
-    if (send.num_bytes == recv.num_bytes && send.num_bytes > 0)
-      std::memcpy(recv.data, send.data, send.num_bytes);
-    delivered_.emplace_back(send.from, send.num_bytes);
-    end(send, MessageEnd::kDone);
-    end(recv, MessageEnd::kDone);
+  void arrive(const PostPtr& send, const PostPtr& recv) {
+    if (send->is_over || recv->is_over) {  // the other waits until the one that gave up leaves
+      for (const PostPtr& post : {send, recv})
+        if (!post->is_over) stranded_.push_back(post);
+      return;
+    }
+    if (send->num_bytes == recv->num_bytes && send->num_bytes > 0)
+      std::memcpy(recv->data, send->data, send->num_bytes);
+    delivered_.emplace_back(send->from, send->num_bytes);
+    end(*send, MessageEnd::kDone);
+    end(*recv, MessageEnd::kDone);
   }
 
   int world_size_;
@@ -258,7 +263,8 @@ class MemoryNetwork {
   std::mt19937 random_;
   std::vector<bool> is_gone_;
   std::list<PostPtr> waiting_;
-  std::list<PostPtr> matched_;  // the sends
+  std::list<PostPtr> matched_;   // the sends
+  std::list<PostPtr> stranded_;  // matched with one that was aborted
   std::vector<std::pair<int, std::uint64_t>> delivered_;
   int num_misfits_ = 0;
   bool is_stopping_ = false;

@@ -117,26 +117,25 @@ TEST_CASE("messages: rank order") {
   CommunicatorOptions options = kSmallSlots;
   options.is_rank_ordered = true;
   MemoryNetwork network(4, std::chrono::microseconds(100));
-  run_message_ranks(
-      network, 4,
-      [](Communicator& communicator) {
-        std::uint32_t salt = 0;
-        for (const std::size_t num_elems : {std::size_t{517}, std::size_t{300'001}}) {
-          for (const Algorithm algorithm : kAlgorithms)
-            run_case(communicator, {.algorithm = algorithm,
-                                    .num_elems = num_elems,
-                                    .is_in_place = salt % 2 == 0,
-                                    .is_random = true,
-                                    .salt = ++salt});
-          for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter})
-            run_case(communicator, {.op = op,
-                                    .root = op == OpKind::kReduce ? 2 : -1,
-                                    .num_elems = num_elems,
-                                    .is_random = true,
-                                    .salt = ++salt});
-        }
-      },
-      {.is_rank_ordered = true, .num_slots = 2, .slot_bytes = 4096});
+  run_message_ranks(network, 4,
+                    [](Communicator& communicator) {
+                      std::uint32_t salt = 0;
+                      for (const std::size_t num_elems : {std::size_t{517}, std::size_t{300'001}}) {
+                        for (const Algorithm algorithm : kAlgorithms)
+                          run_case(communicator, {.algorithm = algorithm,
+                                                  .num_elems = num_elems,
+                                                  .is_in_place = salt % 2 == 0,
+                                                  .is_random = true,
+                                                  .salt = ++salt});
+                        for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter})
+                          run_case(communicator, {.op = op,
+                                                  .root = op == OpKind::kReduce ? 2 : -1,
+                                                  .num_elems = num_elems,
+                                                  .is_random = true,
+                                                  .salt = ++salt});
+                      }
+                    },
+                    {.is_rank_ordered = true, .num_slots = 2, .slot_bytes = 4096});
 }
 
 // ---- Shares of different sizes: element i of what rank `from` has for rank `to`.

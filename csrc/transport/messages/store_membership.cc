@@ -75,7 +75,7 @@ StoreMembership::StoreMembership(KeyValueStore& store, int rank, int world_size,
   }
 }
 
-StoreMembership::~StoreMembership() {
+void StoreMembership::leave() {
   try {
     store_->set(prefix_ + "left/" + std::to_string(rank_), "1");
   } catch (const std::exception&) {

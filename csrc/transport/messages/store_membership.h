@@ -24,8 +24,10 @@ class StoreMembership final : public Membership {
   /// naming a rank that does not appear, kMismatch where options differ.
   StoreMembership(KeyValueStore& store, int rank, int world_size, const std::string& options,
                   std::chrono::milliseconds timeout);
-  /// Tells the peers that this rank has left.
-  ~StoreMembership() override;
+  ~StoreMembership() override = default;
+
+  /// Tells the peers that this rank has left, before its connections close.
+  void leave();
 
   /// What ends this rank's waits; set once, before anything is waited for.
   void on_abort(std::function<void()> end_waits) { end_waits_ = std::move(end_waits); }
