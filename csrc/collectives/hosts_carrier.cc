@@ -94,33 +94,35 @@ Traffic HostsCarrier::run(const Collective& call, const CallHeader& header,
 }
 
 void HostsCarrier::dispatch(const Collective& call, const CallHeader& header) {
-  const bool is_short =
-      call.op == OpKind::kAllReduce && !is_flat(call) && call.num_bytes() <= kLeaderMaxBytes;
-  if (is_short) return hosts_leader_all_reduce(engine_, call, header);
-  if (call.op == OpKind::kBarrier) return hosts_barrier(engine_, header);
-
-  HostsGreeting greeting(engine_, header);
-  const int rank = engine_.rank();
-  const int world_size = engine_.world_size();
-  if (!is_flat(call)) {
-    if (call.op == OpKind::kAllReduce) {
-      const MessageShares shares = MessageShares::of_buffer(call, world_size);
-      hosts_reduce_scatter(engine_, header, shares, greeting);
-      return hosts_all_gather(engine_, header, shares, greeting);
-    }
-    if (call.op == OpKind::kReduceScatter)
-      return hosts_reduce_scatter(
-          engine_, header, MessageShares::of_reduce_scatter(call, rank, world_size), greeting);
-    if (call.op == OpKind::kAllGather)
-      return hosts_all_gather(engine_, header, MessageShares::of_all_gather(call, rank, world_size),
-                              greeting);
-  }
-  greeting.finish();
   if (is_flat(call)) {
+    hosts_barrier(engine_, header);
     engine_.count_sent(run_message_collective(engine_.all(), call, header));
     return;
   }
+  const int rank = engine_.rank();
+  const int world_size = engine_.world_size();
   switch (call.op) {
+    case OpKind::kBarrier:
+      return hosts_barrier(engine_, header);
+    case OpKind::kAllReduce: {
+      if (call.num_bytes() <= kLeaderMaxBytes) return hosts_leader_all_reduce(engine_, call, header);
+      const MessageShares shares = MessageShares::of_buffer(call, world_size);
+      HostsGreeting greeting(engine_, header);
+      hosts_reduce_scatter(engine_, header, shares, greeting);
+      return hosts_all_gather(engine_, header, shares, greeting);
+    }
+    case OpKind::kReduceScatter: {
+      HostsGreeting greeting(engine_, header);
+      return hosts_reduce_scatter(
+          engine_, header, MessageShares::of_reduce_scatter(call, rank, world_size), greeting);
+    }
+    case OpKind::kAllGather: {
+      HostsGreeting greeting(engine_, header);
+      return hosts_all_gather(engine_, header, MessageShares::of_all_gather(call, rank, world_size),
+                              greeting);
+    }
+    case OpKind::kAllToAll:
+      return hosts_all_to_all(engine_, call, header);
     case OpKind::kReduce:
       return hosts_reduce(engine_, call, header);
     case OpKind::kBroadcast:
@@ -129,8 +131,6 @@ void HostsCarrier::dispatch(const Collective& call, const CallHeader& header) {
       return hosts_gather(engine_, call, header);
     case OpKind::kScatter:
       return hosts_scatter(engine_, call, header);
-    case OpKind::kAllToAll:
-      return hosts_all_to_all(engine_, call, header);
     default:
       throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
   }

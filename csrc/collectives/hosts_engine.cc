@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collectives/message_exchange.h"
+#include "collectives/message_tags.h"
 
 namespace ringcomm {
 namespace {
@@ -34,7 +34,7 @@ HostsEngine::HostsEngine(const Roster& roster, int rank, Carrier* local,
       all_(transport, cut) {
   if (!is_leader()) return;
   leaders_subset_ =
-      std::make_unique<MessageSubset>(transport, leaders_of(roster), MessageTags::kNum);
+      std::make_unique<MessageSubset>(transport, leaders_of(roster), MessageTags::kNumOfCollectives);
   leaders_ = std::make_unique<MessageEngine>(*leaders_subset_, cut);
 }
 
@@ -64,7 +64,7 @@ void HostsEngine::drop() {
 }
 
 MessageEngine& HostsEngine::among(const std::vector<int>& ranks) {
-  some_subset_ = std::make_unique<MessageSubset>(transport_, ranks, 2 * MessageTags::kNum);
+  some_subset_ = std::make_unique<MessageSubset>(transport_, ranks, 2 * MessageTags::kNumOfCollectives);
   some_ = std::make_unique<MessageEngine>(*some_subset_, cut_);
   some_->begin(*operation_);
   return *some_;

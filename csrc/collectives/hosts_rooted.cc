@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "collectives/hosts_agreement.h"
 #include "collectives/message_collectives.h"
 #include "collectives/message_exchange.h"
 #include "collectives/reduction.h"
@@ -132,6 +133,7 @@ void hosts_leader_all_reduce(HostsEngine& engine, const Collective& call,
 
 void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHeader& header,
                      const CommunicatorOptions& options) {
+  hosts_barrier(engine, header);
   const std::vector<int> ranks = representatives(engine, call.root);
   const int representative = ranks[static_cast<std::size_t>(engine.host())];
   if (engine.rank() == representative) {
@@ -150,6 +152,7 @@ void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHead
 }
 
 void hosts_reduce(HostsEngine& engine, const Collective& call, const CallHeader& header) {
+  hosts_barrier(engine, header);
   const ReduceOp& op = reduce_op_of(call);
   const std::vector<int> ranks = representatives(engine, call.root);
   const int representative = ranks[static_cast<std::size_t>(engine.host())];
@@ -184,6 +187,7 @@ void hosts_reduce(HostsEngine& engine, const Collective& call, const CallHeader&
 }
 
 void hosts_gather(HostsEngine& engine, const Collective& call, const CallHeader& header) {
+  hosts_barrier(engine, header);
   const std::size_t bytes = element_bytes(call.dtype);
   MessageExchange exchange(engine.all(), header);
   if (engine.rank() == call.root) {
@@ -199,6 +203,7 @@ void hosts_gather(HostsEngine& engine, const Collective& call, const CallHeader&
 }
 
 void hosts_scatter(HostsEngine& engine, const Collective& call, const CallHeader& header) {
+  hosts_barrier(engine, header);
   const std::size_t bytes = element_bytes(call.dtype);
   MessageExchange exchange(engine.all(), header);
   if (engine.rank() == call.root) {
@@ -214,6 +219,7 @@ void hosts_scatter(HostsEngine& engine, const Collective& call, const CallHeader
 }
 
 void hosts_all_to_all(HostsEngine& engine, const Collective& call, const CallHeader& header) {
+  HostsGreeting greeting(engine, header);
   const std::size_t bytes = element_bytes(call.dtype);
   MessageExchange exchange(engine.all(), header);
   for_each_on_other_hosts(engine, [&](int rank) {
@@ -226,6 +232,7 @@ void hosts_all_to_all(HostsEngine& engine, const Collective& call, const CallHea
     engine.count_sent(num_bytes);
   });
   engine.run_local(LocalShares(engine, call).call());
+  greeting.finish();
   exchange.finish();
 }
 
