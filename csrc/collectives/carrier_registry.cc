@@ -43,9 +43,9 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
   if (is_p2p || roster.max_ranks_on_a_host() == 1) {
     auto carrier =
         std::make_unique<MessageCarrier>(store, rank, world_size, options, make, timeout);
-    return {std::move(carrier), "p2p over " + name +
-                                    (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") +
-                                    hosts};
+    return {std::move(carrier),
+            "p2p over " + name +
+                (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") + hosts};
   }
   auto carrier = std::make_unique<HostsCarrier>(store, roster, rank, options, make, timeout);
   return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};

@@ -57,8 +57,7 @@ const char* name_of(Algorithm algorithm) {
 
 void check_all_reduce_algorithm(Algorithm algorithm) {
   if (algorithm == Algorithm::kDirect || algorithm == Algorithm::kHierarchical)
-    throw std::invalid_argument(std::string(name_of(algorithm)) +
-                                " is no algorithm of all_reduce");
+    throw std::invalid_argument(std::string(name_of(algorithm)) + " is no algorithm of all_reduce");
 }
 
 Algorithm algorithm_from_name(const std::string& name) {

@@ -122,9 +122,7 @@ class Comparison {
   }
 
  private:
-  int global(int local) const {
-    return engine_.local_ranks()[static_cast<std::size_t>(local)];
-  }
+  int global(int local) const { return engine_.local_ranks()[static_cast<std::size_t>(local)]; }
   std::uint64_t share(int local, int rank) {
     return header_.op == OpKind::kReduceScatter ? records_.given(local, rank)
                                                 : records_.expected(local, rank);

@@ -19,8 +19,8 @@ void agree_inside_host(HostsEngine& engine, const Collective& call, const CallHe
 
 /// Compares the calls of this host and of the one before it; does nothing on ranks that lead no
 /// host. For collectives in which data of all hosts follows, with their headers: those compare the
-/// rest, and this one, which goes the same way whatever the collective, sees to it that nobody waits
-/// for data that will not come. Starts at once, and costs no time of its own beside data.
+/// rest, and this one, which goes the same way whatever the collective, sees to it that nobody
+/// waits for data that will not come. Starts at once, and costs no time of its own beside data.
 class HostsGreeting {
  public:
   HostsGreeting(HostsEngine& engine, const CallHeader& header);

@@ -105,7 +105,8 @@ void HostsCarrier::dispatch(const Collective& call, const CallHeader& header) {
     case OpKind::kBarrier:
       return hosts_barrier(engine_, header);
     case OpKind::kAllReduce: {
-      if (call.num_bytes() <= kLeaderMaxBytes) return hosts_leader_all_reduce(engine_, call, header);
+      if (call.num_bytes() <= kLeaderMaxBytes)
+        return hosts_leader_all_reduce(engine_, call, header);
       const MessageShares shares = MessageShares::of_buffer(call, world_size);
       HostsGreeting greeting(engine_, header);
       hosts_reduce_scatter(engine_, header, shares, greeting);

@@ -33,8 +33,8 @@ HostsEngine::HostsEngine(const Roster& roster, int rank, Carrier* local,
       cut_(cut),
       all_(transport, cut) {
   if (!is_leader()) return;
-  leaders_subset_ =
-      std::make_unique<MessageSubset>(transport, leaders_of(roster), MessageTags::kNumOfCollectives);
+  leaders_subset_ = std::make_unique<MessageSubset>(transport, leaders_of(roster),
+                                                    MessageTags::kNumOfCollectives);
   leaders_ = std::make_unique<MessageEngine>(*leaders_subset_, cut);
 }
 
@@ -64,15 +64,16 @@ void HostsEngine::drop() {
 }
 
 MessageEngine& HostsEngine::among(const std::vector<int>& ranks) {
-  some_subset_ = std::make_unique<MessageSubset>(transport_, ranks, 2 * MessageTags::kNumOfCollectives);
+  some_subset_ =
+      std::make_unique<MessageSubset>(transport_, ranks, 2 * MessageTags::kNumOfCollectives);
   some_ = std::make_unique<MessageEngine>(*some_subset_, cut_);
   some_->begin(*operation_);
   return *some_;
 }
 
 WaitLimits HostsEngine::limits_left() const {
-  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ -
-                                                                 std::chrono::steady_clock::now());
+  const auto left =
+      std::chrono::ceil<std::chrono::milliseconds>(deadline_ - std::chrono::steady_clock::now());
   return {.timeout = std::clamp(left, std::chrono::milliseconds(1), limits_->timeout),
           .is_interrupted = limits_->is_interrupted};
 }

@@ -18,8 +18,8 @@
 
 namespace ringcomm {
 
-/// The state in which collectives of ranks on several hosts run, one after another, on one thread at
-/// a time: shared memory inside a host, messages between hosts.
+/// The state in which collectives of ranks on several hosts run, one after another, on one thread
+/// at a time: shared memory inside a host, messages between hosts.
 ///
 /// Two numberings meet here. A rank is one of the group; a local rank is one of its host's ranks,
 /// and only calls of run_local() are in it.
@@ -50,7 +50,8 @@ class HostsEngine {
   void drop();
 
   /// Runs a collective of this host's ranks, part of the one that has begun: `call` numbers them
-  /// from 0. Throws Stopped and Mismatched in the group's numbers. Counts the bytes of what is data.
+  /// from 0. Throws Stopped and Mismatched in the group's numbers. Counts the bytes of what is
+  /// data.
   void run_local(const Collective& call, bool is_data = true);
 
   /// Messages of all ranks, and of the leaders (where this rank is one), by host.

@@ -21,8 +21,7 @@ constexpr std::size_t kStagingBytes = std::size_t{4} << 20;
 std::vector<int> representatives(const HostsEngine& engine, int root) {
   std::vector<int> ranks;
   for (int host = 0; host < engine.roster().num_hosts(); ++host)
-    ranks.push_back(host == engine.roster().host_of(root) ? root
-                                                          : engine.roster().leader_of(host));
+    ranks.push_back(host == engine.roster().host_of(root) ? root : engine.roster().leader_of(host));
   return ranks;
 }
 
@@ -31,8 +30,10 @@ class LocalShares {
  public:
   LocalShares(const HostsEngine& engine, const Collective& call) : call_(call) {
     const bool is_root = engine.rank() == call.root;
-    const bool has_inputs = call.op == OpKind::kAllToAll || (call.op == OpKind::kScatter && is_root);
-    const bool has_outputs = call.op == OpKind::kAllToAll || (call.op == OpKind::kGather && is_root);
+    const bool has_inputs =
+        call.op == OpKind::kAllToAll || (call.op == OpKind::kScatter && is_root);
+    const bool has_outputs =
+        call.op == OpKind::kAllToAll || (call.op == OpKind::kGather && is_root);
     for (const int rank : engine.local_ranks()) {
       if (has_inputs) {
         inputs_.push_back(call.inputs[rank]);

@@ -7,12 +7,11 @@
 namespace ringcomm {
 
 /// Collectives over hosts that go through one rank of each host, or straight to the one rank that
-/// wants the data. All begin when the ranks of each host have agreed on the call, and see to it that
-/// the hosts do; docs/design/hosts.md has the bytes of each.
+/// wants the data. All begin when the ranks of each host have agreed on the call, and see to it
+/// that the hosts do; docs/design/hosts.md has the bytes of each.
 
 /// For short buffers: each host's leader has its sum, the leaders tell each other, and their hosts.
-void hosts_leader_all_reduce(HostsEngine& engine, const Collective& call,
-                             const CallHeader& header);
+void hosts_leader_all_reduce(HostsEngine& engine, const Collective& call, const CallHeader& header);
 
 void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHeader& header,
                      const CommunicatorOptions& options);

@@ -94,8 +94,7 @@ class ReduceScatter {
   std::byte* received(int host) const { return received_[static_cast<std::size_t>(host)]; }
 
   void send_to(int host, int turn, std::size_t idx) {
-    std::byte* partial =
-        partials_[static_cast<std::size_t>(host)][static_cast<std::size_t>(turn)];
+    std::byte* partial = partials_[static_cast<std::size_t>(host)][static_cast<std::size_t>(turn)];
     reduce_inside(host, turn, idx, partial);
     const int rank = couriers_.served(host, turn, engine_.local_rank());
     if (rank < 0) return;

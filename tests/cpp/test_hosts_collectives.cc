@@ -18,19 +18,21 @@ using testing::MemoryNetwork;
 using testing::run_case;
 using testing::run_hosts_ranks;
 
-constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kReduce,  OpKind::kReduceScatter,
+constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kReduceScatter,
                            OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
                            OpKind::kScatter,   OpKind::kAllToAll};
 // Even, interleaved, uneven in all orders, one rank alone, more ranks than the other host twice.
-const std::vector<std::string> kPlacements{"aabb",   "abab",   "abbccc", "cbcabc",
-                                           "aab",    "abbbbb", "abcabd"};
+const std::vector<std::string> kPlacements{"aabb", "abab",   "abbccc", "cbcabc",
+                                           "aab",  "abbbbb", "abcabd"};
 
 bool rooted(OpKind op) {
   return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
          op == OpKind::kScatter;
 }
 
-bool has_shares(OpKind op) { return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast; }
+bool has_shares(OpKind op) {
+  return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
+}
 
 Case case_of(OpKind op, std::uint32_t salt, std::size_t num_elems, int world_size) {
   return {.op = op,
@@ -99,8 +101,8 @@ TEST_CASE("hosts: random floats have the same bits on all ranks, short and long"
     std::vector<oracle::Bytes> results(placement.size());
     MemoryNetwork network(static_cast<int>(placement.size()));
     run_hosts_ranks(network, placement, [&](Communicator& communicator) {
-      testing::CaseBuffers buffers({.num_elems = num_elems, .is_random = true},
-                                   communicator.rank(), communicator.world_size());
+      testing::CaseBuffers buffers({.num_elems = num_elems, .is_random = true}, communicator.rank(),
+                                   communicator.world_size());
       communicator.run(buffers.call(), testing::kPatient);
       results[static_cast<std::size_t>(communicator.rank())] = buffers.result();
     });
@@ -136,9 +138,7 @@ TEST_CASE("hosts: an algorithm that is asked for by name is one of ranks") {
              "counted under its name");
     }
     run_case(communicator, {.num_elems = 1003});
-    expect(communicator.stats()
-                   .counts(OpKind::kAllReduce, Algorithm::kHierarchical)
-                   .num_calls == 1,
+    expect(communicator.stats().counts(OpKind::kAllReduce, Algorithm::kHierarchical).num_calls == 1,
            "counted as hierarchical");
   });
 }
@@ -152,20 +152,20 @@ TEST_CASE("hosts: what crosses between the hosts") {
     std::uint64_t bytes;  // sent by all ranks, of data too long for an envelope
   };
   for (const Expectation& expectation : {
-           Expectation{OpKind::kAllReduce, 2 * kBytes},       // of the buffer: 2(H - 1)
-           Expectation{OpKind::kReduceScatter, 4 * kBytes},   // of a share: N(H - 1)
-           Expectation{OpKind::kAllGather, 4 * kBytes},       // the same
-           Expectation{OpKind::kBroadcast, kBytes},           // H - 1
-           Expectation{OpKind::kReduce, kBytes},              // H - 1
-           Expectation{OpKind::kGather, 2 * kBytes},          // of a share: ranks elsewhere
-           Expectation{OpKind::kScatter, 2 * kBytes},         // the same
-           Expectation{OpKind::kAllToAll, 8 * kBytes},        // pairs of ranks on two hosts
+           Expectation{OpKind::kAllReduce, 2 * kBytes},      // of the buffer: 2(H - 1)
+           Expectation{OpKind::kReduceScatter, 4 * kBytes},  // of a share: N(H - 1)
+           Expectation{OpKind::kAllGather, 4 * kBytes},      // the same
+           Expectation{OpKind::kBroadcast, kBytes},          // H - 1
+           Expectation{OpKind::kReduce, kBytes},             // H - 1
+           Expectation{OpKind::kGather, 2 * kBytes},         // of a share: ranks elsewhere
+           Expectation{OpKind::kScatter, 2 * kBytes},        // the same
+           Expectation{OpKind::kAllToAll, 8 * kBytes},       // pairs of ranks on two hosts
        }) {
     MemoryNetwork network(4);
     run_hosts_ranks(network, "abba", [&](Communicator& communicator) {
-      run_case(communicator, {.op = expectation.op,
-                              .root = rooted(expectation.op) ? 2 : -1,
-                              .num_elems = kElems});
+      run_case(
+          communicator,
+          {.op = expectation.op, .root = rooted(expectation.op) ? 2 : -1, .num_elems = kElems});
     });
     std::uint64_t delivered = 0;
     for (int rank = 0; rank < 4; ++rank) delivered += network.delivered_bytes(rank);

@@ -167,7 +167,7 @@ def check_many(rank: int) -> None:
     objects: list[Any] = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank})
     assert [o["rank"] for o in objects] == list(range(world_size))
-    names = {}
+    names: dict[int, str] = {}
     for ranks in ([0, 1], [0, 2], [1, 2, 3]):
         group = dist.new_group(ranks)
         if rank not in ranks:

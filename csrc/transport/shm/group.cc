@@ -18,9 +18,9 @@ class OneHost {
  public:
   OneHost(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
           std::chrono::milliseconds timeout)
-      : rendezvous_(
-            store, identity,
-            {.shared_bytes = SegmentLayout(identity.world_size, config).num_bytes()}, timeout) {
+      : rendezvous_(store, identity,
+                    {.shared_bytes = SegmentLayout(identity.world_size, config).num_bytes()},
+                    timeout) {
     rendezvous_.find_ranks();
   }
   Rendezvous& rendezvous() { return rendezvous_; }

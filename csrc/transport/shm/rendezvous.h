@@ -26,11 +26,11 @@ struct GroupIdentity {
 /// How the ranks of a group find each other, and those of one host come to share memory.
 ///
 /// Every rank publishes a record in the store, reads the others', and starts watching the processes
-/// on its own host. Where all are on one host, rank 0 makes the memory and offers it at its hub; the
-/// others fetch it, and rank 0 stays until all have it. The store may hold records of an earlier
-/// group, since programs destroy and make groups over the same one: a record that does not fit is
-/// read again for a second before it is believed. A record of another host fits where hosts may be
-/// several: over one store, ranks must not have moved between hosts.
+/// on its own host. Where all are on one host, rank 0 makes the memory and offers it at its hub;
+/// the others fetch it, and rank 0 stays until all have it. The store may hold records of an
+/// earlier group, since programs destroy and make groups over the same one: a record that does not
+/// fit is read again for a second before it is believed. A record of another host fits where hosts
+/// may be several: over one store, ranks must not have moved between hosts.
 class Rendezvous {
  public:
   /// What the ranks of one host have when they have met.
