@@ -37,6 +37,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
+    has_messages = options.transport == "p2p"
     return _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
@@ -50,8 +51,9 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         else _whole("slot_bytes", options.slot_bytes),
         one_shot_max_bytes=0,
         transport=options.transport or "",
+        p2p_backend=options.p2p_backend if has_messages else "",
         make_messages=message_backend.maker(options.p2p_backend, dist_backend_opts)
-        if options.transport == "p2p"
+        if has_messages
         else None,
     )
 
