@@ -15,6 +15,7 @@ def create_process_group(
     slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
+    p2p_backend: str,
     make_messages: Callable[[], Any] | None,
 ) -> Any: ...
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...

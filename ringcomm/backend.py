@@ -40,6 +40,8 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
+    # Messages are made only where it turns out that ranks share no memory.
+    has_messages = options.transport != "shm"
     backend = _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
@@ -53,10 +55,10 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         else _whole("slot_bytes", options.slot_bytes),
         one_shot_max_bytes=0,
         transport=options.transport or "",
-        # Made only where it turns out that ranks share no memory.
-        make_messages=None
-        if options.transport == "shm"
-        else message_backend.maker(options.p2p_backend, dist_backend_opts),
+        p2p_backend=options.p2p_backend if has_messages else "",
+        make_messages=message_backend.maker(options.p2p_backend, dist_backend_opts)
+        if has_messages
+        else None,
     )
     _log.info(
         "ringcomm group %s, rank %d of %d: %s",

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringcomm.options import Options
+
 __all__ = ["maker"]
 
 
@@ -67,4 +69,5 @@ def _make_plugin(plugin: Any, name: str, opts: Any) -> Any:
     inner.timeout = opts.timeout
     inner.group_id = f"{opts.group_id}/{name}"
     inner.global_ranks_in_group = opts.global_ranks_in_group
-    return plugin.creator_fn(inner, None)
+    # Over itself, shared memory: the environment may say p2p for all groups.
+    return plugin.creator_fn(inner, Options(transport="shm") if name == "ringcomm" else None)

@@ -21,7 +21,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
     std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const py::object& make_messages) {
+    const std::string& transport, const std::string& p2p_backend, const py::object& make_messages) {
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
   options.is_rank_ordered = is_rank_ordered;
@@ -29,6 +29,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   options.slot_bytes = slot_bytes;
   options.one_shot_max_bytes = one_shot_max_bytes;
   options.transport = transport;
+  options.p2p_backend = p2p_backend;
   MakeMessages make;
   if (!make_messages.is_none())
     make = [&make_messages] {
@@ -83,7 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("make_messages"));
+        py::arg("transport"), py::arg("p2p_backend"), py::arg("make_messages"));
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());

@@ -19,6 +19,8 @@ struct CommunicatorOptions {
   /// Where this rank is; empty: found out. The one that differs between ranks.
   std::string host_id = {};
 
+  std::string p2p_backend = {};  ///< what carries messages, where anything does
+
   /// "algorithm=auto deterministic=none num_slots=2 slot_bytes=262144 ..."
   std::string to_text() const;
   /// Throws std::invalid_argument.

@@ -129,17 +129,19 @@ TEST_CASE("message p2p: nobody comes, somebody dies") {
 
 // The end of a group sends what is to be sent, and ends what waits for nothing.
 TEST_CASE("message p2p: destruction") {
-  MemoryNetwork network(2);
-  Message orphan;
+  MemoryNetwork network(3);
+  Message orphan, sent;
   std::atomic<int> num_done = 0;
-  run_message_ranks(network, 2, [&](Communicator& communicator) {
+  run_message_ranks(network, 3, [&](Communicator& communicator) {
+    const auto done = [&] { ++num_done; };
     if (communicator.rank() == 0) {
-      static Message sent;
-      sent = post_send(communicator, 1, 2, message(0, 2, 0, 50'000), kBound, [&] { ++num_done; });
-      return;
+      sent = post_send(communicator, 1, 2, message(0, 2, 0, 50'000), kBound, done);
+    } else if (communicator.rank() == 1) {
+      orphan = post_recv(communicator, 2, 9, 4, kBound, done);
+      recv_and_check(communicator, 0, 2, 0, 50'000);
+    } else {
+      wait_until([&] { return num_done == 2; }, "both to be done");
     }
-    orphan = post_recv(communicator, 0, 9, 4, kBound, [&] { ++num_done; });
-    recv_and_check(communicator, 0, 2, 0, 50'000);
   });
   CHECK(num_done == 2);
   const Error error = error_of([&] { std::rethrow_exception(orphan.op->error); });
