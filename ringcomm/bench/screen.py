@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
-from machine import MAX_OTHERS_PERCENT
 from rich.console import Console
 from rich.table import Table
-from wording import comparison, facts_line, microseconds
+
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT
+from ringcomm.bench.wording import comparison, microseconds
 
 # Of tables that do not go to a terminal.
 FILE_COLUMNS = 140
@@ -91,14 +91,8 @@ def _machine_table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def print_tables(
-    console: Console,
-    records: list[dict[str, Any]],
-    options: Namespace,
-    facts: dict[str, Any],
-    subject: str,
-) -> None:
-    """What a sweep found, and on what machine it found it."""
-    console.print(f"{options.world} ranks, {options.dtype}, {options.device}; {facts_line(facts)}")
+def print_tables(console: Console, records: list[dict[str, Any]], title: str, subject: str) -> None:
+    """What a sweep found, and the state of the machine meanwhile."""
+    console.print(title)
     console.print(_results_table(records, subject))
     console.print(_machine_table(records))
