@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ringcomm.bench import machine
 from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.bench.flags import did_flags_change
-from ringcomm.bench.interleave import Timings, make_contender, measure, open_groups
+from ringcomm.bench.interleave import Timings, labelled, make_contender, measure, open_groups
 from ringcomm.bench.operations import OPERATIONS, Buffers, Place
 from ringcomm.bench.point import Bench, count_wrong, make_bench
 from ringcomm.bench.ranks import Team, run_ranks
@@ -152,7 +152,8 @@ def _take_turn(
 
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports the world's records to the parent."""
-    bench = make_bench(team, open_groups(team, options.backends), torch.device("cpu"))
+    groups = open_groups(team, labelled(options.backends))
+    bench = make_bench(team, groups, torch.device("cpu"))
     buffers = {name: _make_buffers(team, name) for name in OPS}
     wrong = {name: count_wrong(bench, OPERATIONS[name], buffers[name]) for name in OPS}
     tally = Tally()

@@ -66,16 +66,13 @@ class Timings:
         }
 
 
-def labels_of(backends: list[str]) -> list[str]:
-    """How backends are told apart: one given twice gets #2, for a run of A against A."""
-    seen: dict[str, int] = {}
-    for name in backends:
-        seen[name] = seen.get(name, 0) + 1
-    counts = dict.fromkeys(seen, 0)
-    labels = []
+def labelled(backends: list[str]) -> dict[str, str]:
+    """Backends by label: one given twice gets #2, for a run of A against A."""
+    labels: dict[str, str] = {}
+    counts = dict.fromkeys(backends, 0)
     for name in backends:
         counts[name] += 1
-        labels.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+        labels[name if counts[name] == 1 else f"{name}#{counts[name]}"] = name
     return labels
 
 
@@ -92,15 +89,15 @@ def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIME
 
 
 def open_groups(
-    team: Team, backends: list[str], pg_options: dict[str, Any] | None = None
+    team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
 ) -> dict[str, dist.ProcessGroup]:
-    """One process group per backend, by label; all are made the same way, on top of one more.
+    """One process group per label; all are made the same way, on top of one more.
 
     That one is a Gloo group where torch has Gloo. ``pg_options`` by label. Collective.
     """
-    open_default_group(team, "gloo" if dist.is_gloo_available() else backends[0])
+    open_default_group(team, "gloo" if dist.is_gloo_available() else next(iter(backends.values())))
     groups = {}
-    for label, backend in zip(labels_of(backends), backends, strict=True):
+    for label, backend in backends.items():
         options = (pg_options or {}).get(label)
         group = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT, pg_options=options)
         assert group is not None

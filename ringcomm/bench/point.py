@@ -81,7 +81,8 @@ def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[st
     return wrong
 
 
-def _num_calls(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+def num_calls(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+    """Calls of a ringcomm group by collective and algorithm; nothing of another backend."""
     if dist.get_backend(group) != RINGCOMM:
         return {}
     return {key: entry["num_calls"] for key, entry in ringcomm.stats(group).items()}
@@ -107,7 +108,7 @@ def time_once(
     contenders = {
         label: make_contender(operation, buffers, group) for label, group in bench.groups.items()
     }
-    counts = {label: _num_calls(group) for label, group in bench.groups.items()}
+    counts = {label: num_calls(group) for label, group in bench.groups.items()}
     watch = OthersWatch(bench.own_pids) if team.rank == 0 else None
     flag_us = [bench.probe.latency_us()]
     floor_us = [memory_floor_us(team, buffers.output)]
@@ -118,7 +119,7 @@ def time_once(
     if watch is not None:
         weather.others_percent = watch.percent()
     algorithms = {
-        label: algorithms_used(counts[label], _num_calls(group))
+        label: algorithms_used(counts[label], num_calls(group))
         for label, group in bench.groups.items()
     }
     return timings, weather, algorithms

@@ -29,6 +29,7 @@ from ringcomm.bench.fork import fork
 # Longest wait of a rank for another; a call of a backend under test has its group's own timeout.
 SIDE_CHANNEL_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 7200.0
+MAX_WORLD_SIZE = 64
 
 
 class RankError(RuntimeError):

@@ -12,7 +12,19 @@ from ringcomm.bench.wording import comparison, microseconds
 
 # Of tables that do not go to a terminal.
 FILE_COLUMNS = 140
-TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "quantity", "what", "system", "tokens")
+TEXT_COLUMNS = (
+    "op",
+    "backend",
+    "algorithm",
+    "state",
+    "quantity",
+    "what",
+    "found",
+    "transport",
+    "why",
+    "system",
+    "tokens",
+)
 
 
 def make_console() -> Console:
@@ -23,12 +35,12 @@ def make_console() -> Console:
     return console
 
 
-def make_table(headers: list[str], caption: str) -> Table:
+def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
     """An empty table: words to the left, numbers to the right, a caption below."""
-    table = Table(caption=caption, caption_justify="left")
+    table = Table(caption=caption or None, caption_justify="left")
     for header in headers:
         justify = "left" if header in TEXT_COLUMNS else "right"
-        table.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
     return table
 
 

@@ -13,18 +13,16 @@ import torch.distributed as dist
 
 from ringcomm.bench import machine
 from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.interleave import open_groups
+from ringcomm.bench.interleave import labelled, open_groups
 from ringcomm.bench.operations import OPERATIONS
 from ringcomm.bench.point import RINGCOMM, make_bench, measure_point
-from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.ranks import MAX_WORLD_SIZE, Team, run_ranks
 from ringcomm.bench.records import Recorder
-from ringcomm.bench.screen import make_console, print_tables
 from ringcomm.bench.wording import as_option, byte_counts, comparison, facts_line, microseconds
 
 DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 DEVICES = ("cpu", "cuda")
-MAX_WORLD_SIZE = 64
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
     "mpi": dist.is_mpi_available,
@@ -103,7 +101,7 @@ def _run_rank(team: Team, sweep: Sweep) -> None:
     if sweep.device == "cuda":
         device = torch.device("cuda", team.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    bench = make_bench(team, open_groups(team, sweep.backends), device)
+    bench = make_bench(team, open_groups(team, labelled(sweep.backends)), device)
     dtype = getattr(torch, sweep.dtype)
     for name in sweep.ops:
         for num_bytes in sweep.sizes if OPERATIONS[name].has_data else [0]:
@@ -134,6 +132,8 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
         RankError: a rank failed.
         OSError: the records cannot be written.
     """
+    from ringcomm.bench.screen import make_console, print_tables  # which need rich; options do not
+
     console = make_console()
     facts = machine.facts()
     dimensions = {"world_size": sweep.world_size, "dtype": sweep.dtype, "device": sweep.device}

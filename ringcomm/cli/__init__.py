@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
-__all__ = ["OneLineParser", "main", "modules_of"]
+__all__ = ["OneLineParser", "main", "modules_of", "run"]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -55,12 +55,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
+    """Runs a command line; its exit status. Raises SystemExit where it makes no sense."""
     options = make_parser().parse_args(argv)
     try:
         status: int = options.run(options)
     except ModuleNotFoundError as error:
-        if error.name != "rich":  # which tables need, and communicating does not
+        if (error.name or "").partition(".")[
+            0
+        ] != "rich":  # which tables need, and communicating does not
             raise
         options.parser.error("tables need the package rich: pip install rich")
     return status
@@ -71,6 +74,6 @@ def main() -> int:
     from ringcomm.bench.script import run_main
 
     try:
-        return run_main("ringcomm", _run)
+        return run_main("ringcomm", run)
     finally:
         sys.stdout.flush()

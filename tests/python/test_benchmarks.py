@@ -26,7 +26,7 @@ import races
 import table
 
 from ringcomm.bench import exit_codes, machine, operations, ranks
-from ringcomm.bench.interleave import Timings, labels_of
+from ringcomm.bench.interleave import Timings, labelled
 from ringcomm.bench.quantiles import quantile
 from ringcomm.bench.records import Recorder, read_records
 
@@ -205,7 +205,8 @@ def test_quantiles_interpolate() -> None:
 
 
 def test_a_backend_may_race_itself() -> None:
-    assert labels_of(["gloo", "ringcomm", "gloo"]) == ["gloo", "ringcomm", "gloo#2"]
+    labels = {"gloo": "gloo", "ringcomm": "ringcomm", "gloo#2": "gloo"}
+    assert labelled(["gloo", "ringcomm", "gloo"]) == labels
 
 
 def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures; the status is 3 when a result was wrong."""
+    from ringcomm.bench.ranks import joined_world_size
     from ringcomm.bench.sweep import Sweep, run_sweep
 
     peers = [] if options.peers == ["none"] else options.peers
@@ -48,6 +49,9 @@ def run(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         repeats=options.repeats,
     )
+    started = joined_world_size()
+    if started not in (None, options.world_size):
+        options.parser.error(f"torchrun has started {started} ranks, not {options.world_size}")
     try:
         sweep.check()
     except ValueError as error:
