@@ -74,21 +74,45 @@ def _time_size(bench: Bench, num_bytes: int, seconds: float) -> SizeTimes | None
     return SizeTimes(points, ratio, watch.percent())
 
 
-def _run_rank(team: Team, sizes: list[int], seconds: float) -> None:
+def _least_disturbed(
+    bench: Bench, num_bytes: int, seconds: float, max_repeats: int
+) -> SizeTimes | None:
+    """One size again while other programs disturb it; on rank 0 its quietest times. Collective."""
+    best: SizeTimes | None = None
+    for _ in range(max_repeats + 1):
+        times = _time_size(bench, num_bytes, seconds)
+        if times is not None and (best is None or times.others_percent < best.others_percent):
+            best = times
+        if bench.team.agree(best is not None and best.is_quiet):
+            break
+    return best
+
+
+def _run_rank(team: Team, sizes: list[int], seconds: float, max_repeats: int) -> None:
     options: dict[str, Any] = {name: Options(algorithm=name) for name in ALGORITHMS}
     groups = open_groups(team, dict.fromkeys(ALGORITHMS, RINGCOMM), options)
     bench = make_bench(team, groups, torch.device("cpu"))
     for num_bytes in sizes:
-        times = _time_size(bench, num_bytes, seconds)
+        times = _least_disturbed(bench, num_bytes, seconds, max_repeats)
         if times is not None:
             team.report(times)
     dist.destroy_process_group()
 
 
-def measure_algorithms(world_size: int, sizes: list[int], seconds: float) -> list[SizeTimes]:
-    """Every size in ascending order, ``seconds`` each. Raises RankError."""
+def measure_algorithms(
+    world_size: int, sizes: list[int], seconds: float, max_repeats: int
+) -> list[SizeTimes]:
+    """Every size in ascending order, ``seconds`` each, again while it is disturbed.
+
+    Raises:
+        RankError: a rank failed, or a result was wrong.
+    """
     found: list[SizeTimes] = []
-    run_ranks(world_size, lambda team: _run_rank(team, sorted(sizes), seconds), found.append)
+    run_ranks(
+        world_size,
+        lambda team: _run_rank(team, sorted(sizes), seconds, max_repeats),
+        found.append,
+    )
     return found
 
 

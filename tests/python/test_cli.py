@@ -112,8 +112,8 @@ def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
 
 def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--seconds", "0", "--json", str(path)]
-    status, out, err = run("tune", *argv, RINGCOMM_ALGORITHM="ring")
+    argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--json", str(path)]
+    status, out, err = run("tune", *argv, *QUICK, RINGCOMM_ALGORITHM="ring")
     assert (status, err) == (EXIT_OK, "")
     assert "two_shot / one_shot" in out
     found = tuning.load(path)
@@ -211,6 +211,7 @@ def test_tables_want_rich_and_say_so(
         (["tune", "--world-sizes", "1,2"], "2 to 64, got 1"),
         (["tune", "--world-sizes", "x"], "invalid literal"),
         (["tune", "--sizes", "1k,1024"], "2 different ones at least"),
+        (["tune", "--repeats", "-1"], "not negative"),
         (["tune", "--json", "/nowhere/tuning.json"], "no folder '/nowhere'"),
         (["doctor", "--world-size", "0"], "1 to 64, got 0"),
         (["doctor", "--seconds", "-1"], "not negative"),

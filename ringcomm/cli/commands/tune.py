@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="per size and number of ranks (default: %(default)s)",
     )
     add(
+        "--repeats",
+        type=int,
+        default=2,
+        help="of a size, at most, while the machine is disturbed (default: %(default)s)",
+    )
+    add(
         "--json",
         type=Path,
         metavar="FILE",
@@ -58,8 +64,8 @@ def _check(options: argparse.Namespace) -> None:
             error(f"--world-sizes are 2 to {MAX_WORLD_SIZE}, got {world_size}")
     if len(set(options.sizes)) < MIN_SIZES:
         error(f"--sizes: {MIN_SIZES} different ones at least make a model")
-    if options.seconds < 0:
-        error("--seconds is not negative")
+    if options.seconds < 0 or options.repeats < 0:
+        error("--seconds and --repeats are not negative")
     if not options.json.absolute().parent.is_dir():
         error(f"--json: there is no folder {str(options.json.absolute().parent)!r}")
     if joined_world_size() is not None:
@@ -107,7 +113,8 @@ def run(options: argparse.Namespace) -> int:
     console = make_console()
     worlds = []
     for world_size in sorted(set(options.world_sizes)):
-        times = measure_algorithms(world_size, sorted(set(options.sizes)), options.seconds)
+        sizes = sorted(set(options.sizes))
+        times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
         worlds.append(world_of(world_size, times))
         _print_world(console, worlds[-1], times)
     tuning = Tuning(
