@@ -145,6 +145,17 @@ def test_one_rank_has_no_pairs() -> None:
     assert found["memory"]["mapped_bytes_per_pair"] is None
 
 
+def test_hand_over_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one the rest is measured, and the note says what is missing."""
+    monkeypatch.setenv("PATH", "")
+    found = report.examine(2, 0.0)
+    pairs = found["group"]["hand_overs"]  # none on a machine of one core
+    assert all(entry["us"] is None for entry in pairs)
+    assert len(found["group"]["pairs"]) == 1
+    said = [note for note in found["notes"] if "it takes a C compiler" in note]
+    assert len(said) == len(pairs)
+
+
 def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a launcher has started agree through its store; here forked ones play them."""
     store = tmp_path / "env store"
