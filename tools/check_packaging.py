@@ -109,7 +109,7 @@ def check_install(wheel: Path, folder: Path) -> None:
     (Path(site) / "torch_of_the_caller.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
     run(python, "-c", GROUP_PROGRAM, str(folder / "store"), cwd=folder)
     run(python, "-c", IMPORT_PROGRAM, cwd=folder)
-    run(str(folder / "env" / "bin" / "ringcomm"), "doctor", "--help", cwd=folder)
+    run(str(folder / "env" / "bin" / "ringcomm"), "doctor", "--json", "--seconds", "0", cwd=folder)
 
 
 if __name__ == "__main__":
