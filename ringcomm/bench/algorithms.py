@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,7 @@ def _least_disturbed(
 
 
 def _run_rank(team: Team, sizes: list[int], seconds: float, max_repeats: int) -> None:
+    os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that is to be written
     options: dict[str, Any] = {name: Options(algorithm=name) for name in ALGORITHMS}
     groups = open_groups(team, dict.fromkeys(ALGORITHMS, RINGCOMM), options)
     bench = make_bench(team, groups, torch.device("cpu"))

@@ -22,6 +22,7 @@ from ringcomm.bench.operations import OPERATIONS, Place
 from ringcomm.bench.point import algorithms_used, num_calls
 from ringcomm.bench.quantiles import median
 from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.options import Options
 
 INIT_TIMEOUT = timedelta(seconds=30)
 # One of each algorithm and, with the last, of a size that no cache of a core holds.
@@ -116,13 +117,16 @@ def _pairs(team: Team, identities: list[dict[str, str]]) -> list[dict[str, Any]]
     timed = set(pairs)
     if world_size > MAX_WORLD_OF_ALL_PAIRS:
         timed = {(first, first + 1) for first in range(world_size - 1)}
+    asked = Options().with_environment().transport
     found = []
     for pair in pairs:
         one, other = (identities[rank] for rank in pair)
         same = " and ".join(name for name in one if one[name] == other.get(name))
         # A group was made, and the engine refuses ranks that share no memory.
-        why = f"one host: same {same}" if same else "one host"
-        entry: dict[str, Any] = {"ranks": list(pair), "transport": "shm", "why": why}
+        transport, why = asked or "shm", f"one host: same {same}" if same else "one host"
+        if asked is not None:
+            why = f"RINGCOMM_TRANSPORT={asked}; {why}"
+        entry: dict[str, Any] = {"ranks": list(pair), "transport": transport, "why": why}
         if pair in timed:
             team.share(None)  # the others sleep meanwhile
             mine = {}

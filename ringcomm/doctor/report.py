@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,20 @@ import torch
 import torch.distributed as dist
 
 import ringcomm
-from ringcomm import _C, env, tuning
+from ringcomm import _C, tuning
 from ringcomm.bench.machine import MAX_OTHERS_PERCENT, identity, variables
 from ringcomm.bench.ranks import RankError
 from ringcomm.bench.records import rounded
 from ringcomm.doctor.cpus import Cpus, read_cpus, telling_pairs
 from ringcomm.doctor.group import Plan, examine_group
 from ringcomm.doctor.limits import Limits, missing_features, read_limits
+from ringcomm.options import Options
 
 SHM_NOTE = (
     "not used: ringcomm's memory comes from memfd_create and is passed on as a file descriptor, so"
     " the size of /dev/shm does not limit it; the cgroup's memory does"
 )
-# Read by csrc/, and by the build; ringcomm.env has a function for each of the others.
+# Read by csrc/, and by the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
     *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID"),
     *("RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR"),
@@ -32,7 +33,7 @@ OTHER_VARIABLES = (
 
 def known_variables() -> set[str]:
     """The names of all environment variables that ringcomm obeys."""
-    return {f"RINGCOMM_{name.upper()}" for name in env.__all__} | set(OTHER_VARIABLES)
+    return {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)} | set(OTHER_VARIABLES)
 
 
 def _versions() -> dict[str, Any]:
