@@ -131,7 +131,10 @@ class _StoreChannel:
         self._num_sent = self._num_received = 0
 
     def send(self, value: Any) -> None:
-        self._store.set(f"{self._names[0]}/{self._num_sent}", pickle.dumps(value).hex())
+        try:
+            self._store.set(f"{self._names[0]}/{self._num_sent}", pickle.dumps(value).hex())
+        except dist.DistNetworkError as error:
+            raise BrokenPipeError(str(error)) from None
         self._num_sent += 1
 
     def _next(self) -> str:
@@ -140,7 +143,9 @@ class _StoreChannel:
     def poll(self, timeout: float) -> bool:
         try:
             self._store.wait([self._next()], timedelta(seconds=timeout))
-        except RuntimeError:  # DistStoreError: it did not come in time
+        except dist.DistNetworkError as error:
+            raise EOFError(str(error)) from None
+        except RuntimeError:  # it did not come in time; some stores have no class for it
             return False
         return True
 
@@ -260,7 +265,10 @@ def run_ranks(
         RankError: the first rank that failed, and why.
     """
     if joined_world_size() is not None:
-        main(_join(world_size, on_message))
+        try:
+            main(_join(world_size, on_message))
+        except _PeerLostError:
+            raise RankError("the launcher's store is gone, and rank 0's process with it") from None
         return
     sys.stdout.flush()
     sys.stderr.flush()

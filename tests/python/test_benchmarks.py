@@ -192,6 +192,50 @@ def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPat
         ranks.run_ranks(3, main, print)
 
 
+def test_what_does_not_come_through_a_store(tmp_path: Path) -> None:
+    """In time is told from never: the process that holds a store has ended."""
+    file_store = dist.FileStore(str(tmp_path / "store"), 2)
+    assert not ranks._StoreChannel(file_store, 0, 1).poll(0.05)
+    other = ranks._StoreChannel(file_store, 1, 0)
+    other.send("late")
+    assert ranks._StoreChannel(file_store, 0, 1).poll(0.05)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    orphan = ranks._StoreChannel(client, 0, 1)
+    orphan.send("something")
+    del server
+    with pytest.raises(EOFError):
+        orphan.poll(5.0)
+    with pytest.raises(BrokenPipeError):
+        for _ in range(3):  # the first may still reach a buffer
+            orphan.send("more")
+
+
+def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a launcher has started agree through its store; here forked ones play them."""
+    store = tmp_path / "env store"
+    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    found: list[list[int]] = []
+
+    def main(team: ranks.Team) -> None:
+        os.environ["RANK"] = str(team.rank)
+        file_store = dist.FileStore(str(store), 3)
+        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(file_store, team.rank, 3)]))
+
+        def joined(inner: ranks.Team) -> None:
+            assert inner.agree(inner.rank) == 0
+            everything = inner.share({"rank": inner.rank})
+            assert everything == [{"rank": rank} for rank in range(3)]
+            if inner.rank == 0:
+                inner.report([entry["rank"] for entry in everything])
+
+        ranks.run_ranks(3, joined, team.report)
+
+    ranks.run_ranks(3, main, found.append)
+    assert found == [[0, 1, 2]]
+
+
 def test_ratio_is_paired() -> None:
     """Both slow down tenfold half-way: each pair still says 3."""
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.bench.ranks import Team, run_ranks
 from ringcomm.doctor import cpus, limits, report
 from ringcomm.doctor.group import Plan, examine_group
 
@@ -154,30 +153,3 @@ def test_hand_over_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found["group"]["pairs"]) == 1
     said = [note for note in found["notes"] if "it takes a C compiler" in note]
     assert len(said) == len(pairs)
-
-
-def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a launcher has started agree through its store; here forked ones play them."""
-    store = tmp_path / "env store"
-    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, value)
-    found: list[list[int]] = []
-
-    def main(team: Team) -> None:
-        import torch.distributed as dist
-
-        os.environ["RANK"] = str(team.rank)
-        file_store = dist.FileStore(str(store), 3)
-        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(file_store, team.rank, 3)]))
-
-        def joined(inner: Team) -> None:
-            assert inner.agree(inner.rank) == 0
-            everything = inner.share({"rank": inner.rank})
-            assert everything == [{"rank": rank} for rank in range(3)]
-            if inner.rank == 0:
-                inner.report([entry["rank"] for entry in everything])
-
-        run_ranks(3, joined, team.report)
-
-    run_ranks(3, main, found.append)
-    assert found == [[0, 1, 2]]
