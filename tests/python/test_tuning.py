@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 
+import ringcomm
 from ringcomm import tuning
 from ringcomm.bench.fit import NEVER_BYTES, Median, cross_over_bytes, fit_cost, terms
 
@@ -194,3 +198,63 @@ def test_no_other_measured_size_would_choose_better(gains: list[float]) -> None:
 
     best = min(map(lost, [NEVER_BYTES, *ratios]))
     assert lost(cross_over_bytes(ratios)) == pytest.approx(best)
+
+
+# ---- groups
+
+
+def algorithm_used(rank: int) -> list[str]:
+    dist.all_reduce(torch.ones(1000))
+    return [name for op, name in ringcomm.stats(dist.group.WORLD) if op == "all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("tuned_world_size", "limit_bytes", "algorithm"),
+    [(2, 3999, "two_shot"), (2, 4000, "one_shot"), (3, 1, "one_shot")],
+)
+def test_a_group_takes_the_cross_over_for_its_size(
+    tmp_path: Path, tuned_world_size: int, limit_bytes: int, algorithm: str
+) -> None:
+    path = str(tmp_path / "tuning.json")
+    world = make_world(tuned_world_size, limit_bytes)
+    tuning.save(tuning.Tuning("", {}, "", "", (world,)), path)
+    options = ringcomm.Options(tuning=path)
+    assert run_ranks(2, algorithm_used, fresh=True, pg_options=options) == [[algorithm]] * 2
+    env = {"RINGCOMM_TUNING": path}
+    assert run_ranks(2, algorithm_used, fresh=True, env=env) == [[algorithm]] * 2
+
+
+def make_group_of_own_file(rank: int, folder: str) -> str:
+    path = f"{folder}/{rank}.json"
+    tuning.save(tuning.Tuning("", {}, "", "", (make_world(2, 1000 + rank),)), path)
+    store = dist.FileStore(f"{folder}/store", 2)
+    with pytest.raises(ringcomm.MismatchError) as error:
+        dist.init_process_group(
+            "ringcomm",
+            store=store,
+            rank=rank,
+            world_size=2,
+            pg_options=ringcomm.Options(tuning=path),
+        )
+    return str(error.value)
+
+
+def test_files_that_differ_between_ranks_make_no_group(tmp_path: Path) -> None:
+    for text in run_ranks(2, make_group_of_own_file, str(tmp_path), backend=None, fresh=True):
+        assert "one_shot_max_bytes=1000" in text
+        assert "one_shot_max_bytes=1001" in text
+
+
+def miss_the_file(rank: int, folder: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        dist.init_process_group(
+            "ringcomm",
+            store=dist.FileStore(f"{folder}/store", 1),
+            rank=0,
+            world_size=1,
+            pg_options=ringcomm.Options(tuning="nowhere.json"),
+        )
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    run_ranks(1, miss_the_file, str(tmp_path), backend=None, fresh=True)
