@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ringcomm.bench.mpi import MPI, Communicator
 from ringcomm.bench.operations import Buffers, Operation
 from ringcomm.bench.quantiles import median
 from ringcomm.bench.ranks import Team
@@ -90,14 +92,17 @@ def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIME
 
 def open_groups(
     team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
-) -> dict[str, dist.ProcessGroup]:
+) -> dict[str, Any]:
     """One process group per label; all are made the same way, on top of one more.
 
     That one is a Gloo group where torch has Gloo. ``pg_options`` by label. Collective.
     """
     open_default_group(team, "gloo" if dist.is_gloo_available() else next(iter(backends.values())))
-    groups = {}
+    groups: dict[str, Any] = {}
     for label, backend in backends.items():
+        if backend == MPI:
+            groups[label] = Communicator()
+            continue
         options = (pg_options or {}).get(label)
         group = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT, pg_options=options)
         assert group is not None
@@ -127,20 +132,18 @@ class Contender:
         return [end - begin for begin, end in itertools.pairwise(stamps)]
 
 
-def make_contender(operation: Operation, buffers: Buffers, group: dist.ProcessGroup) -> Contender:
+def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Contender:
     """One operation over one group; on a GPU a call includes waiting for the device."""
-    run = operation.call
+    on_cpu = operation.bound(buffers, group)
     device = buffers.place.device
 
-    def on_cpu() -> None:
-        run(buffers, group)
-
     def on_gpu() -> None:
-        run(buffers, group)
+        on_cpu()
         torch.cuda.synchronize(device)
 
     call = on_gpu if device.type == "cuda" else on_cpu
-    return Contender(call, lambda: dist.barrier(group=group))
+    align = partial(dist.barrier, group) if isinstance(group, dist.ProcessGroup) else group.barrier
+    return Contender(call, align)
 
 
 def _warm_up(team: Team, contender: Contender) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ringcomm.bench.mpi import Communicator
 from ringcomm.bench.ranks import Team
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -47,6 +50,11 @@ class Buffers:
     input: torch.Tensor
     output: torch.Tensor
 
+    @cached_property
+    def output_array(self) -> Any:
+        """The output as numpy's, for libraries that know no tensors."""
+        return self.output.numpy()
+
     def clear(self) -> None:
         """Zeros, so that sums which are made again and again in place neither grow nor end."""
         self.input.zero_()
@@ -60,7 +68,9 @@ class Operation:
     Attributes:
         setup: makes a rank's buffers.
         call: runs the collective once; blocks until this rank's part is done (on a GPU: enqueued).
-        verify: runs it once on known integers; returns how many elements of this rank are wrong.
+        verify: runs it once, as its first argument, on known integers; returns how many elements
+            of this rank are wrong.
+        call_mpi: the same as `call` over a communicator of mpi4py; None where nobody asked yet.
         bus_factor: bus bandwidth over algorithm bandwidth, by world_size.
         is_divided: whether each rank owns a part of the larger buffer.
         has_data: without, there is one point of 0 bytes.
@@ -68,10 +78,21 @@ class Operation:
 
     setup: Callable[[Place], Buffers]
     call: Callable[[Buffers, dist.ProcessGroup], None]
-    verify: Callable[[Operation, Buffers, dist.ProcessGroup, Team], int]
+    verify: Callable[[Callable[[], None], Buffers, Team], int]
     bus_factor: Callable[[int], float]
+    call_mpi: Callable[[Buffers, Communicator], None] | None = None
     is_divided: bool = False
     has_data: bool = True
+
+    def bound(
+        self, buffers: Buffers, group: dist.ProcessGroup | Communicator
+    ) -> Callable[[], None]:
+        """The call, ready to be made. Raises ValueError where there is none over MPI."""
+        if isinstance(group, dist.ProcessGroup):
+            return partial(self.call, buffers, group)
+        if self.call_mpi is None:
+            raise ValueError("this operation is not measured over MPI")
+        return partial(self.call_mpi, buffers, group)
 
     def num_elems(self, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
         """Elements of the larger buffer for about ``num_bytes``: at least 1, or 1 per rank."""
@@ -110,13 +131,13 @@ def _indices(num_elems: int) -> Iterator[tuple[slice, Index]]:
 def _verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callable[..., int]:
     """A verify for data: ``expected`` gives the output's integers at the given positions."""
 
-    def verify(operation: Operation, buffers: Buffers, group: dist.ProcessGroup, team: Team) -> int:
+    def verify(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
         place = buffers.place
         buffers.output.fill_(UNTOUCHED)
         for piece, index in _indices(buffers.input.numel()):
             buffers.input[piece] = _value(place.rank, index, place).to(buffers.input)
         team.share(None)  # a call that does not wait for the others would read stale inputs
-        operation.call(buffers, group)
+        call()
         return sum(
             int((buffers.output[piece].cpu() != expected(index, place).to(place.dtype)).sum())
             for piece, index in _indices(buffers.output.numel())
@@ -125,14 +146,12 @@ def _verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callab
     return verify
 
 
-def _verify_barrier(
-    operation: Operation, buffers: Buffers, group: dist.ProcessGroup, team: Team
-) -> int:
+def _verify_barrier(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
     """1 on a rank that left before the last one came, which comes milliseconds late."""
     team.share(None)
     time.sleep(BARRIER_STAGGER_S * (team.world_size - team.rank))
     entered = time.monotonic_ns()
-    operation.call(buffers, group)
+    call()
     left = time.monotonic_ns()
     return int(left < max(team.share(entered)))
 
@@ -160,6 +179,10 @@ def _call_all_reduce(buffers: Buffers, group: dist.ProcessGroup) -> None:
     dist.all_reduce(buffers.output, group=group)
 
 
+def _call_all_reduce_mpi(buffers: Buffers, communicator: Communicator) -> None:
+    communicator.all_reduce(communicator.in_place, buffers.output_array)
+
+
 def _call_reduce_scatter(buffers: Buffers, group: dist.ProcessGroup) -> None:
     reduce_scatter_single(buffers.output, buffers.input, group=group)
 
@@ -170,6 +193,10 @@ def _call_all_gather(buffers: Buffers, group: dist.ProcessGroup) -> None:
 
 def _call_broadcast(buffers: Buffers, group: dist.ProcessGroup) -> None:
     dist.broadcast(buffers.output, src=0, group=group)
+
+
+def _call_all_to_all(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(buffers.output, buffers.input, group=group)
 
 
 def _call_barrier(buffers: Buffers, group: dist.ProcessGroup) -> None:
@@ -194,6 +221,17 @@ def _call_sendrecv(buffers: Buffers, group: dist.ProcessGroup) -> None:
     sending.wait()
 
 
+def _call_round_trip(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    """Rank 0 sends to rank 1, which sends it back; the others look on."""
+    rank = buffers.place.rank
+    if rank == 0:
+        dist.send(buffers.input, 1, group=group)
+        dist.recv(buffers.output, 1, group=group)
+    elif rank == 1:
+        dist.recv(buffers.output, 0, group=group)
+        dist.send(buffers.output, 0, group=group)
+
+
 def _expect_part_of_total(index: Index, place: Place) -> torch.Tensor:
     return _total(index + place.rank * (place.num_elems // place.world_size), place)
 
@@ -207,12 +245,25 @@ def _expect_first(index: Index, place: Place) -> torch.Tensor:
     return _value(0, index, place)
 
 
+def _expect_transposed(index: Index, place: Place) -> torch.Tensor:
+    part = place.num_elems // place.world_size
+    return _value(index // part, index % part + place.rank * part, place)
+
+
+def _expect_round_trip(index: Index, place: Place) -> torch.Tensor:
+    return _value(0, index, place) if place.rank < 2 else torch.full_like(index, UNTOUCHED)
+
+
 def _expect_previous(index: Index, place: Place) -> torch.Tensor:
     return _value((place.rank - 1) % place.world_size, index, place)
 
 
 def _one(world_size: int) -> float:
     return 1.0
+
+
+def _twice(world_size: int) -> float:
+    return 2.0
 
 
 def _all_but_one(world_size: int) -> float:
@@ -229,6 +280,7 @@ OPERATIONS: dict[str, Operation] = {
         call=_call_all_reduce,
         verify=_verify_elements(_total),
         bus_factor=_twice_all_but_one,
+        call_mpi=_call_all_reduce_mpi,
     ),
     "reduce_scatter": Operation(
         setup=_apart(whole_input=True, whole_output=False),
@@ -249,6 +301,19 @@ OPERATIONS: dict[str, Operation] = {
         call=_call_broadcast,
         verify=_verify_elements(_expect_first),
         bus_factor=_one,
+    ),
+    "all_to_all": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_all_to_all,
+        verify=_verify_elements(_expect_transposed),
+        bus_factor=_all_but_one,
+        is_divided=True,
+    ),
+    "round_trip": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_round_trip,
+        verify=_verify_elements(_expect_round_trip),
+        bus_factor=_twice,
     ),
     "sendrecv": Operation(
         setup=_apart(whole_input=True, whole_output=True),

@@ -22,10 +22,13 @@ RINGCOMM = "ringcomm"
 
 @dataclass(frozen=True)
 class Bench:
-    """What a rank measures with: its groups by label, and its instruments."""
+    """What a rank measures with: its groups by label, and its instruments.
+
+    A group is c10d's, or a communicator of mpi4py.
+    """
 
     team: Team
-    groups: dict[str, dist.ProcessGroup]
+    groups: dict[str, Any]
     probe: FlagProbe
     own_pids: list[int]
     device: torch.device
@@ -65,7 +68,7 @@ class Weather:
         }
 
 
-def make_bench(team: Team, groups: dict[str, dist.ProcessGroup], device: torch.device) -> Bench:
+def make_bench(team: Team, groups: dict[str, Any], device: torch.device) -> Bench:
     """Collects the processes of this run: all ranks and their parent. Collective."""
     own_pids = [os.getppid(), *team.share(os.getpid())]
     return Bench(team, groups, FlagProbe(team), own_pids, device)
@@ -75,15 +78,15 @@ def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[st
     """Wrong elements of all ranks together, by label, after one call on known integers."""
     wrong = {}
     for label, group in bench.groups.items():
-        mine = operation.verify(operation, buffers, group, bench.team)
+        mine = operation.verify(operation.bound(buffers, group), buffers, bench.team)
         wrong[label] = sum(bench.team.share(mine))
     buffers.clear()
     return wrong
 
 
-def num_calls(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+def num_calls(group: Any) -> dict[tuple[str, str], int]:
     """Calls of a ringcomm group by collective and algorithm; nothing of another backend."""
-    if dist.get_backend(group) != RINGCOMM:
+    if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != RINGCOMM:
         return {}
     return {key: entry["num_calls"] for key, entry in ringcomm.stats(group).items()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from ringcomm.bench import mpi
 from ringcomm.bench.exit_codes import EXIT_BEREFT, EXIT_FAILED, EXIT_OK
 from ringcomm.bench.fork import fork
 
@@ -41,9 +43,9 @@ class _PeerLostError(Exception):
 
 
 def joined_world_size() -> int | None:
-    """How many ranks a launcher such as torchrun has started, this process among them, or None."""
+    """How many ranks torchrun or mpiexec has started, this process among them, or None."""
     is_rank = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    return int(os.environ["WORLD_SIZE"]) if is_rank else None
+    return int(os.environ["WORLD_SIZE"]) if is_rank else mpi.started_world_size()
 
 
 class Channel(Protocol):
@@ -157,9 +159,19 @@ class _StoreChannel:
         return value
 
 
+def _mpi_store() -> tuple[dist.Store, int, int]:
+    """A store for the processes that mpiexec has started, with rank and number. Collective."""
+    all_ranks = mpi.Communicator()
+    host = all_ranks.broadcast(socket.gethostname())
+    store = dist.TCPStore(host, 0, is_master=True) if all_ranks.rank == 0 else None
+    port = all_ranks.broadcast(store.port if store is not None else None)
+    return store or dist.TCPStore(host, port), all_ranks.rank, all_ranks.size
+
+
 def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
     """This process's end of the team that its launcher has started. Collective."""
-    store, rank, size = next(iter(dist.rendezvous("env://")))
+    is_mpi = mpi.started_world_size() is not None
+    store, rank, size = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
     if size != world_size:
         raise ValueError(f"the launcher has started {size} rank(s), and {world_size} are asked for")
     side = dist.PrefixStore("ringcomm-bench-side-channel", store)
@@ -258,8 +270,8 @@ def run_ranks(
     ``on_message`` gets, in this process, what a rank passes to ``team.report``. When a rank fails,
     or this process is interrupted, all ranks are killed; none outlives this process.
 
-    Under torchrun this process is a rank already: it runs ``main`` itself, and ``on_message`` is
-    called on rank 0.
+    Under torchrun or mpiexec this process is a rank already: it runs ``main`` itself, and
+    ``on_message`` is called on rank 0.
 
     Raises:
         RankError: the first rank that failed, and why.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ringcomm.bench import machine
 from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.bench.interleave import labelled, open_groups
+from ringcomm.bench.mpi import MPI, started_world_size
 from ringcomm.bench.operations import OPERATIONS
 from ringcomm.bench.point import RINGCOMM, make_bench, measure_point
 from ringcomm.bench.ranks import MAX_WORLD_SIZE, Team, run_ranks
@@ -71,7 +72,11 @@ class Sweep:
             raise ValueError(f"unknown operation {name!r}: there are {', '.join(OPERATIONS)}")
         if "nccl" in self.backends and self.device != "cuda":
             raise ValueError("nccl has no CPU tensors: add --device cuda")
+        if MPI in self.backends and started_world_size() is None:
+            raise ValueError(f"{MPI} wants ranks that mpiexec has started: mpiexec -n 2 python ...")
         for name in self.backends:
+            if name == MPI:
+                continue
             if name not in dist.Backend.backend_list:
                 raise ValueError(f"torch knows no backend {name!r}")
             if not AVAILABLE.get(name, lambda: True)():
