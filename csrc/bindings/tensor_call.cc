@@ -61,7 +61,7 @@ int checked_rank(int64_t rank, int world_size, const char* what) {
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (!tensor.is_complex()) return tensor;
   TORCH_CHECK_VALUE(c10d::isComplexViewAsRealAllowed(op),
-                    "ringcomm: complex tensors can be summed and averaged only");
+                    "ringcomm: complex tensors can be summed, averaged and premultiplied only");
   return at::view_as_real(tensor);
 }
 

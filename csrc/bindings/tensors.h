@@ -37,7 +37,4 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// autograd, so that it may be a parameter or made in inference mode; from any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
 
-/// The call is not there yet.
-[[noreturn]] void not_there_yet(const char* call);
-
 }  // namespace ringcomm

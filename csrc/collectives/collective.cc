@@ -67,6 +67,7 @@ Algorithm algorithm_from_name(const std::string& name) {
 }
 
 bool Collective::is_uneven(int world_size) const {
+  if (input_elems == nullptr && output_elems == nullptr) return false;
   for (int rank = 0; rank < world_size; ++rank)
     if (input_share(rank) != num_elems || output_share(rank) != num_elems) return true;
   return false;

@@ -59,6 +59,7 @@ Communicator::~Communicator() = default;
 void Communicator::run(const Collective& call, const WaitLimits& limits) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
   const auto task = [&] {
     try {
@@ -78,6 +79,7 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
                                           Done done) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   return queue_.submit([this, call, limits, done = std::move(done)] {
     std::exception_ptr error;
     try {
@@ -96,8 +98,14 @@ void Communicator::validate(const Collective& call) const {
   options_.check_ring(call);
 }
 
+Algorithm Communicator::algorithm_of(const Collective& call) const {
+  CallHeader header{.algorithm = Algorithm::kDirect};
+  if (carrier_ != nullptr) carrier_->plan(call, header);
+  return header.algorithm;
+}
+
 CallHeader Communicator::header_of(const Collective& call) {
-  CallHeader header{.seq = next_seq_.fetch_add(1, std::memory_order_relaxed),
+  CallHeader header{.seq = num_run_++,
                     .num_elems = call.num_elems,
                     .root = call.root,
                     .op = call.op,

@@ -104,6 +104,19 @@ void append(oracle::Bytes& bytes, T value) {
   bytes.insert(bytes.end(), begin, begin + sizeof(value));
 }
 
+inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return append(bytes, oracle::kFormatFloat16.encode(value));
+    case DType::kBFloat16:
+      return append(bytes, oracle::kFormatBFloat16.encode(value));
+    case DType::kFloat64:
+      return append(bytes, static_cast<double>(value));
+    default:
+      return append(bytes, value);
+  }
+}
+
 /// Small enough that no result of 8 ranks is rounded, even in bfloat16.
 inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
   switch (dtype) {
@@ -153,8 +166,9 @@ inline oracle::Bytes input_of(const Case& c, int rank, int share) {
   std::mt19937 random(seed);
   for (std::size_t i = 0; i < num_elems; ++i) {
     if (c.is_random) {
-      append(bytes, std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F,
-                               static_cast<int>(random() % 20U)));
+      append_float(bytes, c.dtype,
+                   std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F,
+                              static_cast<int>(random() % 14U)));
       continue;
     }
     const auto value = static_cast<int>(mixed(seed + static_cast<std::uint32_t>(i)) % 7U);
