@@ -14,7 +14,27 @@ def create_process_group(
     slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
-) -> Any: ...
+    group_name: str,
+    global_ranks: list[int],
+) -> "ProcessGroupRingcomm": ...
+
+class GroupOptions:
+    """What a group was made with, as torch.distributed.split_group hands it on."""
+
+    algorithm: str
+    is_rank_ordered: bool
+    num_slots: int
+    slot_bytes: int
+    one_shot_max_bytes: int
+    transport: str
+
+class ProcessGroupRingcomm:
+    """A torch.distributed.Backend."""
+
+    options: GroupOptions
+    def get_error(self) -> Any: ...
+    def perform_nocolor_split(self, device: Any) -> None: ...
+
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...
 def mapped_bytes(backend: Any) -> int: ...

@@ -1,5 +1,6 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
     Args:
         dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
-        pg_options: an `Options`, or None for the defaults.
+        pg_options: an `Options`, None for the defaults, or the `options` of another group's
+            backend.
 
     Raises:
         TypeError: pg_options is something else.
@@ -26,6 +28,26 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         FileNotFoundError: there is no such tuning file.
         RingcommError: the ranks could not meet, or have different options.
     """
+    if not isinstance(pg_options, _C.GroupOptions):
+        pg_options = _engine_options(pg_options)
+    return _C.create_process_group(
+        store=dist_backend_opts.store,
+        rank=dist_backend_opts.group_rank,
+        size=dist_backend_opts.group_size,
+        timeout=dist_backend_opts.timeout,
+        algorithm=pg_options.algorithm,
+        is_rank_ordered=pg_options.is_rank_ordered,
+        num_slots=pg_options.num_slots,
+        slot_bytes=pg_options.slot_bytes,
+        one_shot_max_bytes=pg_options.one_shot_max_bytes,
+        transport=pg_options.transport,
+        group_name=str(dist_backend_opts.group_id),
+        global_ranks=list(dist_backend_opts.global_ranks_in_group),
+    )
+
+
+def _engine_options(pg_options: Any) -> SimpleNamespace:
+    """The fields of _C.GroupOptions, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
@@ -38,11 +60,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
-    return _C.create_process_group(
-        store=dist_backend_opts.store,
-        rank=dist_backend_opts.group_rank,
-        size=dist_backend_opts.group_size,
-        timeout=dist_backend_opts.timeout,
+    return SimpleNamespace(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
         num_slots=_whole("num_slots", options.num_slots),
@@ -92,9 +110,11 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         group: count one group of backend "ringcomm"; None counts all that this process has had.
 
     Returns:
-        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called
-        is missing. `sent_bytes` are the bytes that the peers consumed from this rank: for a ring or
-        two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...};
+        what was never called is missing. `sent_bytes` are the bytes that the peers consumed from
+        this rank: for a ring or two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a
+        one-shot one (N-1) S. `copied_bytes` are those that this rank wrote where its peers read
+        them, and copied from there, or from its own input, into its results.
 
     Raises:
         ValueError: the group's backend for CPU tensors is another one, or it has none, or this rank

@@ -24,4 +24,9 @@ std::uint64_t all_reduce_two_shot(Engine& engine, const Collective& call, const 
 /// `header.ring_num_slots` slots.
 std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header);
 
+/// The ring for groups that want the order of the ranks: N - 1 times the bytes, as one_shot, the
+/// slices of all ranks around the same links.
+std::uint64_t all_reduce_ring_ordered(Engine& engine, const Collective& call,
+                                      const CallHeader& header);
+
 }  // namespace ringcomm

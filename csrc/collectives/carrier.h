@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "collectives/collective.h"
 #include "collectives/failure.h"
@@ -24,6 +25,13 @@ struct Stopped {
 struct Mismatched {
   int peer;
   CallHeader theirs;
+  std::string difference = {};  ///< in words, where the headers do not show it
+};
+
+/// What a collective has cost this rank; stats.h says what is counted.
+struct Traffic {
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t copied_bytes = 0;
 };
 
 /// What moves the data of a group: shared memory, messages, or both. The Communicator sees to order
@@ -43,9 +51,9 @@ class Carrier {
   /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.
-  /// Returns the bytes that peers consume from this rank. Throws Stopped, Mismatched.
-  virtual std::uint64_t run(const Collective& call, const CallHeader& header,
-                            const WaitLimits& limits) = 0;
+  /// Throws Stopped, Mismatched.
+  virtual Traffic run(const Collective& call, const CallHeader& header,
+                      const WaitLimits& limits) = 0;
 
   /// Bytes of shared memory mapped for the group, touched or not.
   virtual std::size_t mapped_bytes() const = 0;

@@ -66,6 +66,19 @@ Algorithm algorithm_from_name(const std::string& name) {
                               "'; known are auto, one_shot, two_shot and ring");
 }
 
+bool Collective::is_uneven(int world_size) const {
+  if (input_elems == nullptr && output_elems == nullptr) return false;
+  for (int rank = 0; rank < world_size; ++rank)
+    if (input_share(rank) != num_elems || output_share(rank) != num_elems) return true;
+  return false;
+}
+
+bool is_same_call(CallHeader a, CallHeader b) {
+  a.num_elems = b.num_elems = 0;
+  a.is_uneven = b.is_uneven = false;
+  return a == b;
+}
+
 std::string describe(const CallHeader& header) {
   std::ostringstream text;
   text << name_of(header.op) << " #" << header.seq;
@@ -74,7 +87,10 @@ std::string describe(const CallHeader& header) {
   if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";
   if (header.dtype != DType::kByte) text << name_of(header.dtype) << ", ";
   if (header.element_name[0] != '\0') text << header.element_name.data() << ", ";
-  text << header.num_elems * element_bytes(header.dtype) << " bytes";
+  if (header.is_uneven)
+    text << "uneven";
+  else
+    text << header.num_elems * element_bytes(header.dtype) << " bytes";
   if (header.root >= 0) text << ", root " << header.root;
   if (header.algorithm != Algorithm::kAuto && header.algorithm != Algorithm::kDirect)
     text << ", " << name_of(header.algorithm);

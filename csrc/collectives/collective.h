@@ -70,10 +70,19 @@ struct Collective {
   std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
-  bool is_uneven() const { return input_elems != nullptr || output_elems != nullptr; }
+  /// Elements of the share for, or from, a rank.
+  std::size_t input_share(int rank) const {
+    return input_elems != nullptr ? input_elems[rank] : num_elems;
+  }
+  std::size_t output_share(int rank) const {
+    return output_elems != nullptr ? output_elems[rank] : num_elems;
+  }
+  /// Whether some share of this rank's has another size than num_elems.
+  bool is_uneven(int world_size) const;
 };
 
-/// What must be equal on all ranks of a collective. Stands in front of the data of its first phase.
+/// What must be equal on all ranks of a collective, but for the sizes where shares may differ. Stands
+/// in front of the data of its first phase.
 struct CallHeader {
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;
@@ -84,11 +93,14 @@ struct CallHeader {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
-  bool is_uneven = false;  ///< the shares' sizes differ, and num_elems is not compared
+  bool is_uneven = false;  ///< this rank's shares differ in size, and follow in the first phase
   ElementName element_name = {};
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };
+
+/// Whether ranks with these headers made the same call, whatever the sizes.
+bool is_same_call(CallHeader a, CallHeader b);
 
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);

@@ -15,18 +15,31 @@ void check_op(const Collective& call, int world_size) {
   if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
     throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
   if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm);
-  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce;
+  const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
+                        call.op == OpKind::kGather || call.op == OpKind::kScatter;
   if (has_root && (call.root < 0 || call.root >= world_size))
     throw std::invalid_argument("root is a rank of the group, 0 to " +
                                 std::to_string(world_size - 1) + ", got " +
                                 std::to_string(call.root));
 }
 
+// What a rank keeps for itself is not for other ranks to complain of.
+void check_own_share(const Collective& call, int rank) {
+  const std::size_t given = call.input_share(rank);
+  const std::size_t taken = call.output_share(rank);
+  if (given != taken)
+    throw std::invalid_argument(
+        std::string(name_of(call.op)) + ": rank " + std::to_string(rank) + " has " +
+        std::to_string(given * element_bytes(call.dtype)) + " bytes for itself, and room for " +
+        std::to_string(taken * element_bytes(call.dtype)));
+}
+
 // In a group of one every output is its input.
 void run_alone(const Collective& call) {
-  if (call.op == OpKind::kBarrier || call.num_bytes() == 0 || call.inputs[0] == call.outputs[0])
-    return;
-  std::memcpy(call.outputs[0], call.inputs[0], call.num_bytes());
+  if (call.op == OpKind::kBarrier) return;
+  const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
+  if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
+  std::memcpy(call.outputs[0], call.inputs[0], num_bytes);
 }
 
 }  // namespace
@@ -46,6 +59,7 @@ Communicator::~Communicator() = default;
 void Communicator::run(const Collective& call, const WaitLimits& limits) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
   const auto task = [&] {
     try {
@@ -65,6 +79,7 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
                                           Done done) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   return queue_.submit([this, call, limits, done = std::move(done)] {
     std::exception_ptr error;
     try {
@@ -78,19 +93,26 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
 
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
+  check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
   options_.check_ring(call);
 }
 
+Algorithm Communicator::algorithm_of(const Collective& call) const {
+  CallHeader header{.algorithm = Algorithm::kDirect};
+  if (carrier_ != nullptr) carrier_->plan(call, header);
+  return header.algorithm;
+}
+
 CallHeader Communicator::header_of(const Collective& call) {
-  CallHeader header{.seq = next_seq_.fetch_add(1, std::memory_order_relaxed),
+  CallHeader header{.seq = num_run_++,
                     .num_elems = call.num_elems,
                     .root = call.root,
                     .op = call.op,
                     .dtype = call.dtype,
                     .reduction = call.reduction,
                     .algorithm = Algorithm::kDirect,
-                    .is_uneven = call.is_uneven(),
+                    .is_uneven = call.is_uneven(world_size_),
                     .element_name = call.element_name};
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
@@ -101,7 +123,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   const CallHeader header = header_of(call);
   if (carrier_ == nullptr) {
     run_alone(call);
-    count(header, 0);
+    count(header, {});
     return;
   }
   const auto activity = [&] {
@@ -116,9 +138,11 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity());
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(mismatched.peer,
-                             "rank " + std::to_string(mismatched.peer) + " called " +
-                                 describe(mismatched.theirs) + " where rank " +
-                                 std::to_string(rank_) + " called " + describe(header),
+                             !mismatched.difference.empty()
+                                 ? mismatched.difference
+                                 : "rank " + std::to_string(mismatched.peer) + " called " +
+                                       describe(mismatched.theirs) + " where rank " +
+                                       std::to_string(rank_) + " called " + describe(header),
                              activity());
   } catch (const std::exception& error) {
     // Out of memory, most likely. Wherever this rank has stopped, the others have gone on.
@@ -127,9 +151,9 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   }
 }
 
-void Communicator::count(const CallHeader& header, std::uint64_t sent_bytes) {
-  stats_.count(header.op, header.algorithm, sent_bytes);
-  Stats::process_wide().count(header.op, header.algorithm, sent_bytes);
+void Communicator::count(const CallHeader& header, const Traffic& traffic) {
+  for (Stats* stats : {&stats_, &Stats::process_wide()})
+    stats->count(header.op, header.algorithm, traffic.sent_bytes, traffic.copied_bytes);
 }
 
 }  // namespace ringcomm

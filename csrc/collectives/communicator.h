@@ -42,8 +42,10 @@ class Communicator {
   int world_size() const { return world_size_; }
   const CommunicatorOptions& options() const { return options_; }
   const Stats& stats() const { return stats_; }
-  /// The number of the next collective.
-  std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
+  /// The number of the collective that will be called next, though others may be queued before it.
+  std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
+  /// The algorithm that a call gets.
+  Algorithm algorithm_of(const Collective& call) const;
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
@@ -71,7 +73,7 @@ class Communicator {
   void validate(const Collective& call) const;
   void execute(const Collective& call, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  void count(const CallHeader& header, std::uint64_t sent_bytes);
+  void count(const CallHeader& header, const Traffic& traffic);
 
   int rank_;
   int world_size_;
@@ -80,7 +82,8 @@ class Communicator {
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
-  std::atomic<std::uint64_t> next_seq_ = 0;
+  std::atomic<std::uint64_t> num_issued_ = 0;
+  std::uint64_t num_run_ = 0;  // counted where they run, which is in one order on all ranks
   OrderedQueue queue_;  // last, so first to go: it runs what is left
 };
 

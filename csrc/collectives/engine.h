@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
@@ -42,6 +43,8 @@ class Engine {
   std::byte* open_first(const CallHeader& header);
   /// The data of `peer` in the first phase; throws Mismatched when it made another call.
   const std::byte* wait_first(int peer, const CallHeader& header);
+  /// The same for whoever compares the headers.
+  const std::byte* wait_header(int peer, CallHeader& theirs);
 
   /// The same for later phases.
   std::byte* open();
@@ -56,6 +59,13 @@ class Engine {
   /// Stages `num_bytes` for peers with the kind of stores that fits this machine now.
   void stage(void* to, const void* from, std::size_t num_bytes);
   StoreKindChooser& store_kinds() { return store_kinds_; }
+  /// Copies what a peer staged, or this rank's own share, into a result of `result_bytes` in all.
+  void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
+
+  /// For what an algorithm stages or copies by itself.
+  void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
+  /// What was counted since it was last asked for.
+  std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
 
   /// Throws Stopped unless `stop` is kNone.
   static void check(Stop stop) {
@@ -73,6 +83,7 @@ class Engine {
   SpinBudget budget_;
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
+  std::uint64_t copied_bytes_ = 0;
 };
 
 }  // namespace ringcomm

@@ -7,6 +7,7 @@
 #include "collectives/all_reduce.h"
 #include "collectives/board_collectives.h"
 #include "collectives/p2p_engine.h"
+#include "collectives/share_exchange.h"
 
 namespace ringcomm {
 namespace {
@@ -16,6 +17,14 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   config.ring_num_slots = options.num_slots;
   config.ring_slot_bytes = options.slot_bytes;
   return config;
+}
+
+// What stands for the size of the call where the kind of stores is chosen.
+std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
+  if (!header.is_uneven) return call.num_bytes();
+  std::size_t elems = 0;
+  for (int rank = 0; rank < world_size; ++rank) elems += call.input_share(rank);
+  return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
 }  // namespace
@@ -48,16 +57,29 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   }
 }
 
-std::uint64_t ShmCarrier::run(const Collective& call, const CallHeader& header,
-                              const WaitLimits& limits) {
+Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
+                        const WaitLimits& limits) {
   scope_.begin(limits);
-  engine_.store_kinds().begin(call.op, call.num_bytes());
+  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
+  engine_.take_copied_bytes();  // of a call that failed
   try {
-    const std::uint64_t sent_bytes = dispatch(call, header);
+    const std::uint64_t sent_bytes = dispatch_explained(call, header);
     engine_.store_kinds().end();
-    return sent_bytes;
+    return {sent_bytes, engine_.take_copied_bytes()};
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
+    throw;
+  }
+}
+
+std::uint64_t ShmCarrier::dispatch_explained(const Collective& call, const CallHeader& header) {
+  try {
+    return dispatch(call, header);
+  } catch (const Mismatched& mismatched) {
+    // The headers do not show the sizes of a peer whose shares are uneven.
+    if (is_same_call(header, mismatched.theirs) && !header.is_uneven &&
+        mismatched.theirs.is_uneven)
+      explain_mismatch(engine_, call, header);
     throw;
   }
 }
@@ -69,23 +91,29 @@ std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& hea
     case OpKind::kReduce:
       return reduce(engine_, call, header);
     case OpKind::kReduceScatter:
-      return reduce_scatter(engine_, call, header);
+      return header.is_uneven ? reduce_scatter_uneven(engine_, call, header)
+                              : reduce_scatter(engine_, call, header);
     case OpKind::kAllGather:
-      return all_gather(engine_, call, header);
+      return header.is_uneven ? all_gather_uneven(engine_, call, header)
+                              : all_gather(engine_, call, header);
     case OpKind::kBroadcast:
       return broadcast(engine_, call, header);
+    case OpKind::kGather:
+      return gather(engine_, call, header);
+    case OpKind::kScatter:
+      return scatter(engine_, call, header);
+    case OpKind::kAllToAll:
+      return all_to_all(engine_, call, header);
     case OpKind::kAllReduce:
       switch (header.algorithm) {
         case Algorithm::kOneShot:
           return all_reduce_one_shot(engine_, call, header);
         case Algorithm::kRing:
-          return all_reduce_ring(engine_, call, header);
+          return options_.is_rank_ordered ? all_reduce_ring_ordered(engine_, call, header)
+                                          : all_reduce_ring(engine_, call, header);
         default:
           return all_reduce_two_shot(engine_, call, header);
       }
-    case OpKind::kGather:
-    case OpKind::kScatter:
-    case OpKind::kAllToAll:
     case OpKind::kSend:
     case OpKind::kRecv:
       break;

@@ -21,11 +21,11 @@ class ShmCarrier final : public Carrier {
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
-  std::uint64_t run(const Collective& call, const CallHeader& header,
-                    const WaitLimits& limits) override;
+  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
+  std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;

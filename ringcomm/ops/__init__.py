@@ -3,6 +3,7 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,
     all_reduce,
@@ -20,6 +21,7 @@ __all__ = [
     "all_reduce_",
     "broadcast",
     "broadcast_",
+    "monitored_barrier",
     "reduce",
     "reduce_scatter",
     "ring_all_reduce_",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankFailure, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
 WORLD = 2
@@ -115,29 +114,11 @@ def train_fsdp_factor(rank: int, only_sums: bool) -> dict[str, Tensor]:
     return full_state(model)
 
 
-def run_not_there_yet(*args: Any) -> list[Any]:
-    """run_ranks, but NotImplementedError where that is what a rank raised, for xfail."""
-    try:
-        return run_ranks(*args)
-    except RankFailure as failure:
-        said = re.search(r"^NotImplementedError: (ringcomm: .* not there yet)", str(failure), re.M)
-        if said is None:
-            raise
-        raise NotImplementedError(said[1]) from failure
-
-
-PREMUL_SUM = pytest.mark.xfail(
-    reason="set_gradient_divide_factor reduces with PREMUL_SUM, which ringcomm does not have yet",
-    raises=NotImplementedError,
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("only_sums", [True, pytest.param(False, marks=PREMUL_SUM)])
+@pytest.mark.parametrize("only_sums", [True, False])
 def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
     reference = make_model()
     train(reference, None, scale=WORLD / 3.0)
-    results = run_not_there_yet(WORLD, train_fsdp_factor, only_sums)
+    results = run_ranks(WORLD, train_fsdp_factor, only_sums)
     check_close(results, full_state(reference), atol=1e-5)
 
 
@@ -206,13 +187,9 @@ def test_tensor_parallel_equals_one_process(plan: str) -> None:
         assert losses == pytest.approx(train_alone(), abs=1e-5)
 
 
-@pytest.mark.xfail(
-    reason="distribute_tensor scatters the weights of rank 0, and scatter is not there yet",
-    raises=NotImplementedError,
-    strict=True,
-)
 def test_tensor_parallel_from_rank_0() -> None:
-    for losses in run_not_there_yet(WORLD, train_tp, "tensor", 0):
+    """distribute_tensor scatters the weights of rank 0."""
+    for losses in run_ranks(WORLD, train_tp, "tensor", 0):
         assert losses == pytest.approx(train_alone(), abs=1e-5)
 
 
