@@ -32,16 +32,24 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             f"pg_options of a ringcomm group is a ringcomm.Options, got {type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
+    if options.deterministic not in (None, "rank_order"):
+        raise ValueError(
+            'deterministic of ringcomm.Options is None or "rank_order", '
+            f"got {options.deterministic!r}"
+        )
     return _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
         timeout=dist_backend_opts.timeout,
         algorithm=options.algorithm,
+        is_rank_ordered=options.deterministic == "rank_order",
         num_slots=_whole("num_slots", options.num_slots),
         slot_bytes=DEFAULT_SLOT_BYTES
         if options.slot_bytes is None
         else _whole("slot_bytes", options.slot_bytes),
+        one_shot_max_bytes=0,
+        transport=options.transport or "",
     )
 
 
