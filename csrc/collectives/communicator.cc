@@ -46,6 +46,7 @@ Communicator::~Communicator() = default;
 void Communicator::run(const Collective& call, const WaitLimits& limits) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
   const auto task = [&] {
     try {
@@ -65,6 +66,7 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
                                           Done done) {
   validate(call);
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   return queue_.submit([this, call, limits, done = std::move(done)] {
     std::exception_ptr error;
     try {
@@ -83,7 +85,7 @@ void Communicator::validate(const Collective& call) const {
 }
 
 CallHeader Communicator::header_of(const Collective& call) {
-  CallHeader header{.seq = next_seq_.fetch_add(1, std::memory_order_relaxed),
+  CallHeader header{.seq = num_started_.fetch_add(1, std::memory_order_relaxed),
                     .num_elems = call.num_elems,
                     .root = call.root,
                     .op = call.op,

@@ -42,8 +42,9 @@ class Communicator {
   int world_size() const { return world_size_; }
   const CommunicatorOptions& options() const { return options_; }
   const Stats& stats() const { return stats_; }
-  /// The number of the next collective.
-  std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
+  /// The number of the next collective. It counts calls when they are made: what is still in the
+  /// queue depends on this rank's timing, and torch compares the number between ranks.
+  std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
@@ -80,7 +81,8 @@ class Communicator {
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
-  std::atomic<std::uint64_t> next_seq_ = 0;
+  std::atomic<std::uint64_t> num_issued_ = 0;   // run() and submit() accepted
+  std::atomic<std::uint64_t> num_started_ = 0;  // of those, out of the queue: in the same order
   OrderedQueue queue_;  // last, so first to go: it runs what is left
 };
 
