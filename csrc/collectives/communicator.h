@@ -83,7 +83,7 @@ class Communicator {
   std::unique_ptr<PointToPoint> p2p_;
   std::atomic<std::uint64_t> num_issued_ = 0;   // run() and submit() accepted
   std::atomic<std::uint64_t> num_started_ = 0;  // of those, out of the queue: in the same order
-  OrderedQueue queue_;  // last, so first to go: it runs what is left
+  OrderedQueue queue_;                          // last, so first to go: it runs what is left
 };
 
 }  // namespace ringcomm

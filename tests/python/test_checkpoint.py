@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over ringcomm: a curve goes on where it was, on more or fewer ranks."""
+"""torch.distributed.checkpoint over ringcomm: a curve goes on, also on more or fewer ranks."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
     return Run(losses, weights_of(model))
 
 
-PREMUL_SUM = pytest.mark.xfail(
-    reason="needs PREMUL_SUM", raises=NotImplementedError, strict=True
-)
+PREMUL_SUM = pytest.mark.xfail(reason="needs PREMUL_SUM", raises=NotImplementedError, strict=True)
 
 
 @pytest.mark.parametrize("only_sums", [True, pytest.param(False, marks=PREMUL_SUM)])
@@ -86,13 +84,10 @@ def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
 
 def accumulate_and_clip(rank: int) -> None:
     """Two micro-batches, one reduction: twice the gradient; the norm of all shards together."""
-    model = shard()
-    reference = make_model()
-    for module, share in ((model, rank), (reference, None)):
-        for micro_step in range(2):
-            x, y = batch(0) if share is None else batch(0, share, WORLD)
-            if share is not None:
-                module.set_requires_gradient_sync(micro_step == 1)
+    model, reference = shard(), make_model()
+    for micro_step in range(2):
+        model.set_requires_gradient_sync(micro_step == 1)
+        for module, (x, y) in ((model, batch(0, rank, WORLD)), (reference, batch(0))):
             nn.functional.mse_loss(module(x), y).backward()
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)

@@ -1,4 +1,4 @@
-"""torchrun starts ranks of ringcomm: at a fixed address, by a rendezvous, and again after a death."""
+"""torchrun starts ranks: at a fixed address, by a rendezvous, and again after a death."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
-def torchrun(folder: Path, *options: str, must_die: bool = False) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    folder: Path, *options: str, must_die: bool = False
+) -> subprocess.CompletedProcess[str]:
     program = [str(HERE / "torchrun_job.py"), str(folder), "die" if must_die else "live"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-        + [*options, *program],
+        [sys.executable, *launcher, *options, *program],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def main(folder: Path, must_die: bool) -> None:
     model = DistributedDataParallel(make_model())
     optimizer = sgd(model.parameters())
     saved = folder / f"rank{rank}.pt"
-    state = {"losses": []}
+    state: dict[str, Any] = {"losses": []}
     if saved.exists():
         state = torch.load(saved)
         model.load_state_dict(state["model"])
