@@ -7,7 +7,7 @@ N times too large.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ STEPS = 5
 ROWS = 16  # of a batch, over all ranks
 DIM = 8
 NUM_OUTPUTS = 3
+
+
+Data = Callable[[int, int, int], tuple[Tensor, Tensor]]  # as batch()
 
 
 @dataclass
@@ -66,12 +69,13 @@ def train(
     optimizer: Any = None,
     scale: float = 1.0,
     steps: Sequence[int] = range(STEPS),
+    data: Data = batch,
 ) -> list[float]:
     """The losses of some steps; gradients are those of the loss times `scale`."""
     optimizer = optimizer or sgd(model.parameters())
     losses = []
     for step in steps:
-        x, y = batch(step, share, num_shares)
+        x, y = data(step, share, num_shares)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         (loss * scale).backward()
@@ -93,9 +97,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def single_process(num_blocks: int = 2, **options: Any) -> Run:
+def single_process(
+    num_blocks: int = 2, make: Callable[[int], nn.Module] = make_model, **options: Any
+) -> Run:
     """One process, the whole batch; options are train()'s."""
-    model = make_model(num_blocks)
+    model = make(num_blocks)
     losses = train(model, **options)
     assert losses[-1] < 0.9 * losses[0], "it must learn, else everything would equal everything"
     return Run(losses, weights_of(model))
