@@ -54,7 +54,9 @@ def check_device_form(rank: int) -> None:
     assert sum_of(dist.new_group([0, 1]), 2) == 4
 
 
-NEEDS_NCCL = pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+NEEDS_NCCL = pytest.mark.skipif(
+    not (dist.is_nccl_available() and torch.cuda.is_available()), reason="NCCL needs a CUDA device"
+)
 
 
 @pytest.mark.parametrize(

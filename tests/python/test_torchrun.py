@@ -26,13 +26,18 @@ def free_port() -> int:
 
 
 def torchrun(
-    folder: Path, *options: str, must_die: bool = False
+    folder: Path, *options: str, must_die: bool = False, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     program = [str(HERE / "torchrun_job.py"), str(folder), "die" if must_die else "live"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     return subprocess.run(
         [sys.executable, *launcher, *options, *program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(HERE.parents[1]),
+            **(env or {}),
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -40,19 +45,22 @@ def torchrun(
     )
 
 
-def assert_curve(folder: Path, attempt: int) -> None:
+def assert_curve(folder: Path, attempt: int, debug: str = "OFF") -> None:
     reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
     assert [report["attempt"] for report in reports] == [attempt] * WORLD
     assert [report["backend"] for report in reports] == ["ringcomm"] * WORLD
+    assert [report["debug"] for report in reports] == [debug] * WORLD
     losses = mean_losses([Run(report["losses"], {}) for report in reports])
     assert losses == pytest.approx(single_process().losses, rel=0, abs=1e-5)
 
 
 def test_static(tmp_path: Path) -> None:
+    """With the variable that test_debug.py only imitates."""
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    done = torchrun(tmp_path, "--nnodes", "1", "--node-rank", "0", *address)
+    done = torchrun(tmp_path, "--nnodes", "1", "--node-rank", "0", *address, env=detail)
     assert done.returncode == 0, done.stderr
-    assert_curve(tmp_path, attempt=0)
+    assert_curve(tmp_path, attempt=0, debug="DETAIL")
 
 
 C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

@@ -40,7 +40,12 @@ def main(folder: Path, must_die: bool) -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "losses": losses}, saved)
         dist.barrier()
-    report = {"losses": losses, "attempt": attempt, "backend": dist.get_backend()}
+    report = {
+        "losses": losses,
+        "attempt": attempt,
+        "backend": dist.get_backend(),
+        "debug": dist.get_debug_level().name,
+    }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
