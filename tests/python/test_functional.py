@@ -124,7 +124,7 @@ NEEDS_CXX = pytest.mark.skipif(
     reason="inductor needs a C++ compiler on PATH",
 )
 # One rank compiles what the other waits for, some seconds on a quiet machine.
-PATIENCE: dict[str, float] = {"timeout_s": 240.0, "group_timeout_s": 120.0}
+PATIENCE: dict[str, Any] = {"timeout_s": 240.0, "group_timeout_s": 120.0}
 COMPILERS = [None, "aot_eager", pytest.param("inductor", marks=NEEDS_CXX)]
 
 
