@@ -62,6 +62,7 @@ class Writable {
                                  : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
     check_no_overlap(tensor);
     item.kept.push_back(tensor);
+    if (is_input_too) item.profiled.push_back(tensor);
     if (buffer_.is_same(tensor)) return;
     item.kept.push_back(buffer_);
     item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
@@ -81,6 +82,7 @@ class Writable {
 
 // A contiguous tensor to read from, kept alive by the call.
 const void* readable(const at::Tensor& tensor, TensorCall& item) {
+  item.profiled.push_back(tensor);
   item.kept.push_back(plain(tensor));
   return item.kept.back().data_ptr();
 }
@@ -217,6 +219,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>&
                .reduction = reduction_of(opts.reduceOp, "reduce"),
                .root = root,
                .num_elems = num_elems_of(buffer)};
+  item.profiled = {tensor};
   item.inputs = {buffer.data_ptr()};
   item.outputs = {buffer.data_ptr()};
   std::vector<TensorCall> calls;
@@ -236,6 +239,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::broadcast(std::vector<at::Tenso
                .element_name = element_name_of(tensor),
                .root = root,
                .num_elems = tensor.nbytes()};
+  item.profiled = {tensor};
   item.inputs = {data};
   item.outputs = {data};
   std::vector<TensorCall> calls;
@@ -293,24 +297,53 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_into_tensor_coalesced
                std::move(calls), outputs, opts.timeout, opts.asyncOp);
 }
 
+TensorCall ProcessGroupRingcomm::all_gather_list_call(const std::vector<at::Tensor>& outputs,
+                                                      const at::Tensor& input) const {
+  check_alike(outputs, static_cast<std::size_t>(getSize()), input, "all_gather");
+  TensorCall item;
+  item.call = {.op = OpKind::kAllGather,
+               .element_name = element_name_of(input),
+               .num_elems = input.nbytes()};
+  for (const at::Tensor& output : outputs)
+    item.outputs.push_back(Writable(output, item, false).buffer().data_ptr());
+  item.inputs = {readable(input, item)};
+  return item;
+}
+
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather(
     std::vector<std::vector<at::Tensor>>& outputTensors, std::vector<at::Tensor>& inputTensors,
     const c10d::AllgatherOptions& opts) {
   const at::Tensor& input = only_tensor(inputTensors, "all_gather");
   TORCH_CHECK_VALUE(outputTensors.size() == 1,
                     "ringcomm: all_gather takes one list of outputs, got ", outputTensors.size());
-  check_alike(outputTensors[0], static_cast<std::size_t>(getSize()), input, "all_gather");
-  TensorCall item;
-  item.call = {.op = OpKind::kAllGather,
-               .element_name = element_name_of(input),
-               .num_elems = input.nbytes()};
-  for (const at::Tensor& output : outputTensors[0])
-    item.outputs.push_back(Writable(output, item, false).buffer().data_ptr());
-  item.inputs = {readable(input, item)};
   std::vector<TensorCall> calls;
-  calls.push_back(std::move(item));
+  calls.push_back(all_gather_list_call(outputTensors[0], input));
   return start(c10d::OpType::ALLGATHER, "ringcomm:all_gather", std::move(calls), outputTensors[0],
                opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_coalesced(
+    std::vector<std::vector<at::Tensor>>& outputTensorLists, std::vector<at::Tensor>& inputTensors,
+    const c10d::AllgatherOptions& opts) {
+  const auto world_size = static_cast<std::size_t>(getSize());
+  TORCH_CHECK_VALUE(outputTensorLists.size() == world_size,
+                    "ringcomm: all_gather_coalesced takes a list of outputs per rank, ", world_size,
+                    ", got ", outputTensorLists.size());
+  std::vector<at::Tensor> results;
+  for (const std::vector<at::Tensor>& of_rank : outputTensorLists) {
+    TORCH_CHECK_VALUE(of_rank.size() == inputTensors.size(), "ringcomm: all_gather_coalesced got ",
+                      inputTensors.size(), " inputs and ", of_rank.size(), " outputs for a rank");
+    results.insert(results.end(), of_rank.begin(), of_rank.end());
+  }
+  std::vector<TensorCall> calls;
+  for (std::size_t i = 0; i < inputTensors.size(); ++i) {
+    std::vector<at::Tensor> outputs;
+    for (const std::vector<at::Tensor>& of_rank : outputTensorLists) outputs.push_back(of_rank[i]);
+    check_tensor(inputTensors[i], "all_gather_coalesced");
+    calls.push_back(all_gather_list_call(outputs, inputTensors[i]));
+  }
+  return start(c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather_coalesced",
+               std::move(calls), std::move(results), opts.timeout, opts.asyncOp);
 }
 
 // ---- reduce_scatter

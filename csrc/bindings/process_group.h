@@ -42,6 +42,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputTensors,
                                            std::vector<at::Tensor>& inputTensors,
                                            const c10d::AllgatherOptions& opts) override;
+  /// Deprecated in c10d, with no other way to it than all_gather_coalesced of Python.
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(
+      std::vector<std::vector<at::Tensor>>& outputTensorLists,
+      std::vector<at::Tensor>& inputTensors, const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& outputBuffer, at::Tensor& inputBuffer,
                                                  const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
@@ -91,6 +95,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
              std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async);
   TensorCall all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
   TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
+  TensorCall all_gather_list_call(const std::vector<at::Tensor>& outputs,
+                                  const at::Tensor& input) const;
   TensorCall reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
                                  const c10d::ReduceOp& op) const;
   Work start_p2p(P2pOp::Kind kind, const at::Tensor& tensor, int peer, int tag);

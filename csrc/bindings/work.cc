@@ -18,6 +18,17 @@ namespace {
                   " ms) gave up; it goes on, and may be waited for again");
 }
 
+std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
+  std::vector<at::Tensor> inputs;
+  for (TensorCall& item : calls) {
+    if (inputs.empty())
+      inputs = std::move(item.profiled);
+    else
+      inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
+  }
+  return inputs;
+}
+
 }  // namespace
 
 // ---- LazyFuture
@@ -67,8 +78,7 @@ void EngineWork::wait_for_finish() {
 CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator,
                                c10d::OpType op_type, const char* title,
                                std::vector<TensorCall> calls, std::vector<at::Tensor> results)
-    : EngineWork(communicator, op_type, title,
-                 calls.empty() ? std::vector<at::Tensor>{} : calls.front().kept),
+    : EngineWork(communicator, op_type, title, take_profiled(calls)),
       calls_(std::move(calls)),
       results_(std::move(results)),
       seq_(communicator->next_seq()) {

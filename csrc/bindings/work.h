@@ -17,7 +17,8 @@ struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<at::Tensor> kept;  ///< everything `inputs` and `outputs` point into
+  std::vector<at::Tensor> kept;      ///< everything `inputs` and `outputs` point into
+  std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
   std::function<void()> finish =
       {};  ///< copies results where the call could not put them; may be empty
 };
