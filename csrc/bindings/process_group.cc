@@ -342,8 +342,8 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_coalesced(
     check_tensor(inputTensors[i], "all_gather_coalesced");
     calls.push_back(all_gather_list_call(outputs, inputTensors[i]));
   }
-  return start(c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather_coalesced",
-               std::move(calls), std::move(results), opts.timeout, opts.asyncOp);
+  return start(c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather_coalesced", std::move(calls),
+               std::move(results), opts.timeout, opts.asyncOp);
 }
 
 // ---- reduce_scatter

@@ -7,22 +7,26 @@ from collections.abc import Iterable
 
 import known
 import suites
-from results import FAIL, PASS, SKIP, GlooResults, Outcome, cause
+from outcomes import FAIL, PASS, SKIP, GlooResults, Outcome, cause
 
 __all__ = ["render"]
 
 INTRODUCTION = """\
 # PyTorch's own tests on ringcomm
 
-Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}. The tests ship
-in torch's wheel (`torch.testing._internal.distributed`); they are imported, not copied, and run with
-ranks of their own, each test under a limit in time. A mode says under which backend's name the tests
-are imported, since their decorators ask for it; the groups are made with ringcomm all the same. Gloo's
-results are kept in `tests/torch/gloo-*.txt`. GPUs are hidden from the tests.
+Written by `make test-torch ARGS="--write docs/torch-tests.md"`, with torch {version}.
 
-Told about ringcomm are: the lists of backends whose profiler events are looked at, and
-`monitored_barrier`, which torch refuses by name to every backend but Gloo (the tests call what stands
-behind that check).
+The tests ship in torch's wheel (`torch.testing._internal.distributed`). They are imported, not
+copied; each runs with ranks of its own, under a limit in time. A mode says under which backend's
+name they are imported, since their decorators ask for it; the groups are ringcomm's all the same.
+GPUs are hidden. Gloo's results are kept in `tests/torch/gloo-*.txt`.
+
+Two things are told to know ringcomm, because they ask for a backend by name: the lists of backends
+whose profiler events are looked at, and `torch.distributed.monitored_barrier`, which refuses every
+backend but Gloo (the tests reach what stands behind that check).
+"""
+SKIPPED = """\
+By torch's own decorators, hence on Gloo as well. Behind a mode stands the number of its tests.
 """
 
 
@@ -40,20 +44,22 @@ def render(outcomes: list[Outcome], gloo: GlooResults, torch_version: str) -> st
     ]
     sections = [
         INTRODUCTION.format(version=".".join(torch_version.split(".")[:2])),
-        _table(("mode", "what", "tests", "backend", "pass", "skip", "fail"), _counts(outcomes, gloo)),
+        _table(
+            ("mode", "what", "tests", "backend", "pass", "skip", "fail"), _counts(outcomes, gloo)
+        ),
         "## Fail on ringcomm\n",
         _table(("mode", "test", "why", "on Gloo"), failed) if failed else "None.\n",
         "## Pass on ringcomm, fail on Gloo\n",
         _table(("mode", "test", "Gloo says"), only_ours) if only_ours else "None.\n",
         "## Skipped\n",
-        "By torch's own decorators, on Gloo as well; a mode's name is followed by the number of tests.\n",
+        SKIPPED,
         _table(("reason", "modes", "tests"), _skips(outcomes)),
     ]
     return "\n".join(sections)
 
 
 def _failure(outcome: Outcome) -> str:
-    return known.reason(*outcome.key) or cause(outcome.text)
+    return known.why_failing(*outcome.key) or cause(outcome.text)
 
 
 def _counts(outcomes: list[Outcome], gloo: GlooResults) -> Iterable[tuple[object, ...]]:

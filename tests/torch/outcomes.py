@@ -11,7 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FAIL", "PASS", "SKIP", "GlooResults", "Outcome", "cause", "gloo_file", "read_gloo", "write_gloo"]
+__all__ = [
+    "FAIL",
+    "PASS",
+    "SKIP",
+    "GlooResults",
+    "Outcome",
+    "cause",
+    "gloo_file",
+    "read_gloo",
+    "write_gloo",
+]
 
 PASS, FAIL, SKIP = "pass", "fail", "skip"
 Key = tuple[str, str]  # (mode, test)
@@ -20,7 +30,9 @@ GlooResults = dict[Key, tuple[str, str]]  # (status, cause of a failure)
 # A report starts with the rank that failed first, up to the next rank's or the ranks' output.
 FIRST_RANK = re.compile(r"\Arank \d+: (.*?)(?=^rank|^----|\Z)", re.DOTALL | re.MULTILINE)
 # The closing line of a traceback: not indented, and an exception's name in front of the colon.
-RAISED = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exit|Exception|Interrupt|Warning)\b.*$", re.MULTILINE)
+RAISED = re.compile(
+    r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exit|Exception|Interrupt|Warning)\b.*$", re.MULTILINE
+)
 MAX_CAUSE_CHARS = 160
 
 
