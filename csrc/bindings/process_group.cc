@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bindings/python_errors.h"
+#include "bindings/sparse_all_reduce.h"
 #include "bindings/store_adapter.h"
 #include "bindings/tensors.h"
 
@@ -172,8 +173,13 @@ TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   std::vector<TensorCall> calls;
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    calls.push_back(sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()));
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", std::move(calls),
+                 tensors, opts.timeout, opts.asyncOp);
+  }
+  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   calls.push_back(all_reduce_call(tensor, opts.reduceOp));
   return start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), tensors,
                opts.timeout, opts.asyncOp);

@@ -93,7 +93,10 @@ void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds t
   try {
     with_python_errors([&] {
       for (TensorCall& item : calls_) {
-        communicator.run(item.call, limits);
+        if (item.sequence)
+          communicator.run(item.sequence, limits);
+        else
+          communicator.run(item.call, limits);
         if (item.finish) item.finish();
       }
     });
@@ -111,11 +114,15 @@ void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
   // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
   const std::size_t num_calls = self->calls_.size();
   with_python_errors([&] {
-    for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx)
-      self->last_ticket_ = communicator.submit(self->calls_[call_idx].call, limits,
-                                               [self, call_idx](const std::exception_ptr& error) {
-                                                 self->finish_call(call_idx, error);
-                                               });
+    for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx) {
+      const auto done = [self, call_idx](const std::exception_ptr& error) {
+        self->finish_call(call_idx, error);
+      };
+      TensorCall& item = self->calls_[call_idx];
+      self->last_ticket_ = item.sequence
+                               ? communicator.submit(std::move(item.sequence), limits, done)
+                               : communicator.submit(item.call, limits, done);
+    }
   });
   if (num_calls == 0) self->finish();
 }

@@ -21,6 +21,7 @@ struct TensorCall {
   std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
   std::function<void()> finish =
       {};  ///< copies results where the call could not put them; may be empty
+  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
 };
 
 /// The future of a work, made when it is first asked for; most never are. Thread-safe.

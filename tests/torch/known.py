@@ -24,12 +24,6 @@ FAILING: tuple[Entry, ...] = (
     ("*", "test_scatter*", NOT_THERE),
     ("gloo-*", "test_grads_same_across_ranks_with_no_sync", "gather is " + NOT_THERE),
     ("gloo-*", "test_monitored_barrier_gloo*", NOT_THERE),
-    ("gloo-*", "test_sparse_all_reduce_sum", "all_reduce of sparse tensors is " + NOT_THERE),
-    (
-        "rpc",
-        "*.test_ddp_dist_autograd_sparse_grads",
-        "all_reduce of sparse tensors is " + NOT_THERE,
-    ),
     ("mpi-*", "test_all_to_all*", NOT_THERE),
 )
 
