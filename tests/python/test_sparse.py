@@ -13,6 +13,8 @@ from torch import Tensor
 import ringcomm
 
 ROWS, COLUMNS = 50, 3
+# How many entries each rank has: nobody, somebody or everybody; shares are padded to the largest.
+COUNTS = [[6], [0, 0], [7, 0], [30, 30], [0, 1, 40], [5, 0, 90, 2]]
 
 
 def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
@@ -41,7 +43,7 @@ def check_sum(rank: int, counts: list[int], dtype: torch.dtype, is_async: bool) 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("counts", [[6], [0, 0], [7, 0], [30, 30], [0, 1, 40], [5, 0, 90, 2]], ids=str)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_sum(counts: list[int], dtype: torch.dtype, is_async: bool) -> None:
     run_ranks(len(counts), check_sum, counts, dtype, is_async)
 
