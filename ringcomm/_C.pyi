@@ -9,8 +9,11 @@ def create_process_group(
     size: int,
     timeout: timedelta,
     algorithm: str,
+    is_rank_ordered: bool,
     num_slots: int,
     slot_bytes: int,
+    one_shot_max_bytes: int,
+    transport: str,
 ) -> Any: ...
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm import _C
+from ringcomm import _C, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -22,7 +22,8 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
     Raises:
         TypeError: pg_options is something else.
-        ValueError: an option has no valid value.
+        ValueError: an option has no valid value, or the tuning file is none.
+        FileNotFoundError: there is no such tuning file.
         RingcommError: the ranks could not meet, or have different options.
     """
     if pg_options is None:
@@ -32,17 +33,30 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             f"pg_options of a ringcomm group is a ringcomm.Options, got {type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
+    if options.deterministic not in (None, "rank_order"):
+        raise ValueError(
+            'deterministic of ringcomm.Options is None or "rank_order", '
+            f"got {options.deterministic!r}"
+        )
     return _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
         timeout=dist_backend_opts.timeout,
         algorithm=options.algorithm,
+        is_rank_ordered=options.deterministic == "rank_order",
         num_slots=_whole("num_slots", options.num_slots),
         slot_bytes=DEFAULT_SLOT_BYTES
         if options.slot_bytes is None
         else _whole("slot_bytes", options.slot_bytes),
+        one_shot_max_bytes=_tuned(options.tuning, dist_backend_opts.group_size),
+        transport=options.transport or "",
     )
+
+
+def _tuned(path: str | None, world_size: int) -> int:
+    """Where a tuning file ends one_shot for this many ranks; 0 where none says."""
+    return (tuning.load(path).one_shot_max_bytes(world_size) or 0) if path else 0
 
 
 def _whole(name: str, value: int) -> int:

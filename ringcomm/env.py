@@ -6,22 +6,30 @@ RINGCOMM_HOST_ID (which ranks count as one host). The build has its own; README.
 
 import os
 
-__all__ = ["algorithm", "num_slots", "slot_bytes"]
+__all__ = ["option"]
+
+# Options of a group, by field; what they mean stands at ringcomm.Options.
+_TEXTS = {
+    "algorithm": "RINGCOMM_ALGORITHM",
+    "deterministic": "RINGCOMM_DETERMINISTIC",
+    "transport": "RINGCOMM_TRANSPORT",
+    "tuning": "RINGCOMM_TUNING",
+}
+_NUMBERS = {
+    "num_slots": "RINGCOMM_NUM_SLOTS",
+    "slot_bytes": "RINGCOMM_SLOT_BYTES",
+}
 
 
-def algorithm() -> str | None:
-    """RINGCOMM_ALGORITHM: auto, one_shot, two_shot or ring. None when unset."""
-    return os.environ.get("RINGCOMM_ALGORITHM") or None
+def option(field: str) -> str | int | None:
+    """The value for a field of ringcomm.Options; None when its variable is unset or empty.
 
-
-def num_slots() -> int | None:
-    """RINGCOMM_NUM_SLOTS: slots of a ring link, 2 to 64. None when unset. Raises ValueError."""
-    return _integer("RINGCOMM_NUM_SLOTS")
-
-
-def slot_bytes() -> int | None:
-    """RINGCOMM_SLOT_BYTES: bytes of a slot of a ring link. None when unset. Raises ValueError."""
-    return _integer("RINGCOMM_SLOT_BYTES")
+    Raises:
+        ValueError: the variable wants a whole number and has none.
+    """
+    if field in _NUMBERS:
+        return _integer(_NUMBERS[field])
+    return os.environ.get(_TEXTS[field]) or None
 
 
 def _integer(name: str) -> int | None:

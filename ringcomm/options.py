@@ -1,6 +1,6 @@
 """What can be chosen when a group is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from ringcomm import env
@@ -8,6 +8,7 @@ from ringcomm import env
 __all__ = ["Options"]
 
 AlgorithmName = Literal["auto", "one_shot", "two_shot", "ring"]
+TransportName = Literal["shm", "p2p"]
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,22 @@ class Options:
 
     Attributes:
         algorithm: of all_reduce. "auto" chooses by size and number of ranks.
+        deterministic: "rank_order" makes every reduction equal to the left-to-right one over the
+            ranks, to the last bit, whatever the algorithm, size and transport. None: equal on all
+            ranks, and from run to run with the same options.
         num_slots: slots of a ring link, 2 to 64.
         slot_bytes: bytes of a slot, a multiple of 64. None takes 262144.
+        transport: "shm" (ranks on one host), "p2p" (messages of another backend of
+            torch.distributed). None takes what reaches all ranks best.
+        tuning: a file that `ringcomm tune` has written; its cross-over between algorithms is taken.
     """
 
     algorithm: AlgorithmName = "auto"
+    deterministic: Literal["rank_order"] | None = None
     num_slots: int = 2
     slot_bytes: int | None = None
+    transport: TransportName | None = None
+    tuning: str | None = None
 
     def with_environment(self) -> "Options":
         """The same, with environment variables in place of what was left at its default.
@@ -34,12 +44,10 @@ class Options:
         Raises:
             ValueError: a variable has no valid form.
         """
-        default = Options()
-        algorithm, num_slots, slot_bytes = self.algorithm, self.num_slots, self.slot_bytes
-        if algorithm == default.algorithm and (name := env.algorithm()) is not None:
-            algorithm = name  # type: ignore[assignment]
-        if num_slots == default.num_slots and (number := env.num_slots()) is not None:
-            num_slots = number
-        if slot_bytes is None:
-            slot_bytes = env.slot_bytes()
-        return Options(algorithm=algorithm, num_slots=num_slots, slot_bytes=slot_bytes)
+        found = {
+            field.name: value
+            for field in fields(self)
+            if getattr(self, field.name) == field.default
+            and (value := env.option(field.name)) is not None
+        }
+        return replace(self, **found)  # type: ignore[arg-type]

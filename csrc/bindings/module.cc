@@ -14,16 +14,18 @@ namespace py = pybind11;
 namespace ringcomm {
 namespace {
 
-c10::intrusive_ptr<c10d::Backend> create_process_group(const c10::intrusive_ptr<c10d::Store>& store,
-                                                       int rank, int size,
-                                                       std::chrono::milliseconds timeout,
-                                                       const std::string& algorithm,
-                                                       std::uint32_t num_slots,
-                                                       std::size_t slot_bytes) {
+c10::intrusive_ptr<c10d::Backend> create_process_group(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
+    std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
+    const std::string& transport) {
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
+  options.is_rank_ordered = is_rank_ordered;
   options.num_slots = num_slots;
   options.slot_bytes = slot_bytes;
+  options.one_shot_max_bytes = one_shot_max_bytes;
+  options.transport = transport;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, options, timeout);
 }
 
@@ -60,8 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
-        py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("num_slots"),
-        py::arg("slot_bytes"), py::call_guard<py::gil_scoped_release>());
+        py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
+        py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
+        py::arg("transport"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());

@@ -4,7 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "bindings/work.h"
+#include "bindings/tensor_call.h"
 
 namespace ringcomm {
 

@@ -82,14 +82,11 @@ CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator
       calls_(std::move(calls)),
       results_(std::move(results)),
       seq_(communicator->next_seq()) {
-  for (TensorCall& item : calls_) {
-    item.call.inputs = item.inputs.data();
-    item.call.outputs = item.outputs.data();
-  }
+  for (TensorCall& item : calls_) item.link();
 }
 
 void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds timeout) {
-  const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   try {
     with_python_errors([&] {
       for (TensorCall& item : calls_) {
@@ -110,7 +107,7 @@ void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds t
 
 void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
                             Communicator& communicator, std::chrono::milliseconds timeout) {
-  const shm::WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
+  const WaitLimits limits{.timeout = timeout, .is_interrupted = is_interrupted};
   // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
   const std::size_t num_calls = self->calls_.size();
   with_python_errors([&] {
@@ -152,7 +149,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       OrderedQueue& queue = communicator->queue();
       if (timeout == kNoTimeout)
         queue.wait(last_ticket_, poll);
-      else if (!queue.wait_until(last_ticket_, shm::deadline_after(timeout), poll))
+      else if (!queue.wait_until(last_ticket_, deadline_after(timeout), poll))
         throw_wait_timeout("the collective", timeout);
     }
     wait_for_finish();
@@ -208,8 +205,8 @@ bool P2pWork::wait(std::chrono::milliseconds timeout) {
     const std::shared_ptr<Communicator> communicator =
         isCompleted() ? nullptr : communicator_.lock();
     if (communicator != nullptr) {
-      const auto deadline = timeout == kNoTimeout ? P2pEngine::Clock::time_point::max()
-                                                  : shm::deadline_after(timeout);
+      const auto deadline =
+          timeout == kNoTimeout ? PointToPoint::Clock::time_point::max() : deadline_after(timeout);
       if (!communicator->p2p()->wait(op_, deadline, is_interrupted))
         throw_wait_timeout(op_->kind == P2pOp::Kind::kSend ? "the send" : "the receive", timeout);
       complete();

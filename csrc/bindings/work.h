@@ -1,28 +1,15 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "bindings/callback_thread.h"
+#include "bindings/tensor_call.h"
 #include "collectives/communicator.h"
 
 namespace ringcomm {
-
-/// A collective in terms of tensors: the engine's call, what it points to, and what to do when it
-/// is over.
-struct TensorCall {
-  Collective call;
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
-  std::vector<at::Tensor> kept;      ///< everything `inputs` and `outputs` point into
-  std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
-  std::function<void()> finish =
-      {};  ///< copies results where the call could not put them; may be empty
-  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
-};
 
 /// The future of a work, made when it is first asked for; most never are. Thread-safe.
 class LazyFuture {

@@ -12,7 +12,8 @@ namespace ringcomm {
 /// Where one_shot stops winning was measured with 2, 4 and 8 ranks on two cores
 /// (docs/experiments.md, "all_reduce"): it moves (N - 1)/2 times the bytes of two_shot and saves
 /// one of its two hand-overs. At half or double of these limits either costs about 1.3 times the
-/// other. The ring moves what two_shot moves, in 2(N - 1) hand-overs.
-Algorithm choose_all_reduce(std::size_t num_bytes, int world_size);
+/// other. The ring moves what two_shot moves, in 2(N - 1) hand-overs. `one_shot_max_bytes` replaces
+/// that limit where it is not 0.
+Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
 
 }  // namespace ringcomm

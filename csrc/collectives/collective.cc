@@ -19,6 +19,12 @@ const char* name_of(OpKind op) {
       return "all_gather";
     case OpKind::kBroadcast:
       return "broadcast";
+    case OpKind::kGather:
+      return "gather";
+    case OpKind::kScatter:
+      return "scatter";
+    case OpKind::kAllToAll:
+      return "all_to_all";
     case OpKind::kSend:
       return "send";
     case OpKind::kRecv:
@@ -45,6 +51,11 @@ const char* name_of(Algorithm algorithm) {
       return "direct";
   }
   return "unknown algorithm";
+}
+
+void check_all_reduce_algorithm(Algorithm algorithm) {
+  if (algorithm == Algorithm::kDirect)
+    throw std::invalid_argument("direct is no algorithm of all_reduce");
 }
 
 Algorithm algorithm_from_name(const std::string& name) {

@@ -16,10 +16,13 @@ enum class OpKind : std::uint8_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
+  kGather,
+  kScatter,
+  kAllToAll,
   kSend,
   kRecv
 };
-inline constexpr int kNumOpKinds = 8;
+inline constexpr int kNumOpKinds = 11;
 
 /// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
 enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect };
@@ -29,6 +32,8 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
+/// Throws std::invalid_argument where all_reduce has no such algorithm.
+void check_all_reduce_algorithm(Algorithm algorithm);
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 
@@ -39,10 +44,16 @@ using ElementName = std::array<char, 16>;
 /// One call of a collective, as one rank makes it.
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
-/// broadcast, one rank's share of reduce_scatter and all_gather. Buffers are contiguous. `inputs`
-/// and `outputs` are arrays of one pointer where the call has one buffer, and of world_size
-/// pointers, in rank order, where it has a share for every rank (inputs of reduce_scatter, outputs
-/// of all_gather). An output may be the input it corresponds to.
+/// broadcast, this rank's share of reduce_scatter, all_gather, gather, scatter and all_to_all.
+/// Buffers are contiguous. `inputs` and `outputs` are arrays of one pointer where the call has one
+/// buffer, and of world_size pointers, in rank order, where it has a share for every rank: inputs
+/// of reduce_scatter, all_to_all and (at the root) scatter; outputs of all_gather, all_to_all and
+/// (at the root) gather. An output may be the input it corresponds to.
+///
+/// Where the shares differ, `input_elems` and `output_elems` say the elements behind each of
+/// `inputs` and `outputs`: both in all_to_all (whose num_elems is then 0), input_elems in
+/// reduce_scatter and scatter, output_elems in all_gather and gather. Which sizes must fit is
+/// checked pair by pair.
 struct Collective {
   OpKind op = OpKind::kBarrier;
   DType dtype = DType::kByte;
@@ -53,10 +64,13 @@ struct Collective {
   std::size_t num_elems = 0;
   const void* const* inputs = nullptr;
   void* const* outputs = nullptr;
-  std::uint32_t ring_num_slots = 0;   ///< 0: the group's
-  std::uint64_t ring_slot_bytes = 0;  ///< 0: the group's
+  const std::size_t* input_elems = nullptr;   ///< null: num_elems each
+  const std::size_t* output_elems = nullptr;  ///< null: num_elems each
+  std::uint32_t ring_num_slots = 0;           ///< 0: the group's
+  std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
+  bool is_uneven() const { return input_elems != nullptr || output_elems != nullptr; }
 };
 
 /// What must be equal on all ranks of a collective. Stands in front of the data of its first phase.
@@ -70,6 +84,7 @@ struct CallHeader {
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
+  bool is_uneven = false;  ///< the shares' sizes differ, and num_elems is not compared
   ElementName element_name = {};
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;

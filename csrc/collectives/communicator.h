@@ -8,28 +8,17 @@
 #include <memory>
 #include <string>
 
+#include "collectives/carrier.h"
 #include "collectives/collective.h"
-#include "collectives/engine.h"
+#include "collectives/communicator_options.h"
 #include "collectives/failure.h"
 #include "collectives/ordered_queue.h"
-#include "collectives/p2p_engine.h"
+#include "collectives/point_to_point.h"
 #include "collectives/stats.h"
 #include "transport/key_value_store.h"
-#include "transport/shm/group.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
-
-/// What can be chosen when a group is made; must be equal on all its ranks.
-struct CommunicatorOptions {
-  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
-  std::uint32_t num_slots = 2;             ///< of ring links; 2 at least
-  std::size_t slot_bytes = 256 << 10;      ///< of ring links
-
-  /// "algorithm=auto num_slots=2 slot_bytes=262144"
-  std::string to_text() const;
-  /// Throws std::invalid_argument.
-  void validate() const;
-};
 
 /// One rank's end of a group: runs its collectives in the order in which they are called, and its
 /// sends and receives beside them. All functions may be called from any thread.
@@ -52,11 +41,11 @@ class Communicator {
 
    private:
     friend class Communicator;
-    Steps(Communicator& communicator, const shm::WaitLimits& limits)
+    Steps(Communicator& communicator, const WaitLimits& limits)
         : communicator_(communicator), limits_(limits) {}
 
     Communicator& communicator_;
-    const shm::WaitLimits& limits_;
+    const WaitLimits& limits_;
   };
   /// Collectives whose arguments depend on what those before them brought. They take one place in
   /// the group's order. What a sequence throws ends the group.
@@ -77,25 +66,25 @@ class Communicator {
   /// The number of the next collective.
   std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
   /// Bytes of shared memory mapped for the group, touched or not.
-  std::size_t mapped_bytes() const { return group_ != nullptr ? group_->num_bytes() : 0; }
+  std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
   /// Runs a collective to its end, in this thread when no other is before it. Throws Error,
   /// std::invalid_argument.
-  void run(const Collective& call, const shm::WaitLimits& limits);
+  void run(const Collective& call, const WaitLimits& limits);
 
   /// Starts a collective. The call's arrays and buffers must live until `done` has been called,
   /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
   /// what ended the group.
-  OrderedQueue::Ticket submit(const Collective& call, const shm::WaitLimits& limits, Done done);
+  OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
 
   /// The same for a sequence.
-  void run(const Sequence& sequence, const shm::WaitLimits& limits);
-  OrderedQueue::Ticket submit(Sequence sequence, const shm::WaitLimits& limits, Done done);
+  void run(const Sequence& sequence, const WaitLimits& limits);
+  OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
 
   OrderedQueue& queue() { return queue_; }
 
   /// Sends and receives; null in a group of one.
-  P2pEngine* p2p() { return p2p_.get(); }
+  PointToPoint* p2p() { return p2p_.get(); }
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
@@ -106,26 +95,22 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
-  CommunicatorOptions ring_options(const Collective& call) const;
   template <typename Body>
-  void run_in_order(const Body& body, const shm::WaitLimits& limits);
+  void run_in_order(const Body& body, const WaitLimits& limits);
   template <typename Body>
   OrderedQueue::Ticket submit_in_order(Body body, Done done);
-  void execute(const Collective& call, const shm::WaitLimits& limits);
-  void execute(const Sequence& sequence, const shm::WaitLimits& limits);
+  void execute(const Collective& call, const WaitLimits& limits);
+  void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  std::uint64_t dispatch(const Collective& call, const CallHeader& header);
   void count(const CallHeader& header, std::uint64_t sent_bytes);
 
   int rank_;
   int world_size_;
   CommunicatorOptions options_;
   Stats stats_;
-  std::unique_ptr<shm::Group> group_;  // null in a group of one, as is all that needs it
-  std::unique_ptr<shm::WaitScope> scope_;
+  std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
-  std::unique_ptr<Engine> engine_;
-  std::unique_ptr<P2pEngine> p2p_;
+  std::unique_ptr<PointToPoint> p2p_;
   std::atomic<std::uint64_t> next_seq_ = 0;
   OrderedQueue queue_;  // last, so first to go: it runs what is left
 };

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "collectives/carrier.h"
 #include "collectives/collective.h"
 #include "collectives/store_kind.h"
 #include "core/board_protocol.h"
@@ -14,17 +15,6 @@
 #include "transport/shm/host_arch.h"
 
 namespace ringcomm {
-
-/// A wait that ended without what it waited for; the Communicator turns it into an Error.
-struct Stopped {
-  Stop stop;
-};
-
-/// A peer that made another call.
-struct Mismatched {
-  int peer;
-  CallHeader theirs;
-};
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///

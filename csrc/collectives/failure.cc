@@ -36,7 +36,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity) {
             who + " has destroyed the group (or exited) and takes no more part in it", activity,
             false);
     case Stop::kAborted: {
-      const shm::AbortReason reason = group_->abort_reason();
+      const AbortReason reason = members_->abort_reason();
       const std::string origin = reason.origin == rank_ ? "this rank" : name_of_peer(reason.origin);
       raise(reason.kind, reason.culprit, origin + " gave up: " + reason.text, activity, true);
     }
@@ -56,8 +56,8 @@ void Failure::raise_mismatch(int peer, const std::string& difference, const Acti
 void Failure::abort(const std::string& why) {
   if (is_inherited()) return;
   const Error error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why);
-  if (group_ != nullptr)
-    group_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
+  if (members_ != nullptr)
+    members_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
   keep(std::make_exception_ptr(error));
 }
 
@@ -65,14 +65,14 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
                     bool is_told_by_peer) {
   const std::string told = activity.description + ": " + text;
   ErrorInfo info{.kind = kind, .rank = culprit, .op = activity.op, .seq = activity.seq};
-  if (group_ != nullptr && culprit >= 0) {
-    info.pid = group_->pid_of(culprit);
-    info.host = group_->host();
+  if (members_ != nullptr && culprit >= 0) {
+    info.pid = members_->pid_of(culprit);
+    info.host = members_->host_of(culprit);
   }
   // Told on as this rank saw it, so that the others' messages carry the cause and not the echo of
   // an echo.
-  if (!is_told_by_peer && group_ != nullptr)
-    group_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
+  if (!is_told_by_peer && members_ != nullptr)
+    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
   keep(error);
   std::rethrow_exception(error);
@@ -91,8 +91,9 @@ std::string Failure::prefix() const {
 std::string Failure::name_of_peer(int peer) const {
   if (peer < 0) return "any rank";
   std::string name = "rank " + std::to_string(peer);
-  if (group_ != nullptr)
-    name += " (pid " + std::to_string(group_->pid_of(peer)) + " on " + group_->host() + ")";
+  if (members_ != nullptr)
+    name +=
+        " (pid " + std::to_string(members_->pid_of(peer)) + " on " + members_->host_of(peer) + ")";
   return name;
 }
 

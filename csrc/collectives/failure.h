@@ -9,8 +9,8 @@
 
 #include "core/errors.h"
 #include "core/stop.h"
+#include "transport/membership.h"
 #include "transport/process_generation.h"
-#include "transport/shm/group.h"
 
 namespace ringcomm {
 
@@ -26,9 +26,9 @@ struct Activity {
 /// first cause. May be used from any thread.
 class Failure {
  public:
-  /// `group` is null in a group of one.
-  Failure(shm::Group* group, int rank, int world_size)
-      : group_(group), rank_(rank), world_size_(world_size) {}
+  /// `members` is null in a group of one.
+  Failure(Membership* members, int rank, int world_size)
+      : members_(members), rank_(rank), world_size_(world_size) {}
 
   /// Throws the first cause again if there is one; also throws what check_not_inherited() does.
   void rethrow_if_any() const;
@@ -57,7 +57,7 @@ class Failure {
   std::string name_of_peer(int peer) const;
 
   int generation_ = process_generation();
-  shm::Group* group_;
+  Membership* members_;
   int rank_;
   int world_size_;
   std::atomic<bool> has_failed_ = false;

@@ -82,7 +82,7 @@ void P2pEngine::post(const P2pOpPtr& op) {
   check_peer(*op);
   Lock lock(mutex_);
   failure_.rethrow_if_any();
-  op->deadline = shm::deadline_after(op->timeout);
+  op->deadline = deadline_after(op->timeout);
   // What is done at once costs no look, which may be one into Python.
   if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
   pending_.push_back(op);
@@ -300,11 +300,6 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
     abort_if(is_interrupted);
     lock.lock();
   }
-  return op->is_done;
-}
-
-bool P2pEngine::is_done(const P2pOpPtr& op) {
-  Lock lock(mutex_);
   return op->is_done;
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -13,6 +12,7 @@
 
 #include "collectives/failure.h"
 #include "collectives/p2p_mailbox.h"
+#include "collectives/point_to_point.h"
 #include "collectives/stats.h"
 #include "core/wait_policy.h"
 #include "transport/shm/group.h"
@@ -20,31 +20,23 @@
 
 namespace ringcomm {
 
-/// Point-to-point messages of one rank.
+/// Point-to-point messages over links in shared memory.
 ///
-/// Neither a send nor a receive blocks where it is issued. Whoever waits drives all operations of
-/// the rank; when nobody does for a millisecond, a thread of the engine takes over. Peers ring this
-/// rank's doorbell (a cursor in shared memory) whenever they filled or drained a slot, so that one
-/// wait covers all links.
-class P2pEngine {
+/// Whoever waits drives all operations of the rank; when nobody does for a millisecond, a thread of
+/// the engine takes over. Peers ring this rank's doorbell (a cursor in shared memory) whenever they
+/// filled or drained a slot, so that one wait covers all links.
+class P2pEngine final : public PointToPoint {
  public:
-  using Clock = shm::WaitScope::Clock;
-  using Interrupted = std::function<bool()>;
-
   P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
   /// Ends the receives that are still waiting with an error; sends what is still to be sent, as
   /// long as the receivers live and within the messages' time-outs.
-  ~P2pEngine();
+  ~P2pEngine() override;
   P2pEngine(const P2pEngine&) = delete;
   P2pEngine& operator=(const P2pEngine&) = delete;
 
-  /// Starts an operation; its buffer must live until it is done. Throws what ended the group, and
-  /// std::invalid_argument where `peer` is no other rank.
-  void post(const P2pOpPtr& op);
-  /// Returns true when the operation is done (well or not), false when `deadline` passes before.
-  /// `is_interrupted` is asked about every 50 ms, true ends the group; may be empty.
-  bool wait(const P2pOpPtr& op, Clock::time_point deadline, const Interrupted& is_interrupted);
-  bool is_done(const P2pOpPtr& op);
+  void post(const P2pOpPtr& op) override;
+  bool wait(const P2pOpPtr& op, Clock::time_point deadline,
+            const Interrupted& is_interrupted) override;
 
  private:
   // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at

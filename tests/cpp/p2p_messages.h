@@ -74,9 +74,13 @@ inline Message post_recv(Communicator& communicator, int peer, std::uint64_t tag
               timeout, std::move(done));
 }
 
+inline bool is_done(Communicator& communicator, const Message& message) {
+  return communicator.p2p()->wait(message.op, PointToPoint::Clock::now(), {});
+}
+
 /// Waits until it is done, and throws its error if it has one.
 inline void finish(Communicator& communicator, const Message& posted) {
-  const auto deadline = P2pEngine::Clock::now() + kBound;
+  const auto deadline = PointToPoint::Clock::now() + kBound;
   expect(communicator.p2p()->wait(posted.op, deadline, {}), "an operation done in time");
   if (posted.op->error != nullptr) std::rethrow_exception(posted.op->error);
 }

@@ -26,7 +26,7 @@ using testing::kPatient;
 using testing::run_ranks;
 using testing::within;
 
-void call(Communicator& communicator, const Case& c, const shm::WaitLimits& limits = kPatient) {
+void call(Communicator& communicator, const Case& c, const WaitLimits& limits = kPatient) {
   CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
   communicator.run(buffers.call(), limits);
 }
@@ -220,8 +220,8 @@ TEST_CASE("is_interrupted ends a wait, and the others' with it") {
     testing::barrier(communicator);
     if (communicator.rank() == 2)
       testing::wait_until([&] { return is_over.load(); }, "the interrupted wait");
-    const shm::WaitLimits limits{.timeout = testing::kBound,
-                                 .is_interrupted = [&] { return communicator.rank() == 0; }};
+    const WaitLimits limits{.timeout = testing::kBound,
+                            .is_interrupted = [&] { return communicator.rank() == 0; }};
     const Error error = error_of([&] {
       testing::barrier(communicator, limits);
       testing::barrier(communicator, limits);
@@ -244,14 +244,14 @@ TEST_CASE("is_interrupted is asked behind another thread's call too") {
     }
     std::exception_ptr ended;
     std::atomic<bool> is_running = false;
-    const shm::WaitLimits in_front{.timeout = testing::kBound, .is_interrupted = [&] {
-                                     is_running = true;
-                                     return false;
-                                   }};
+    const WaitLimits in_front{.timeout = testing::kBound, .is_interrupted = [&] {
+                                is_running = true;
+                                return false;
+                              }};
     communicator.submit({.op = OpKind::kBarrier}, in_front,
                         [&](const std::exception_ptr& error) { ended = error; });
     testing::wait_until([&] { return is_running.load(); }, "the call in front");
-    const shm::WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};
+    const WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};
     expect_error(error_of([&] { testing::barrier(communicator, limits); }), ErrorKind::kAborted,
                  {"interrupted"});
     expect(ended != nullptr, "the call in front ended as well");

@@ -147,9 +147,9 @@ TEST_CASE("a send that fits the link is done before anybody receives") {
   run_ranks(2, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
       const Message sent = post_send(communicator, 1, 0, message(0, 0, 0, kP2pLinkBytes));
-      expect(communicator.p2p()->is_done(sent.op), "done when posted");
+      expect(is_done(communicator, sent), "done when posted");
       const Message waiting = post_send(communicator, 1, 0, message(0, 0, 1, 1));
-      expect(!communicator.p2p()->is_done(waiting.op), "no room for another");
+      expect(!is_done(communicator, waiting), "no room for another");
       barrier(communicator);
       finish(communicator, waiting);
     } else {

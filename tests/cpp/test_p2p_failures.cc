@@ -100,9 +100,9 @@ TEST_CASE("wait gives up at its own deadline and leaves the operation as it is")
       return;
     }
     const Message received = post_recv(communicator, 1, 2, 8);
-    const auto deadline = P2pEngine::Clock::now() + milliseconds(60);
+    const auto deadline = PointToPoint::Clock::now() + milliseconds(60);
     expect(!communicator.p2p()->wait(received.op, deadline, {}), "nothing yet");
-    expect(P2pEngine::Clock::now() >= deadline, "the whole time");
+    expect(PointToPoint::Clock::now() >= deadline, "the whole time");
     barrier(communicator);
     finish(communicator, received);
     expect_message(received, 1, 2, 0);
@@ -146,7 +146,7 @@ TEST_CASE("a message sent right before its sender left is received") {
       wait_until([&] { return has_left.load(); }, "the sender's end");
       return false;
     };
-    communicator->p2p()->wait(received.op, P2pEngine::Clock::now() + kBound, look);
+    communicator->p2p()->wait(received.op, PointToPoint::Clock::now() + kBound, look);
     finish(*communicator, received);
     expect_message(received, 1, 1, 0);
   });
@@ -156,7 +156,7 @@ TEST_CASE("is_interrupted ends a wait for a message") {
   run_ranks(2, [](Communicator& communicator) {
     const Message received = post_recv(communicator, 1 - communicator.rank(), 1, 64);
     const bool is_interrupted = communicator.rank() == 0;
-    communicator.p2p()->wait(received.op, P2pEngine::Clock::now() + kBound,
+    communicator.p2p()->wait(received.op, PointToPoint::Clock::now() + kBound,
                              [&] { return is_interrupted; });
     expect_error(error_of([&] { finish(communicator, received); }), ErrorKind::kAborted,
                  {"interrupted"});
@@ -185,9 +185,9 @@ TEST_CASE("a receive times out in the midst of other traffic") {
     Message late;
     if (rank == 0)
       late = post_recv(communicator, 2, 1, 8, milliseconds(100), [&] { is_over = true; });
-    const auto deadline = P2pEngine::Clock::now() + std::chrono::seconds(5);
+    const auto deadline = PointToPoint::Clock::now() + std::chrono::seconds(5);
     const Error error = error_of([&] {
-      for (std::uint64_t turn = 0; P2pEngine::Clock::now() < deadline; ++turn) {
+      for (std::uint64_t turn = 0; PointToPoint::Clock::now() < deadline; ++turn) {
         const Message sent = post_send(communicator, 1 - rank, 7, message(rank, 7, turn, 100));
         recv_and_check(communicator, 1 - rank, 7, turn, 100);
         finish(communicator, sent);

@@ -119,13 +119,13 @@ inline void run_ranks(int world_size, const std::function<void(Communicator&)>& 
 }
 
 /// The limits of an operation that is expected to succeed, and of one that is not.
-inline shm::WaitLimits within(std::chrono::milliseconds timeout) {
+inline WaitLimits within(std::chrono::milliseconds timeout) {
   return {.timeout = timeout, .is_interrupted = {}};
 }
-inline const shm::WaitLimits kPatient = within(kBound);
+inline const WaitLimits kPatient = within(kBound);
 
 /// A barrier of all ranks, in the calling rank's order.
-inline void barrier(Communicator& communicator, const shm::WaitLimits& limits = kPatient) {
+inline void barrier(Communicator& communicator, const WaitLimits& limits = kPatient) {
   communicator.run({.op = OpKind::kBarrier}, limits);
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,34 +8,28 @@
 #include "core/errors.h"
 #include "core/stop.h"
 #include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/process_generation.h"
 #include "transport/shm/host_arch.h"
 #include "transport/shm/process_hub.h"
 #include "transport/shm/rendezvous.h"
 #include "transport/shm/segment.h"
 #include "transport/shm/shared_memory.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
-
-/// Why the group is no more.
-struct AbortReason {
-  ErrorKind kind = ErrorKind::kAborted;
-  int origin = -1;   ///< the rank that gave up
-  int culprit = -1;  ///< the rank that it blames, or -1
-  std::string text;
-};
 
 /// The memory that the ranks of one group share, and what they know of each other's lives.
 ///
 /// The group costs one mapping, of which only touched pages count. The memory goes when the last
 /// rank unmaps it or dies.
-class Group {
+class Group final : public Membership {
  public:
   /// Collective; throws what Rendezvous::meet() does.
   Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
         std::chrono::milliseconds timeout);
   /// Tells the peers that this rank has left. They keep the memory.
-  ~Group();
+  ~Group() override;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -54,17 +47,15 @@ class Group {
   /// Whether this object came here by a fork: it belongs to the parent, and must not be used.
   bool is_inherited() const { return generation_ != process_generation(); }
 
-  pid_t pid_of(int rank) const;
-  const std::string& host() const { return host_; }
+  pid_t pid_of(int rank) const override;
+  const std::string& host_of(int) const override { return host_; }
 
   /// Whether `peer` is there to wait for: kNone, kPeerDied, kPeerLeft or, for the whole group,
   /// kAborted.
   Stop state_of(int peer) const;
 
-  /// Writes why the group is given up, unless another rank was faster.
-  void abort(const AbortReason& reason);
-  /// The reason that stands; only after state_of() returned kAborted.
-  AbortReason abort_reason() const;
+  void abort(const AbortReason& reason) override;
+  AbortReason abort_reason() const override;
 
  private:
   int rank_;
@@ -74,13 +65,6 @@ class Group {
   int generation_ = process_generation();
   SharedMemory memory_;
   std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
-};
-
-/// How long, and under whose eyes, an operation may wait.
-struct WaitLimits {
-  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
-  /// Asked by the waiting thread about every 50 ms; true ends the operation. May be empty.
-  std::function<bool()> is_interrupted;
 };
 
 /// The limits of the operation that runs, as the waits of its protocols see them.

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -158,14 +159,6 @@ void Rendezvous::throw_timeout(int peer, const std::string& what) const {
 std::chrono::milliseconds Rendezvous::time_left() const {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
   return std::max(left, std::chrono::milliseconds(1));
-}
-
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout) {
-  using TimePoint = std::chrono::steady_clock::time_point;
-  const TimePoint now = std::chrono::steady_clock::now();
-  // Compared in milliseconds: the clock's nanoseconds would overflow first.
-  const auto countable = std::chrono::floor<std::chrono::milliseconds>(TimePoint::max() - now);
-  return timeout < countable ? now + timeout : TimePoint::max();
 }
 
 }  // namespace ringcomm::shm

@@ -63,7 +63,4 @@ class Rendezvous {
   RankRecord mine_;
 };
 
-/// `timeout` from now; the end of time where the clock does not count that far.
-std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
-
 }  // namespace ringcomm::shm

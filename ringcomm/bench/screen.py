@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
-from machine import MAX_OTHERS_PERCENT
 from rich.console import Console
 from rich.table import Table
-from wording import comparison, facts_line, microseconds
+
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT
+from ringcomm.bench.wording import comparison, microseconds
 
 # Of tables that do not go to a terminal.
 FILE_COLUMNS = 140
-TEXT_COLUMNS = ("op", "backend", "algorithm", "state", "quantity", "what", "system", "tokens")
+TEXT_COLUMNS = (
+    "op",
+    "backend",
+    "algorithm",
+    "state",
+    "quantity",
+    "what",
+    "found",
+    "transport",
+    "why",
+    "system",
+    "tokens",
+)
 
 
 def make_console() -> Console:
@@ -23,12 +35,12 @@ def make_console() -> Console:
     return console
 
 
-def make_table(headers: list[str], caption: str) -> Table:
+def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
     """An empty table: words to the left, numbers to the right, a caption below."""
-    table = Table(caption=caption, caption_justify="left")
+    table = Table(caption=caption or None, caption_justify="left")
     for header in headers:
         justify = "left" if header in TEXT_COLUMNS else "right"
-        table.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
     return table
 
 
@@ -91,14 +103,8 @@ def _machine_table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def print_tables(
-    console: Console,
-    records: list[dict[str, Any]],
-    options: Namespace,
-    facts: dict[str, Any],
-    subject: str,
-) -> None:
-    """What a sweep found, and on what machine it found it."""
-    console.print(f"{options.world} ranks, {options.dtype}, {options.device}; {facts_line(facts)}")
+def print_tables(console: Console, records: list[dict[str, Any]], title: str, subject: str) -> None:
+    """What a sweep found, and the state of the machine meanwhile."""
+    console.print(title)
     console.print(_results_table(records, subject))
     console.print(_machine_table(records))

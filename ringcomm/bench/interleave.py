@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Team, percentiles
-from operations import Buffers, Operation
-from training.quantiles import median
+
+from ringcomm.bench.operations import Buffers, Operation
+from ringcomm.bench.quantiles import median
+from ringcomm.bench.ranks import Team
+from ringcomm.bench.records import percentiles
 
 # Long enough to amortise what aligns the ranks before it (some 100 µs), short against the seconds
 # in which the machine changes.
@@ -64,32 +66,40 @@ class Timings:
         }
 
 
-def labels_of(backends: list[str]) -> list[str]:
-    """How backends are told apart: one given twice gets #2, for a run of A against A."""
-    seen: dict[str, int] = {}
-    for name in backends:
-        seen[name] = seen.get(name, 0) + 1
-    counts = dict.fromkeys(seen, 0)
-    labels = []
+def labelled(backends: list[str]) -> dict[str, str]:
+    """Backends by label: one given twice gets #2, for a run of A against A."""
+    labels: dict[str, str] = {}
+    counts = dict.fromkeys(backends, 0)
     for name in backends:
         counts[name] += 1
-        labels.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+        labels[name if counts[name] == 1 else f"{name}#{counts[name]}"] = name
     return labels
 
 
-def open_groups(team: Team, backends: list[str], folder: Path) -> dict[str, dist.ProcessGroup]:
-    """One process group per backend, by label; all are made the same way, on top of a Gloo group.
-
-    ``folder`` holds the ranks' meeting place and must be fresh. Collective.
-    """
+def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIMEOUT) -> None:
+    """The default process group, with one thread per rank. Collective."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), team.world_size)
     dist.init_process_group(
-        "gloo", store=store, rank=team.rank, world_size=team.world_size, timeout=GROUP_TIMEOUT
+        backend,
+        store=team.open_store("default-group"),
+        rank=team.rank,
+        world_size=team.world_size,
+        timeout=timeout,
     )
+
+
+def open_groups(
+    team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
+) -> dict[str, dist.ProcessGroup]:
+    """One process group per label; all are made the same way, on top of one more.
+
+    That one is a Gloo group where torch has Gloo. ``pg_options`` by label. Collective.
+    """
+    open_default_group(team, "gloo" if dist.is_gloo_available() else next(iter(backends.values())))
     groups = {}
-    for label, backend in zip(labels_of(backends), backends, strict=True):
-        group = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT)
+    for label, backend in backends.items():
+        options = (pg_options or {}).get(label)
+        group = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT, pg_options=options)
         assert group is not None
         groups[label] = group
     return groups

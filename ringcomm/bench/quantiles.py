@@ -1,4 +1,4 @@
-"""Quantiles in plain Python: torch's own need tensors, and the benchmarks' parent none of torch."""
+"""Quantiles in plain Python: torch's own need tensors, and what forks ranks computes none."""
 
 from __future__ import annotations
 

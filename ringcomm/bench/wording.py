@@ -1,10 +1,28 @@
-"""How people write options and read figures; shared by all scripts, needs no torch."""
+"""How people write options and read figures."""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+Parsed = TypeVar("Parsed")
+
+UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """``parse`` for argparse, which tells of its ValueError only that there was one."""
+
+    def parse_option(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_option
 
 
 def words(text: str) -> list[str]:
@@ -18,6 +36,19 @@ def words(text: str) -> list[str]:
 def whole_numbers(text: str) -> list[int]:
     """The parts of a comma-separated option as whole numbers. Raises ValueError."""
     return [int(part) for part in words(text)]
+
+
+def byte_counts(text: str) -> list[int]:
+    """``1k,16k,4m,1g`` in powers of 1024, or plain bytes. Raises ValueError."""
+    return [byte_count_of(part) for part in words(text)]
+
+
+def byte_count_of(text: str) -> int:
+    """One number of ``byte_counts``; at least 1."""
+    match = re.fullmatch(r"(\d+)([kmg]?)(i?b)?", text.lower())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size: write 4096, 16k, 4m or 1g")
+    return int(match[1]) * UNIT_BYTES[match[2]]
 
 
 def microseconds(value: float) -> str:

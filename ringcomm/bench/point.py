@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Team
-from interleave import Timings, make_contender, measure
-from machine import (
-    MAX_OTHERS_PERCENT,
-    FlagProbe,
-    OthersWatch,
-    did_flags_change,
-    memory_floor_us,
-)
-from operations import OPERATIONS, Buffers, Operation, Place
 
 import ringcomm
+from ringcomm.bench.flags import FlagProbe, did_flags_change
+from ringcomm.bench.interleave import Timings, make_contender, measure
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT, OthersWatch, memory_floor_us
+from ringcomm.bench.operations import OPERATIONS, Buffers, Operation, Place
+from ringcomm.bench.ranks import Team
 
 GB = 1e9
 RINGCOMM = "ringcomm"
@@ -27,7 +22,7 @@ RINGCOMM = "ringcomm"
 
 @dataclass(frozen=True)
 class Bench:
-    """What a rank measures with: its groups by label, and instruments made before the fork."""
+    """What a rank measures with: its groups by label, and its instruments."""
 
     team: Team
     groups: dict[str, dist.ProcessGroup]
@@ -70,12 +65,10 @@ class Weather:
         }
 
 
-def make_bench(
-    team: Team, groups: dict[str, dist.ProcessGroup], probe: FlagProbe, device: torch.device
-) -> Bench:
+def make_bench(team: Team, groups: dict[str, dist.ProcessGroup], device: torch.device) -> Bench:
     """Collects the processes of this run: all ranks and their parent. Collective."""
     own_pids = [os.getppid(), *team.share(os.getpid())]
-    return Bench(team, groups, probe, own_pids, device)
+    return Bench(team, groups, FlagProbe(team), own_pids, device)
 
 
 def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[str, int]:
@@ -88,7 +81,8 @@ def count_wrong(bench: Bench, operation: Operation, buffers: Buffers) -> dict[st
     return wrong
 
 
-def _num_calls(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+def num_calls(group: dist.ProcessGroup) -> dict[tuple[str, str], int]:
+    """Calls of a ringcomm group by collective and algorithm; nothing of another backend."""
     if dist.get_backend(group) != RINGCOMM:
         return {}
     return {key: entry["num_calls"] for key, entry in ringcomm.stats(group).items()}
@@ -114,18 +108,18 @@ def time_once(
     contenders = {
         label: make_contender(operation, buffers, group) for label, group in bench.groups.items()
     }
-    counts = {label: _num_calls(group) for label, group in bench.groups.items()}
+    counts = {label: num_calls(group) for label, group in bench.groups.items()}
     watch = OthersWatch(bench.own_pids) if team.rank == 0 else None
-    flag_us = [bench.probe.latency_us(team)]
+    flag_us = [bench.probe.latency_us()]
     floor_us = [memory_floor_us(team, buffers.output)]
     timings = measure(team, contenders, seconds)
-    flag_us.append(bench.probe.latency_us(team))
+    flag_us.append(bench.probe.latency_us())
     floor_us.append(memory_floor_us(team, buffers.output))
     weather = Weather(flag_us, floor_us)
     if watch is not None:
         weather.others_percent = watch.percent()
     algorithms = {
-        label: algorithms_used(counts[label], _num_calls(group))
+        label: algorithms_used(counts[label], num_calls(group))
         for label, group in bench.groups.items()
     }
     return timings, weather, algorithms

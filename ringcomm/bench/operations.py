@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from harness import Team
-from training.wire import all_gather_single, reduce_scatter_single
+
+from ringcomm.bench.ranks import Team
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 Index = torch.Tensor
 # Elements that are filled or compared at a time: the checks need little memory beside the buffers.

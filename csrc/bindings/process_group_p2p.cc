@@ -1,0 +1,54 @@
+// Sends and receives.
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "bindings/process_group.h"
+#include "bindings/tensors.h"
+
+namespace ringcomm {
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_p2p(P2pOp::Kind kind,
+                                                           const at::Tensor& tensor, int peer,
+                                                           int tag) {
+  const bool is_send = kind == P2pOp::Kind::kSend;
+  TORCH_CHECK_VALUE(peer != getRank(), "ringcomm: rank ", peer, " cannot ",
+                    is_send ? "send to" : "receive from", " itself");
+  TORCH_CHECK_VALUE(getSize() > 1, "ringcomm: there is nobody to receive from in a group of one");
+  const auto op_type = is_send    ? c10d::OpType::SEND
+                       : peer < 0 ? c10d::OpType::RECVANYSOURCE
+                                  : c10d::OpType::RECV;
+  const char* title = is_send    ? "ringcomm:send"
+                      : peer < 0 ? "ringcomm:recvAnySource"
+                                 : "ringcomm:recv";
+  if (!is_send) check_no_overlap(tensor);
+  const std::shared_ptr<Communicator> engine = communicator();
+  auto work = c10::make_intrusive<P2pWork>(engine, op_type, title, tensor);
+  P2pWork::post(work, *engine,
+                {.kind = kind,
+                 .peer = peer,
+                 .tag = static_cast<std::uint32_t>(tag),
+                 .timeout = effective(c10d::kUnsetTimeout)});
+  return work;
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::send(std::vector<at::Tensor>& tensors, int dstRank,
+                                                      int tag) {
+  return start_p2p(P2pOp::Kind::kSend, only_tensor(tensors, "send"),
+                   checked_rank(dstRank, getSize(), "the destination of send"), tag);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::recv(std::vector<at::Tensor>& tensors, int srcRank,
+                                                      int tag) {
+  return start_p2p(P2pOp::Kind::kRecv, only_tensor(tensors, "recv"),
+                   checked_rank(srcRank, getSize(), "the source of recv"), tag);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::recvAnysource(std::vector<at::Tensor>& tensors,
+                                                               int tag) {
+  return start_p2p(P2pOp::Kind::kRecv, only_tensor(tensors, "recv"), -1, tag);
+}
+
+}  // namespace ringcomm

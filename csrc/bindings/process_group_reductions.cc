@@ -1,0 +1,155 @@
+// The calls in which the elements of the ranks become one: all_reduce, reduce, reduce_scatter.
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "bindings/process_group.h"
+#include "bindings/sparse_all_reduce.h"
+#include "bindings/tensors.h"
+
+namespace ringcomm {
+
+TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
+                                                 const c10d::ReduceOp& op) const {
+  TensorCall item;
+  const at::Tensor buffer = as_real(Writable(tensor, item, true).buffer(), op);
+  item.call = {.op = OpKind::kAllReduce,
+               .dtype = reduced_dtype(buffer, "all_reduce"),
+               .reduction = reduction_of(op, "all_reduce"),
+               .num_elems = num_elems_of(buffer)};
+  item.inputs = {buffer.data_ptr()};
+  item.outputs = {buffer.data_ptr()};
+  return item;
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce(std::vector<at::Tensor>& tensors,
+                                                           const c10d::AllreduceOptions& opts) {
+  std::vector<TensorCall> calls;
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    calls.push_back(sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()));
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", std::move(calls),
+                 tensors, opts.timeout, opts.asyncOp);
+  }
+  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
+  calls.push_back(all_reduce_call(tensor, opts.reduceOp));
+  return start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), tensors,
+               opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  std::vector<TensorCall> calls;
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, "all_reduce_coalesced");
+    calls.push_back(all_reduce_call(tensor, opts.reduceOp));
+  }
+  return start(c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", std::move(calls), tensors,
+               opts.timeout, opts.asyncOp);
+}
+
+void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num_slots,
+                                           int64_t slot_bytes) {
+  check_tensor(tensor, "ring_all_reduce_");
+  std::vector<TensorCall> calls;
+  calls.push_back(all_reduce_call(tensor, c10d::ReduceOp::SUM));
+  TORCH_CHECK_VALUE(num_slots >= 0 && num_slots <= UINT32_MAX && slot_bytes >= 0,
+                    "ringcomm: ring_all_reduce_ got num_slots=", num_slots,
+                    " and slot_bytes=", slot_bytes);
+  calls[0].call.algorithm = Algorithm::kRing;
+  calls[0].call.ring_num_slots = static_cast<std::uint32_t>(num_slots);
+  calls[0].call.ring_slot_bytes = static_cast<std::uint64_t>(slot_bytes);
+  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor}, timeout_,
+        false);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>& tensors,
+                                                        const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = only_tensor(tensors, "reduce");
+  const int root = checked_rank(opts.rootRank, getSize(), "the destination of reduce");
+  TensorCall item;
+  const bool is_root = root == getRank();
+  const at::Tensor buffer =
+      as_real(is_root ? Writable(tensor, item, true).buffer() : plain(tensor), opts.reduceOp);
+  item.kept.push_back(buffer);
+  item.call = {.op = OpKind::kReduce,
+               .dtype = reduced_dtype(buffer, "reduce"),
+               .reduction = reduction_of(opts.reduceOp, "reduce"),
+               .root = root,
+               .num_elems = num_elems_of(buffer)};
+  item.profiled = {tensor};
+  item.inputs = {buffer.data_ptr()};
+  item.outputs = {buffer.data_ptr()};
+  std::vector<TensorCall> calls;
+  calls.push_back(std::move(item));
+  return start(c10d::OpType::REDUCE, "ringcomm:reduce", std::move(calls), tensors, opts.timeout,
+               opts.asyncOp);
+}
+
+TensorCall ProcessGroupRingcomm::reduce_scatter_call(const at::Tensor& output,
+                                                     const at::Tensor& input,
+                                                     const c10d::ReduceOp& op) const {
+  check_tensor(output, "reduce_scatter_tensor");
+  check_tensor(input, "reduce_scatter_tensor");
+  check_same_dtype(output, input, "reduce_scatter_tensor");
+  TORCH_CHECK_VALUE(input.numel() == output.numel() * getSize(),
+                    "ringcomm: reduce_scatter_tensor into ", output.numel(), " elements over ",
+                    getSize(), " ranks needs an input of ", output.numel() * getSize(),
+                    " elements, got ", input.numel());
+  TensorCall item;
+  const at::Tensor buffer = as_real(Writable(output, item, false).buffer(), op);
+  item.call = {.op = OpKind::kReduceScatter,
+               .dtype = reduced_dtype(buffer, "reduce_scatter_tensor"),
+               .reduction = reduction_of(op, "reduce_scatter_tensor"),
+               .num_elems = num_elems_of(buffer)};
+  item.outputs = {buffer.data_ptr()};
+  void* data = const_cast<void*>(readable(input, item));
+  for (std::size_t rank = 0; rank < static_cast<std::size_t>(getSize()); ++rank)
+    item.inputs.push_back(offset(data, rank * output.nbytes()));
+  return item;
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::_reduce_scatter_base(
+    at::Tensor& outputBuffer, at::Tensor& inputBuffer, const c10d::ReduceScatterOptions& opts) {
+  std::vector<TensorCall> calls;
+  calls.push_back(reduce_scatter_call(outputBuffer, inputBuffer, opts.reduceOp));
+  return start(c10d::OpType::_REDUCE_SCATTER_BASE, "ringcomm:_reduce_scatter_base",
+               std::move(calls), {outputBuffer}, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(),
+                    "ringcomm: reduce_scatter_tensor_coalesced got ", inputs.size(), " inputs and ",
+                    outputs.size(), " outputs");
+  std::vector<TensorCall> calls;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    calls.push_back(reduce_scatter_call(outputs[i], inputs[i], opts.reduceOp));
+  return start(c10d::OpType::COALESCED, "ringcomm:reduce_scatter_tensor_coalesced",
+               std::move(calls), outputs, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce_scatter(
+    std::vector<at::Tensor>& outputTensors, std::vector<std::vector<at::Tensor>>& inputTensors,
+    const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = only_tensor(outputTensors, "reduce_scatter");
+  TORCH_CHECK_VALUE(inputTensors.size() == 1,
+                    "ringcomm: reduce_scatter takes one list of inputs, got ", inputTensors.size());
+  check_alike(inputTensors[0], static_cast<std::size_t>(getSize()), output, "reduce_scatter");
+  TensorCall item;
+  const at::Tensor buffer = as_real(Writable(output, item, false).buffer(), opts.reduceOp);
+  item.call = {.op = OpKind::kReduceScatter,
+               .dtype = reduced_dtype(buffer, "reduce_scatter"),
+               .reduction = reduction_of(opts.reduceOp, "reduce_scatter"),
+               .num_elems = num_elems_of(buffer)};
+  item.outputs = {buffer.data_ptr()};
+  for (const at::Tensor& input : inputTensors[0]) item.inputs.push_back(readable(input, item));
+  std::vector<TensorCall> calls;
+  calls.push_back(std::move(item));
+  return start(c10d::OpType::REDUCE_SCATTER, "ringcomm:reduce_scatter", std::move(calls),
+               outputTensors, opts.timeout, opts.asyncOp);
+}
+
+}  // namespace ringcomm

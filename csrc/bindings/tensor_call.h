@@ -1,0 +1,65 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <functional>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <vector>
+
+#include "collectives/communicator.h"
+
+namespace ringcomm {
+
+/// A collective in terms of tensors: the engine's call, what it points to, and what to do when it
+/// is over.
+struct TensorCall {
+  Collective call;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  std::vector<std::size_t> input_elems;   ///< empty where all are call.num_elems
+  std::vector<std::size_t> output_elems;  ///< empty where all are call.num_elems
+  std::vector<at::Tensor> kept;           ///< everything `inputs` and `outputs` point into
+  std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
+  /// Copies results where the call could not put them; may be empty.
+  std::function<void()> finish = {};
+  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
+
+  /// Has `call` point to the vectors, which must stay where they are from then on.
+  void link();
+};
+
+/// An output that the engine can write: the tensor itself, or a contiguous stand-in that the call's
+/// finish() copies back. Throws ValueError where elements of the tensor share a location.
+class Writable {
+ public:
+  Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too);
+  const at::Tensor& buffer() const { return buffer_; }
+
+ private:
+  at::Tensor buffer_;
+};
+
+/// A contiguous tensor with the same numbers in memory: also where a conjugate or negative view
+/// stores others than it shows.
+at::Tensor plain(const at::Tensor& tensor);
+/// A contiguous tensor to read from, kept alive by the call.
+const void* readable(const at::Tensor& tensor, TensorCall& item);
+
+/// The same bits for c10d's complex tensors, which sum like pairs of reals. Throws ValueError where
+/// the reduction is another one.
+at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+/// Throws ValueError where elements of an output share a location, which cannot hold their results.
+void check_no_overlap(const at::Tensor& tensor);
+/// The rank as a number of the group; throws ValueError. `what` names it in the message.
+int checked_rank(int64_t rank, int world_size, const char* what);
+
+inline std::size_t num_elems_of(const at::Tensor& tensor) {
+  return static_cast<std::size_t>(tensor.numel());
+}
+inline std::byte* offset(void* data, std::size_t num_bytes) {
+  return static_cast<std::byte*>(data) + num_bytes;
+}
+
+}  // namespace ringcomm

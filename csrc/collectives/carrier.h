@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "collectives/collective.h"
+#include "collectives/failure.h"
+#include "collectives/point_to_point.h"
+#include "collectives/stats.h"
+#include "core/stop.h"
+#include "transport/membership.h"
+#include "transport/wait_limits.h"
+
+namespace ringcomm {
+
+/// A wait that ended without what it waited for; the Communicator turns it into an Error.
+struct Stopped {
+  Stop stop;
+  int peer = -1;  ///< the rank waited for
+};
+
+/// A peer that made another call.
+struct Mismatched {
+  int peer;
+  CallHeader theirs;
+};
+
+/// What moves the data of a group: shared memory, messages, or both. The Communicator sees to order
+/// and failures, a carrier to the bytes.
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+
+  virtual Membership& membership() = 0;
+  /// The sends and receives of this rank; called once.
+  virtual std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) = 0;
+
+  /// Whether run() is quick and polls, so that the caller's thread may run it. Otherwise a thread
+  /// of the group does, and the caller sleeps.
+  virtual bool runs_in_caller() const = 0;
+
+  /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
+  virtual void plan(const Collective& call, CallHeader& header) const = 0;
+  /// Runs one collective, on one thread at a time; checks every peer's header before its data.
+  /// Returns the bytes that peers consume from this rank. Throws Stopped, Mismatched.
+  virtual std::uint64_t run(const Collective& call, const CallHeader& header,
+                            const WaitLimits& limits) = 0;
+
+  /// Bytes of shared memory mapped for the group, touched or not.
+  virtual std::size_t mapped_bytes() const = 0;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "collectives/collective.h"
+
+namespace ringcomm {
+
+/// What can be chosen when a group is made; must be equal on all its ranks.
+struct CommunicatorOptions {
+  Algorithm algorithm = Algorithm::kAuto;  ///< of all_reduce
+  bool is_rank_ordered = false;            ///< reductions equal to the left-to-right sum over ranks
+  std::uint32_t num_slots = 2;             ///< of ring links; 2 at least
+  std::size_t slot_bytes = 256 << 10;      ///< of ring links
+  std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
+  std::string transport;                   ///< "shm", "p2p", or "": by where the ranks are
+
+  /// "algorithm=auto deterministic=none num_slots=2 slot_bytes=262144 ..."
+  std::string to_text() const;
+  /// Throws std::invalid_argument.
+  void validate() const;
+
+  /// How `call` wants a ring's links cut: as it says, else as the group does, else in slots that
+  /// fill them.
+  CommunicatorOptions ring_options(const Collective& call) const;
+  /// Throws std::invalid_argument where the group's links have no room for what `call` wants.
+  void check_ring(const Collective& call) const;
+};
+
+}  // namespace ringcomm

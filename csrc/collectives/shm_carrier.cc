@@ -1,0 +1,96 @@
+#include "collectives/shm_carrier.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "collectives/algorithm_choice.h"
+#include "collectives/all_reduce.h"
+#include "collectives/board_collectives.h"
+#include "collectives/p2p_engine.h"
+
+namespace ringcomm {
+namespace {
+
+shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
+  shm::SegmentConfig config;
+  config.ring_num_slots = options.num_slots;
+  config.ring_slot_bytes = options.slot_bytes;
+  return config;
+}
+
+}  // namespace
+
+ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
+                       const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+    : options_(options),
+      group_(
+          store,
+          shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
+          segment_config(options), timeout),
+      scope_(group_),
+      engine_(group_, scope_) {}
+
+std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
+  return std::make_unique<P2pEngine>(group_, failure, stats);
+}
+
+void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
+  header.algorithm = Algorithm::kDirect;
+  if (call.op != OpKind::kAllReduce) return;
+  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (header.algorithm == Algorithm::kAuto)
+    header.algorithm =
+        choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+  if (header.algorithm == Algorithm::kRing) {
+    const CommunicatorOptions cut = options_.ring_options(call);
+    header.ring_num_slots = cut.num_slots;
+    header.ring_slot_bytes = cut.slot_bytes;
+  }
+}
+
+std::uint64_t ShmCarrier::run(const Collective& call, const CallHeader& header,
+                              const WaitLimits& limits) {
+  scope_.begin(limits);
+  engine_.store_kinds().begin(call.op, call.num_bytes());
+  try {
+    const std::uint64_t sent_bytes = dispatch(call, header);
+    engine_.store_kinds().end();
+    return sent_bytes;
+  } catch (Stopped& stopped) {
+    stopped.peer = scope_.awaited_peer();
+    throw;
+  }
+}
+
+std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  switch (call.op) {
+    case OpKind::kBarrier:
+      return barrier(engine_, header);
+    case OpKind::kReduce:
+      return reduce(engine_, call, header);
+    case OpKind::kReduceScatter:
+      return reduce_scatter(engine_, call, header);
+    case OpKind::kAllGather:
+      return all_gather(engine_, call, header);
+    case OpKind::kBroadcast:
+      return broadcast(engine_, call, header);
+    case OpKind::kAllReduce:
+      switch (header.algorithm) {
+        case Algorithm::kOneShot:
+          return all_reduce_one_shot(engine_, call, header);
+        case Algorithm::kRing:
+          return all_reduce_ring(engine_, call, header);
+        default:
+          return all_reduce_two_shot(engine_, call, header);
+      }
+    case OpKind::kGather:
+    case OpKind::kScatter:
+    case OpKind::kAllToAll:
+    case OpKind::kSend:
+    case OpKind::kRecv:
+      break;
+  }
+  throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+
+#include "core/errors.h"
+
+namespace ringcomm {
+
+/// Why a group is no more.
+struct AbortReason {
+  ErrorKind kind = ErrorKind::kAborted;
+  int origin = -1;   ///< the rank that gave up
+  int culprit = -1;  ///< the rank that it blames, or -1
+  std::string text;
+};
+
+/// Who the ranks of a group are, and the one place where it says that it has ended.
+class Membership {
+ public:
+  virtual ~Membership() = default;
+
+  virtual pid_t pid_of(int rank) const = 0;
+  virtual const std::string& host_of(int rank) const = 0;
+
+  /// Writes why the group is given up, unless another rank was faster; all ranks' waits end.
+  virtual void abort(const AbortReason& reason) = 0;
+  /// The reason that stands; only after a wait ended with Stop::kAborted.
+  virtual AbortReason abort_reason() const = 0;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+
+namespace ringcomm {
+
+/// How long, and under whose eyes, an operation may wait.
+struct WaitLimits {
+  std::chrono::milliseconds timeout{std::chrono::minutes(30)};
+  /// Asked by the waiting thread about every 50 ms; true ends the operation. May be empty.
+  std::function<bool()> is_interrupted;
+};
+
+/// `timeout` from now; the end of time where the clock does not count that far.
+std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
+
+}  // namespace ringcomm
