@@ -21,6 +21,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::broadcast(std::vector<at::Tenso
                .element_name = element_name_of(tensor),
                .root = root,
                .num_elems = tensor.nbytes()};
+  item.profiled = {tensor};
   item.inputs = {data};
   item.outputs = {data};
   std::vector<TensorCall> calls;

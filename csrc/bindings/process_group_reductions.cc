@@ -7,6 +7,7 @@
 
 #include "bindings/premul_sum.h"
 #include "bindings/process_group.h"
+#include "bindings/sparse_all_reduce.h"
 #include "bindings/tensors.h"
 
 namespace ringcomm {
@@ -35,8 +36,13 @@ TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   std::vector<TensorCall> calls;
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    calls.push_back(sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()));
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", std::move(calls),
+                 tensors, opts.timeout, opts.asyncOp);
+  }
+  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   calls.push_back(all_reduce_call(tensor, opts.reduceOp));
   return start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), tensors,
                opts.timeout, opts.asyncOp);
@@ -82,6 +88,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>&
                .root = root,
                .num_elems = num_elems_of(buffer)};
   item.kept.push_back(buffer);
+  item.profiled = {tensor};
   item.inputs = {input_of(buffer, opts.reduceOp, item)};
   item.outputs = {buffer.data_ptr()};
   std::vector<TensorCall> calls;

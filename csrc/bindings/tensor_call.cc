@@ -83,6 +83,7 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
                                : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
   check_no_overlap(tensor);
   item.kept.push_back(tensor);
+  if (is_input_too) item.profiled.push_back(tensor);
   if (buffer_.is_same(tensor)) return;
   item.kept.push_back(buffer_);
   item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
@@ -92,6 +93,7 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
 }
 
 const void* readable(const at::Tensor& tensor, TensorCall& item) {
+  item.profiled.push_back(tensor);
   item.kept.push_back(plain(tensor));
   return item.kept.back().data_ptr();
 }

@@ -7,7 +7,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/communicator.h"
 
 namespace ringcomm {
 
@@ -20,8 +20,10 @@ struct TensorCall {
   std::vector<std::size_t> input_elems;   ///< empty, or of each share
   std::vector<std::size_t> output_elems;  ///< empty, or of each share
   std::vector<at::Tensor> kept;           ///< everything `inputs` and `outputs` point into
+  std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};
+  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
 
   /// Has `call` point to the vectors, which must stay where they are from then on.
   void link();

@@ -56,14 +56,14 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
 
 Communicator::~Communicator() = default;
 
-void Communicator::run(const Collective& call, const WaitLimits& limits) {
-  validate(call);
+template <typename Body>
+void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   failure_->rethrow_if_any();
   num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
   const auto task = [&] {
     try {
-      execute(call, limits);
+      body();
     } catch (...) {
       error = std::current_exception();
     }
@@ -75,20 +75,40 @@ void Communicator::run(const Collective& call, const WaitLimits& limits) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done) {
-  validate(call);
+template <typename Body>
+OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
   failure_->rethrow_if_any();
   num_issued_.fetch_add(1, std::memory_order_relaxed);
-  return queue_.submit([this, call, limits, done = std::move(done)] {
+  return queue_.submit([body = std::move(body), done = std::move(done)] {
     std::exception_ptr error;
     try {
-      execute(call, limits);
+      body();
     } catch (...) {
       error = std::current_exception();
     }
     done(error);
   });
+}
+
+void Communicator::run(const Collective& call, const WaitLimits& limits) {
+  validate(call);
+  run_in_order([&] { execute(call, limits); }, limits);
+}
+
+void Communicator::run(const Sequence& sequence, const WaitLimits& limits) {
+  run_in_order([&] { execute(sequence, limits); }, limits);
+}
+
+OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
+                                          Done done) {
+  validate(call);
+  return submit_in_order([this, call, limits] { execute(call, limits); }, std::move(done));
+}
+
+OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& limits, Done done) {
+  return submit_in_order(
+      [this, sequence = std::move(sequence), limits] { execute(sequence, limits); },
+      std::move(done));
 }
 
 void Communicator::validate(const Collective& call) const {
@@ -149,6 +169,31 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     failure_->abort(activity().description + ": " + error.what());
     throw;
   }
+}
+
+void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {
+  Steps steps(*this, limits);
+  try {
+    sequence(steps);
+  } catch (const Error&) {  // from a step, which has ended the group
+    throw;
+  } catch (const std::exception& error) {
+    // Wherever this rank has stopped, the others have gone on.
+    failure_->abort(error.what());
+    throw;
+  }
+}
+
+void Communicator::Steps::run(const Collective& call) {
+  communicator_.validate(call);
+  communicator_.execute(call, limits_);
+}
+
+void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference) {
+  const auto seq = static_cast<std::int64_t>(communicator_.num_run_) - 1;
+  communicator_.failure_->raise_mismatch(
+      peer, difference,
+      {.op = op, .seq = seq, .description = std::string(op) + " #" + std::to_string(seq)});
 }
 
 void Communicator::count(const CallHeader& header, const Traffic& traffic) {

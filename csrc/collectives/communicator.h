@@ -30,6 +30,27 @@ class Communicator {
  public:
   using Done = std::function<void(std::exception_ptr)>;
 
+  /// What a sequence may do.
+  class Steps {
+   public:
+    /// Runs a collective to its end. Throws Error.
+    void run(const Collective& call);
+    /// `peer` called `op` with other arguments than this rank; `difference` says both. Ends the
+    /// group.
+    [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference);
+
+   private:
+    friend class Communicator;
+    Steps(Communicator& communicator, const WaitLimits& limits)
+        : communicator_(communicator), limits_(limits) {}
+
+    Communicator& communicator_;
+    const WaitLimits& limits_;
+  };
+  /// Collectives whose arguments depend on what those before them brought. They take one place in
+  /// the group's order. What a sequence throws ends the group.
+  using Sequence = std::function<void(Steps&)>;
+
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout);
@@ -57,6 +78,11 @@ class Communicator {
   /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
   /// what ended the group.
   OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
+
+  /// The same for a sequence.
+  void run(const Sequence& sequence, const WaitLimits& limits);
+  OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
+
   OrderedQueue& queue() { return queue_; }
 
   /// Sends and receives; null in a group of one.
@@ -71,7 +97,12 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
+  template <typename Body>
+  void run_in_order(const Body& body, const WaitLimits& limits);
+  template <typename Body>
+  OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
+  void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
   void count(const CallHeader& header, const Traffic& traffic);
 
