@@ -29,7 +29,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         RingcommError: the ranks could not meet, or have different options.
     """
     if not isinstance(pg_options, _C.GroupOptions):
-        pg_options = _engine_options(pg_options)
+        pg_options = _engine_options(pg_options, dist_backend_opts.group_size)
     return _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
@@ -46,7 +46,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     )
 
 
-def _engine_options(pg_options: Any) -> SimpleNamespace:
+def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
     """The fields of _C.GroupOptions, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
@@ -67,7 +67,7 @@ def _engine_options(pg_options: Any) -> SimpleNamespace:
         slot_bytes=DEFAULT_SLOT_BYTES
         if options.slot_bytes is None
         else _whole("slot_bytes", options.slot_bytes),
-        one_shot_max_bytes=_tuned(options.tuning, dist_backend_opts.group_size),
+        one_shot_max_bytes=_tuned(options.tuning, world_size),
         transport=options.transport or "",
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
-import re
 import shutil
 import signal
 import socket
@@ -24,7 +23,7 @@ from typing import Any
 
 import rank_server
 
-__all__ = ["NotThereYet", "Pool", "RankFailure", "Server", "run_ranks"]
+__all__ = ["Pool", "RankFailure", "Server", "run_ranks"]
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
@@ -34,10 +33,6 @@ MAX_LOG_CHARS = 6000
 
 class RankFailure(AssertionError):
     """What went wrong, of each rank."""
-
-
-class NotThereYet(RankFailure, NotImplementedError):
-    """A rank asked for what ringcomm says it does not have yet: what such a test is xfail for."""
 
 
 class Pool:
@@ -90,9 +85,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if errors:
             self.kill()
-            is_missing = re.search("NotImplementedError: ringcomm: .* not there yet", str(errors))
-            failure = NotThereYet if is_missing else RankFailure
-            raise failure("\n".join(["", *errors, *self._logs()]))
+            raise RankFailure("\n".join(["", *errors, *self._logs()]))
         return results
 
     def _receive(self, calls: Connection, rank: int) -> tuple[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from ringcomm import Options, RingcommError, _C
+from ringcomm import _C, Options, RingcommError
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,10 @@ def check_sequence(rank: int) -> None:
         dist.all_reduce(torch.ones(3), async_op=True),
         dist.barrier(async_op=True),
     ]
-    numbers = [work._get_sequence_number() if hasattr(work, "_get_sequence_number") else None for work in works]
+    numbers = [
+        work._get_sequence_number() if hasattr(work, "_get_sequence_number") else None
+        for work in works
+    ]
     assert backend._get_sequence_number_for_group() == first + 3
     for work in works:
         work.wait()

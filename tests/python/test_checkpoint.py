@@ -19,9 +19,6 @@ from torch.distributed.fsdp import fully_shard
 FIRST, REST = range(3), range(3, 5)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-GATHER = pytest.mark.xfail(
-    reason="needs gather and scatter", raises=NotImplementedError, strict=True
-)
 
 
 def shard() -> tuple[Any, torch.optim.Optimizer]:
@@ -71,7 +68,6 @@ def load(rank: int, folder: str) -> Run:
     return Run(losses, weights_of(model))
 
 
-@GATHER
 @pytest.mark.parametrize(
     ("save_world", "load_world", "is_async"),
     [(2, 2, False), (2, 1, False), (2, 4, False), (1, 2, False), (2, 2, True)],
@@ -103,6 +99,5 @@ def save_plain(rank: int, folder: str) -> None:
     dist.barrier()  # all ranks have failed alike, and the group lives
 
 
-@GATHER
 def test_plain_state(tmp_path: Path) -> None:
     run_ranks(2, save_plain, str(tmp_path))

@@ -112,18 +112,6 @@ CALLS: dict[str, Call] = {
     ),
     "all_to_all": lambda rank: dist.all_to_all_single(torch.ones(4), torch.ones(4)),
 }
-NOT_YET = {"gather": "gather", "scatter": "scatter", "all_to_all": "all_to_all_single"}
-NAMES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.xfail(
-            reason=f"needs {NOT_YET[name]}", raises=NotImplementedError, strict=True
-        ),
-    )
-    if name in NOT_YET
-    else name
-    for name in CALLS
-]
 ONE_SIDED = {"send": 0, "recv": 1, "recvAnySource": 1}
 
 
@@ -136,7 +124,7 @@ def profiled(rank: int, name: str) -> list[str]:
     return [event.name for event in events if event.name.startswith("ringcomm:")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_profiler(name: str) -> None:
     results = run_ranks(WORLD, profiled, name)
     for rank in [ONE_SIDED[name]] if name in ONE_SIDED else range(WORLD):

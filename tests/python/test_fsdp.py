@@ -73,10 +73,7 @@ def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
     return Run(losses, weights_of(model))
 
 
-PREMUL_SUM = pytest.mark.xfail(reason="needs PREMUL_SUM", raises=NotImplementedError, strict=True)
-
-
-@pytest.mark.parametrize("only_sums", [True, pytest.param(False, marks=PREMUL_SUM)])
+@pytest.mark.parametrize("only_sums", [True, False])
 def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
     results = run_ranks(WORLD, run_with_a_divide_factor, only_sums)
     assert_same_run(results, single_process(scale=WORLD / 3.0))

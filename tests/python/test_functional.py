@@ -108,15 +108,6 @@ PROGRAMS: dict[str, tuple[Program, Callable[[list[Tensor], int], Tensor]]] = {
     ),
     "permute": (around, lambda xs, rank: xs[1 - rank]),
 }
-ALL_TO_ALL = pytest.mark.xfail(
-    reason="needs all_to_all_single", raises=NotImplementedError, strict=True
-)
-NAMES = [
-    pytest.param(name, marks=ALL_TO_ALL)
-    if name in ("all_to_all", "all_to_all uneven", "permute")
-    else name
-    for name in PROGRAMS
-]
 
 
 NEEDS_CXX = pytest.mark.skipif(
@@ -166,7 +157,7 @@ def check(rank: int, name: str, compiler: str | None) -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"], ids=["eager", "aot_eager"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_functional(name: str, compiler: str | None) -> None:
     run_ranks(WORLD, check, name, compiler)
 

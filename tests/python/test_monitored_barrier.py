@@ -66,9 +66,7 @@ def check_missing(rank: int, missing: list[int], waits_for_all: bool, is_late: b
         ([2], True, "Ranks 2 failed to pass"),
     ],
 )
-def test_missing_ranks(
-    missing: list[int], waits_for_all: bool, words: str, is_late: bool
-) -> None:
+def test_missing_ranks(missing: list[int], waits_for_all: bool, words: str, is_late: bool) -> None:
     results = run_ranks(4, check_missing, missing, waits_for_all, is_late, fresh=True)
     for rank, error in enumerate(results):
         if rank in missing and not is_late:

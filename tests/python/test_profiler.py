@@ -79,7 +79,9 @@ def calls() -> dict[str, tuple[Callable[[bool], Any], str, int, int, str]]:
             "Float",
         ),
         "scatter": (
-            lambda a: dist.scatter(small, [small.clone()] * world_size if is_root else None, async_op=a),
+            lambda a: dist.scatter(
+                small, [small.clone()] * world_size if is_root else None, async_op=a
+            ),
             "scatter",
             10 * world_size if is_root else 0,
             10,

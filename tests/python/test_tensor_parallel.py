@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 WORLD = 2
-SCATTER = pytest.mark.xfail(reason="needs scatter", raises=NotImplementedError, strict=True)
 
 
 def parallelize(
@@ -70,7 +69,7 @@ def run_tensor_parallel(rank: int, is_sequence: bool, src_data_rank: int | None)
     return train_on(model, share, 0, 1)
 
 
-@pytest.mark.parametrize("src_data_rank", [None, pytest.param(0, marks=SCATTER)])
+@pytest.mark.parametrize("src_data_rank", [None, 0])
 @pytest.mark.parametrize("is_sequence", [False, True], ids=["tensor", "sequence"])
 def test_tensor_parallel(is_sequence: bool, src_data_rank: int | None) -> None:
     results = run_ranks(WORLD, run_tensor_parallel, is_sequence, src_data_rank)
@@ -170,6 +169,5 @@ def distribute(rank: int) -> None:
     assert torch.equal(tensor.full_tensor(), rows)
 
 
-@SCATTER
 def test_distribute_tensor() -> None:
     run_ranks(4, distribute)
