@@ -66,9 +66,7 @@ def check_missing(rank: int, missing: list[int], waits_for_all: bool, is_late: b
         ([2], True, "Ranks 2 failed to pass"),
     ],
 )
-def test_missing_ranks(
-    missing: list[int], waits_for_all: bool, words: str, is_late: bool
-) -> None:
+def test_missing_ranks(missing: list[int], waits_for_all: bool, words: str, is_late: bool) -> None:
     results = run_ranks(4, check_missing, missing, waits_for_all, is_late, fresh=True)
     for rank, error in enumerate(results):
         if rank in missing and not is_late:
@@ -101,7 +99,7 @@ def check_arguments(rank: int) -> None:
         ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=f"Rank {rank} timed out in monitoredBarrier"):
         group.monitored_barrier(timedelta(0))
-    with pytest.raises(ValueError, match="gloo|GLOO"):
+    with pytest.raises(ValueError, match="GLOO"):
         dist.monitored_barrier()
     group.monitored_barrier()
 
