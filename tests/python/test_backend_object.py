@@ -52,7 +52,9 @@ def test_options() -> None:
 
 
 def check_split(rank: int) -> None:
-    """ProcessGroup.split_group; dist.split_group asks for an accelerator first."""
+    """ProcessGroup.split_group. dist.split_group wants a group bound to an accelerator."""
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.split_group(split_ranks=[[0, 2], [1]])
     world: Any = dist.group.WORLD
     assert backend_of().supports_splitting
     for turn in range(2):
