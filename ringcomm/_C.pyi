@@ -16,7 +16,7 @@ def create_process_group(
     transport: str,
     group_name: str,
     global_ranks: list[int],
-) -> "ProcessGroupRingcomm": ...
+) -> ProcessGroupRingcomm: ...
 
 class GroupOptions:
     """What a group was made with, as torch.distributed.split_group hands it on."""

@@ -42,7 +42,10 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         one_shot_max_bytes=pg_options.one_shot_max_bytes,
         transport=pg_options.transport,
         group_name=str(dist_backend_opts.group_id),
-        global_ranks=list(dist_backend_opts.global_ranks_in_group),
+        # Empty of the default group, which has all ranks.
+        global_ranks=list(
+            dist_backend_opts.global_ranks_in_group or range(dist_backend_opts.group_size)
+        ),
     )
 
 

@@ -5,6 +5,14 @@
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <utility>
 
+// Since torch 2.12 or so the event also says whether the call was asynchronous.
+#ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
+#define RINGCOMM_RECORD_COMMS(is_async, ...) \
+  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(__VA_ARGS__, is_async)
+#else
+#define RINGCOMM_RECORD_COMMS(is_async, ...) RECORD_PARAM_COMMS_DATA(__VA_ARGS__)
+#endif
+
 namespace ringcomm {
 namespace {
 
@@ -59,11 +67,10 @@ c10::intrusive_ptr<c10d::Work> CommsEvent::around(
                    : 1;
   for (std::size_t i = 1; has_ranks && i < global_ranks->size(); ++i)
     if (static_cast<int>((*global_ranks)[i] - (*global_ranks)[i - 1]) != stride) stride = 0;
-  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(
-      std::make_tuple(seq, is_p2p), group, inputs, outputs, rank, name.c_str(),
-      input_bytes / element_bytes, output_bytes / element_bytes, dtype,
-      in_elems(input_splits, element_bytes), in_elems(output_splits, element_bytes), start, stride,
-      world_size, is_async);
+  RINGCOMM_RECORD_COMMS(is_async, std::make_tuple(seq, is_p2p), group, inputs, outputs, rank,
+                        name.c_str(), input_bytes / element_bytes, output_bytes / element_bytes,
+                        dtype, in_elems(input_splits, element_bytes),
+                        in_elems(output_splits, element_bytes), start, stride, world_size);
   return body();
 }
 

@@ -35,8 +35,7 @@ struct CommsEvent {
   void describe(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results);
 
   /// Runs `body` within the event.
-  c10::intrusive_ptr<c10d::Work> around(
-      c10::function_ref<c10::intrusive_ptr<c10d::Work>()> body);
+  c10::intrusive_ptr<c10d::Work> around(c10::function_ref<c10::intrusive_ptr<c10d::Work>()> body);
 };
 
 /// Whether anybody looks: filling an event costs as much as a small collective.

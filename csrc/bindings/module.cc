@@ -43,8 +43,8 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
   return group->communicator();
 }
 
-// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called is not
-// there.
+// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
+// is not there.
 py::dict counts_of(const Stats& stats) {
   py::dict result;
   for (int op = 0; op < kNumOpKinds; ++op) {
@@ -69,12 +69,13 @@ void bind_classes(py::module_& m) {
   const auto copy = [](const GroupOptions& options, const py::object&) {
     return c10::make_intrusive<GroupOptions>(options);
   };
-  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(
-      m, "GroupOptions")
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(m,
+                                                                                     "GroupOptions")
       .def("__deepcopy__", copy)
-      .def_property_readonly(
-          "algorithm",
-          [](const GroupOptions& options) { return std::string(name_of(options.engine.algorithm)); })
+      .def_property_readonly("algorithm",
+                             [](const GroupOptions& options) {
+                               return std::string(name_of(options.engine.algorithm));
+                             })
       .def_property_readonly(
           "is_rank_ordered",
           [](const GroupOptions& options) { return options.engine.is_rank_ordered; })

@@ -67,8 +67,8 @@ class MonitoredBarrier {
     post(P2pOp::Kind::kSend, 0, kArrivalTag, {});
     const NotePtr answer = post(P2pOp::Kind::kRecv, 0, kAnswerTag, {});
     if (!has_come(*answer, Clock::now() + patience_))
-      raise({.missing_rank = 0}, reached + "it did not answer in " +
-                                     std::to_string(patience_.count()) + " ms");
+      raise({.missing_rank = 0},
+            reached + "it did not answer in " + std::to_string(patience_.count()) + " ms");
     if (answer->answer.missing_rank >= 0)
       raise(answer->answer, reached + answer->answer.text.data());
   }
@@ -123,15 +123,14 @@ class MonitoredBarrier {
 }  // namespace
 
 void monitored_barrier(const std::shared_ptr<Communicator>& communicator,
-                       std::atomic<std::uint64_t>& num_barriers,
-                       std::chrono::milliseconds timeout, std::chrono::milliseconds patience,
-                       bool waits_for_all) {
+                       std::atomic<std::uint64_t>& num_barriers, std::chrono::milliseconds timeout,
+                       std::chrono::milliseconds patience, bool waits_for_all) {
   communicator->failure().rethrow_if_any();
   if (timeout <= std::chrono::milliseconds(0))
-    throw Error({.kind = ErrorKind::kTimeout, .rank = communicator->rank(),
-                 .op = "monitored_barrier"},
-                "ringcomm: Rank " + std::to_string(communicator->rank()) +
-                    " timed out in monitoredBarrier after 0 ms");
+    throw Error(
+        {.kind = ErrorKind::kTimeout, .rank = communicator->rank(), .op = "monitored_barrier"},
+        "ringcomm: Rank " + std::to_string(communicator->rank()) +
+            " timed out in monitoredBarrier after 0 ms");
   if (communicator->p2p() == nullptr) return;
   MonitoredBarrier barrier(*communicator, num_barriers.fetch_add(1), patience);
   if (communicator->rank() == 0)

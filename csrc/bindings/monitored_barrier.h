@@ -22,8 +22,7 @@ namespace ringcomm {
 /// `patience` is how long these wait for rank 0's answer: longer than `timeout`, so that it is
 /// rank 0 who says what is wrong.
 void monitored_barrier(const std::shared_ptr<Communicator>& communicator,
-                       std::atomic<std::uint64_t>& num_barriers,
-                       std::chrono::milliseconds timeout, std::chrono::milliseconds patience,
-                       bool waits_for_all);
+                       std::atomic<std::uint64_t>& num_barriers, std::chrono::milliseconds timeout,
+                       std::chrono::milliseconds patience, bool waits_for_all);
 
 }  // namespace ringcomm

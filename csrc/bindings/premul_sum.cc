@@ -14,8 +14,7 @@ namespace {
 
 at::Scalar factor_of(const c10d::ReduceOp& op) {
   // The name that torch 2.11 knows, and later ones still do.
-  const auto* supplement =
-      dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   TORCH_CHECK_VALUE(supplement != nullptr, "ringcomm: ReduceOp.PREMUL_SUM came without a factor");
   if (supplement->tensor_factor.defined()) return supplement->tensor_factor.item();
   return supplement->double_factor;
@@ -41,13 +40,13 @@ at::ScalarType signed_type(at::ScalarType type) {
 // The factor as a number of 64 bits, cut to the width of the type as its products are.
 at::Scalar whole_factor(const at::Scalar& factor, at::ScalarType type) {
   // Doubles from 2^63 on are no int64.
-  const bool is_whole = !factor.isFloatingPoint() ||
-                        (std::trunc(factor.toDouble()) == factor.toDouble() &&
-                         std::abs(factor.toDouble()) < 0x1p63);
+  const bool is_whole =
+      !factor.isFloatingPoint() ||
+      (std::trunc(factor.toDouble()) == factor.toDouble() && std::abs(factor.toDouble()) < 0x1p63);
   TORCH_CHECK_TYPE(is_whole, "ringcomm: ReduceOp.PREMUL_SUM of ", type,
                    " wants a whole number as its factor, got ", factor.toDouble());
-  const auto value = factor.isFloatingPoint() ? static_cast<int64_t>(factor.toDouble())
-                                              : factor.to<int64_t>();
+  const auto value =
+      factor.isFloatingPoint() ? static_cast<int64_t>(factor.toDouble()) : factor.to<int64_t>();
   switch (c10::elementSize(type)) {
     case 1:
       return static_cast<int8_t>(value);

@@ -18,6 +18,7 @@ namespace {
 
 // A deadline far enough not to matter and near enough to be added to a clock.
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 
 }  // namespace
 
@@ -132,7 +133,12 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::endCoalescing() {
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::coalesced(Work work) {
   const std::lock_guard lock(mutex_);
-  if (is_coalescing_) coalesced_works_.push_back(work);
+  if (!is_coalescing_) return work;
+  // A block that an exception has left open must not keep all that comes after it.
+  if (coalesced_works_.size() >= kMaxFinishedWorks)
+    std::erase_if(coalesced_works_,
+                  [](const Work& other) { return other->isCompleted() && other->isSuccess(); });
+  coalesced_works_.push_back(work);
   return work;
 }
 
@@ -187,11 +193,11 @@ void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bo
   const bool has_own = opts.timeout != c10d::kUnsetTimeout;
   const std::chrono::milliseconds patience = effective(c10d::kUnsetTimeout);
   with_python_errors([&] {
-    monitored_barrier(communicator(), num_monitored_barriers_,
-                      has_own ? std::min(opts.timeout, kLongestTimeout) : patience,
-                      has_own ? std::max(patience, std::min(2 * opts.timeout, kLongestTimeout))
-                              : patience,
-                      waitAllRanks);
+    monitored_barrier(
+        communicator(), num_monitored_barriers_,
+        has_own ? std::min(opts.timeout, kLongestTimeout) : patience,
+        has_own ? std::max(patience, std::min(2 * opts.timeout, kLongestTimeout)) : patience,
+        waitAllRanks);
   });
 }
 

@@ -36,8 +36,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  /// A group of `ranks` of this one, made by them alone; null on other ranks. c10d calls it once for
-  /// each type of device, and gets one group for all.
+  /// A group of `ranks` of this one, made by them alone; null on other ranks. c10d calls it once
+  /// for each type of device, and gets one group for all.
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,

@@ -70,8 +70,8 @@ void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num
   calls[0].call.algorithm = Algorithm::kRing;
   calls[0].call.ring_num_slots = static_cast<std::uint32_t>(num_slots);
   calls[0].call.ring_slot_bytes = static_cast<std::uint64_t>(slot_bytes);
-  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor}, options_->timeout,
-        false);
+  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor},
+        options_->timeout, false);
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>& tensors,

@@ -131,18 +131,19 @@ void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int 
                     "ringcomm: all_to_all_single wants one split size of its ", what,
                     " for each of the ", world_size, " ranks, got ", rows.size());
   int64_t begin_row = 0;
-  const std::size_t row_bytes = num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
+  const std::size_t row_bytes =
+      num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
   for (const int64_t share_rows : rows) {
     TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= num_rows - begin_row,
-                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ", at::IntArrayRef(rows),
-                      ", are no way to cut ", num_rows, " rows");
+                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
+                      at::IntArrayRef(rows), ", are no way to cut ", num_rows, " rows");
     add(offset(buffer.data_ptr(), static_cast<std::size_t>(begin_row) * row_bytes),
         static_cast<std::size_t>(share_rows) * row_bytes);
     begin_row += share_rows;
   }
   TORCH_CHECK_VALUE(begin_row == num_rows, "ringcomm: all_to_all_single: the split sizes of its ",
-                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row, ", but there are ", num_rows,
-                    " rows");
+                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row,
+                    ", but there are ", num_rows, " rows");
 }
 
 }  // namespace ringcomm

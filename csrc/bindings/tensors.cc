@@ -111,10 +111,10 @@ void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
 
 const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
                                          bool has_list, const char* op) {
-  TORCH_CHECK_VALUE(lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
-                    has_list ? "one list of tensors, one for each rank"
-                             : "a list of tensors at its root only",
-                    ", got ", lists.size(), " lists");
+  TORCH_CHECK_VALUE(
+      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
+      has_list ? "one list of tensors, one for each rank" : "a list of tensors at its root only",
+      ", got ", lists.size(), " lists");
   return has_list ? &lists[0] : nullptr;
 }
 

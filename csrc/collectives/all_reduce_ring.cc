@@ -49,10 +49,11 @@ class Ring {
         const void* sources[] = {received, local};
         op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, divisor);
       };
-      Engine::check(step < last_step ? recv_reduce_send(links_.from_previous, links_.to_next, own.input,
-                                                        own.num_bytes, combine)
-                                     : recv_reduce_copy_send(links_.from_previous, links_.to_next, own.output,
-                                                             own.input, own.num_bytes, combine));
+      Engine::check(step < last_step
+                        ? recv_reduce_send(links_.from_previous, links_.to_next, own.input,
+                                           own.num_bytes, combine)
+                        : recv_reduce_copy_send(links_.from_previous, links_.to_next, own.output,
+                                                own.input, own.num_bytes, combine));
       sent_bytes_ += own.num_bytes;
     }
   }
@@ -61,8 +62,8 @@ class Ring {
     const int last_step = links_.schedule.num_steps() - 1;
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(links_.schedule.all_gather_recv_chunk(step), slice_idx);
-      Engine::check(
-          recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next, other.output, other.num_bytes));
+      Engine::check(recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next,
+                                   other.output, other.num_bytes));
       sent_bytes_ += other.num_bytes;
       received_bytes_ += other.num_bytes;
     }

@@ -81,8 +81,8 @@ struct Collective {
   bool is_uneven(int world_size) const;
 };
 
-/// What must be equal on all ranks of a collective, but for the sizes where shares may differ. Stands
-/// in front of the data of its first phase.
+/// What must be equal on all ranks of a collective, but for the sizes where shares may differ.
+/// Stands in front of the data of its first phase.
 struct CallHeader {
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;

@@ -28,10 +28,10 @@ void check_own_share(const Collective& call, int rank) {
   const std::size_t given = call.input_share(rank);
   const std::size_t taken = call.output_share(rank);
   if (given != taken)
-    throw std::invalid_argument(
-        std::string(name_of(call.op)) + ": rank " + std::to_string(rank) + " has " +
-        std::to_string(given * element_bytes(call.dtype)) + " bytes for itself, and room for " +
-        std::to_string(taken * element_bytes(call.dtype)));
+    throw std::invalid_argument(std::string(name_of(call.op)) + ": rank " + std::to_string(rank) +
+                                " has " + std::to_string(given * element_bytes(call.dtype)) +
+                                " bytes for itself, and room for " +
+                                std::to_string(taken * element_bytes(call.dtype)));
 }
 
 // In a group of one every output is its input.

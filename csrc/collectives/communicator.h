@@ -115,7 +115,7 @@ class Communicator {
   std::unique_ptr<PointToPoint> p2p_;
   std::atomic<std::uint64_t> num_issued_ = 0;
   std::uint64_t num_run_ = 0;  // counted where they run, which is in one order on all ranks
-  OrderedQueue queue_;  // last, so first to go: it runs what is left
+  OrderedQueue queue_;         // last, so first to go: it runs what is left
 };
 
 }  // namespace ringcomm

@@ -77,8 +77,7 @@ std::uint64_t ShmCarrier::dispatch_explained(const Collective& call, const CallH
     return dispatch(call, header);
   } catch (const Mismatched& mismatched) {
     // The headers do not show the sizes of a peer whose shares are uneven.
-    if (is_same_call(header, mismatched.theirs) && !header.is_uneven &&
-        mismatched.theirs.is_uneven)
+    if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)
       explain_mismatch(engine_, call, header);
     throw;
   }

@@ -1,6 +1,7 @@
 """A barrier that says who is missing."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,12 +30,12 @@ def monitored_barrier(
         TypeError: the timeout is no timedelta.
         ValueError: this rank is not in the group, or there is none.
         CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms"; on
-            the ranks that came, that rank 0 failed, and with the same words. Its `rank` is the first
-            that was missing.
+            the ranks that came, that rank 0 failed, and why. Its `rank` is the first that was
+            missing.
 
     Collective over the group; blocks until rank 0 has heard from all ranks.
     """
-    resolved = resolve_group(group)
+    resolved: Any = resolve_group(group)
     if timeout is None:
         resolved.monitored_barrier(wait_all_ranks=wait_all_ranks)
     elif isinstance(timeout, timedelta):

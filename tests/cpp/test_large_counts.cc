@@ -1,5 +1,6 @@
 // More than 2^31 elements, in memory that is there only once: address space in which one MiB of
-// pages is mapped over and over, but for the last, which is its own and shows whether it was reached.
+// pages is mapped over and over, but for the last, which is its own and shows whether it was
+// reached.
 #include <sys/mman.h>
 #include <unistd.h>
 

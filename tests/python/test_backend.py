@@ -204,6 +204,15 @@ def check_stats(rank: int) -> None:
     assert count(group, "reduce_scatter", "direct") == (1, 4000 * (world_size - 1))
     dist.broadcast(share, 1, group=group)
     assert count(group, "broadcast", "direct") == (1, 4000 * (world_size - 1) * (rank == 1))
+    shares = [torch.empty(1000) for _ in range(world_size)]
+    dist.gather(share, shares if rank == 1 else None, 1, group=group)
+    assert count(group, "gather", "direct") == (1, 4000 * (rank != 1))
+    dist.scatter(share, shares if rank == 1 else None, 1, group=group)
+    assert count(group, "scatter", "direct") == (1, 4000 * (world_size - 1) * (rank == 1))
+    dist.all_to_all(shares, [share] * world_size, group=group)
+    assert count(group, "all_to_all", "direct") == (1, 4000 * (world_size - 1))
+    copied = ringcomm.stats(group)["all_to_all", "direct"]["copied_bytes"]
+    assert copied == 4000 * (2 * world_size - 1)
     dist.barrier(group=group)
     assert count(group, "barrier", "direct") == (1, 0)
     dist.destroy_process_group(group)

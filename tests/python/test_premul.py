@@ -83,7 +83,7 @@ def test_whole_factors_of_integers(dtype: torch.dtype) -> None:
 def check_integers(rank: int, dtype: torch.dtype) -> None:
     for factor in (3, -2.0):
         inputs = [oracle.integers(r, 67, torch.int64) for r in range(2)]
-        tensor = inputs[rank].to(dtype)
+        tensor = inputs[rank].clone().to(dtype)
         dist.all_reduce(tensor, premul(float(factor)))
         oracle.assert_equal(tensor, ((inputs[0] + inputs[1]) * int(factor)).to(dtype))
 

@@ -129,6 +129,25 @@ def check_unseen(rank: int, folder: str) -> None:
     assert not [e for e in traced(f"{folder}/none", lambda: None) if "comms" in e.get("name", "")]
 
 
+def check_numbers(rank: int, folder: str) -> None:
+    """Given when a call is made, also where it waits for its turn."""
+    works: list[Any] = []
+
+    def body() -> None:
+        for num_elems in (300_000, 10, 20):
+            works.append(dist.all_reduce(torch.ones(num_elems), async_op=True))
+
+    events = traced(f"{folder}/numbers{rank}", body)
+    for work in works:
+        work.wait()
+    numbers = [e["args"]["Seq"] for e in events if e.get("name") == "record_param_comms"]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
+def test_sequence_numbers(tmp_path: Any) -> None:
+    run_ranks(2, check_numbers, str(tmp_path))
+
+
 def check_messages(rank: int, folder: str) -> None:
     tensor = torch.ones(7, dtype=torch.int64)
 

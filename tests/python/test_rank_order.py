@@ -1,4 +1,4 @@
-"""deterministic="rank_order": every reduction is the left-to-right one over the ranks, bit by bit."""
+"""deterministic="rank_order": every reduction is the left-to-right one, to the last bit."""
 
 from __future__ import annotations
 
