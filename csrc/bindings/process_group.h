@@ -77,6 +77,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                                           const c10d::AllToAllOptions&) override;
   void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
 
+  bool supportsTensorAlloc(c10::DeviceIndex deviceIdx) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
   void abort() override;
   void shutdown() override;
 

@@ -46,6 +46,11 @@ class Carrier {
   /// Returns the bytes that peers consume from this rank. Throws Stopped, Mismatched.
   virtual std::uint64_t run(const Collective& call, const CallHeader& header,
                             const WaitLimits& limits) = 0;
+  /// The algorithm of the run() before: that of the header, unless where the buffers lie allowed a
+  /// better one.
+  virtual Algorithm algorithm_of_last_run(const CallHeader& header) const {
+    return header.algorithm;
+  }
 
   /// Bytes of shared memory mapped for the group, touched or not.
   virtual std::size_t mapped_bytes() const = 0;

@@ -101,7 +101,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   const CallHeader header = header_of(call);
   if (carrier_ == nullptr) {
     run_alone(call);
-    count(header, 0);
+    count(header.op, header.algorithm, 0);
     return;
   }
   const auto activity = [&] {
@@ -111,7 +111,8 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    count(header, carrier_->run(call, header, limits));
+    const std::uint64_t sent_bytes = carrier_->run(call, header, limits);
+    count(header.op, carrier_->algorithm_of_last_run(header), sent_bytes);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity());
   } catch (const Mismatched& mismatched) {
@@ -127,9 +128,9 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   }
 }
 
-void Communicator::count(const CallHeader& header, std::uint64_t sent_bytes) {
-  stats_.count(header.op, header.algorithm, sent_bytes);
-  Stats::process_wide().count(header.op, header.algorithm, sent_bytes);
+void Communicator::count(OpKind op, Algorithm algorithm, std::uint64_t sent_bytes) {
+  stats_.count(op, algorithm, sent_bytes);
+  Stats::process_wide().count(op, algorithm, sent_bytes);
 }
 
 }  // namespace ringcomm

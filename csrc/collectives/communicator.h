@@ -71,7 +71,7 @@ class Communicator {
   void validate(const Collective& call) const;
   void execute(const Collective& call, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  void count(const CallHeader& header, std::uint64_t sent_bytes);
+  void count(OpKind op, Algorithm algorithm, std::uint64_t sent_bytes);
 
   int rank_;
   int world_size_;

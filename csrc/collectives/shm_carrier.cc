@@ -28,7 +28,8 @@ ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
           shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
           segment_config(options), timeout),
       scope_(group_),
-      engine_(group_, scope_) {}
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
 
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
   return std::make_unique<P2pEngine>(group_, failure, stats);
@@ -54,7 +55,7 @@ std::uint64_t ShmCarrier::run(const Collective& call, const CallHeader& header,
   engine_.store_kinds().begin(call.op, call.num_bytes());
   try {
     const std::uint64_t sent_bytes = dispatch(call, header);
-    engine_.store_kinds().end();
+    if (!direct_.was_direct()) engine_.store_kinds().end();
     return sent_bytes;
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
@@ -63,6 +64,10 @@ std::uint64_t ShmCarrier::run(const Collective& call, const CallHeader& header,
 }
 
 std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  return direct_.run(call, header, [&] { return run_staged(call, header); });
+}
+
+std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& header) {
   switch (call.op) {
     case OpKind::kBarrier:
       return barrier(engine_, header);

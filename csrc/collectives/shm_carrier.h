@@ -4,6 +4,7 @@
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
+#include "collectives/direct_collectives.h"
 #include "collectives/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/shm/group.h"
@@ -23,15 +24,20 @@ class ShmCarrier final : public Carrier {
   void plan(const Collective& call, CallHeader& header) const override;
   std::uint64_t run(const Collective& call, const CallHeader& header,
                     const WaitLimits& limits) override;
+  Algorithm algorithm_of_last_run(const CallHeader& header) const override {
+    return direct_.was_direct() ? Algorithm::kDirect : header.algorithm;
+  }
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
+  std::uint64_t run_staged(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
   shm::Group group_;
   shm::WaitScope scope_;
   Engine engine_;
+  DirectCollectives direct_;
 };
 
 }  // namespace ringcomm
