@@ -88,8 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });
-  m.def("empty_shared", torch::wrap_pybind_function(&empty_shared), py::arg("sizes"),
-        py::arg("dtype"));
+  m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("simd_level", [] { return std::string(host::simd_level()); });

@@ -69,7 +69,17 @@ BufferNote DirectCollectives::note_of(const Collective& call) const {
   }
 }
 
-bool DirectCollectives::is_direct(const Collective& call) const {
+// Publishes this rank's note, unless it has come here with a first phase behind it, and reads all.
+// Whether the collective runs directly is the same on every rank.
+bool DirectCollectives::agree(const Collective& call, const CallHeader& header,
+                              const BufferNote& mine) {
+  try {
+    if (mine.is_given()) engine_.publish_note(header, mine);
+    engine_.read_notes(header, mine, notes_.data());
+  } catch (...) {
+    retire(mine);  // a peer for whom all went well has begun
+    throw;
+  }
   if (call.op == OpKind::kBroadcast) return notes_[static_cast<std::size_t>(call.root)].is_given();
   return std::all_of(notes_.begin(), notes_.end(),
                      [](const BufferNote& note) { return note.is_given(); });
@@ -88,7 +98,7 @@ std::uint64_t DirectCollectives::run_directly(const Collective& call) {
         return all_reduce(call);
     }
   } catch (...) {
-    retire_lent_buffers();
+    retire(notes_[static_cast<std::size_t>(engine_.rank())]);
     throw;
   }
 }
@@ -192,11 +202,11 @@ void DirectCollectives::check_not_aborted() {
 }
 
 // The call has failed on this rank, and a peer may still be in the block at hand.
-void DirectCollectives::retire_lent_buffers() const {
-  const BufferNote& mine = notes_[static_cast<std::size_t>(engine_.rank())];
+void DirectCollectives::retire(const BufferNote& note) const {
+  if (!note.is_given()) return;
   shm::SharedArena& arena = shm::SharedArena::instance();
-  arena.retire(mine.input);
-  arena.retire(mine.output);
+  arena.retire(note.input);
+  arena.retire(note.output);
 }
 
 }  // namespace ringcomm

@@ -29,16 +29,13 @@ class DirectCollectives {
     was_direct_ = false;
     engine_.begin();
     const BufferNote mine = note_of(call);
-    if (mine.is_given()) {
-      engine_.publish_note(header, mine);
-    } else {
+    if (!mine.is_given()) {
       try {
         return staged();
       } catch (const BuffersNoted&) {
       }
     }
-    engine_.read_notes(header, mine, notes_.data());
-    if (!is_direct(call)) return staged();
+    if (!agree(call, header, mine)) return staged();
     was_direct_ = true;
     return run_directly(call);
   }
@@ -47,7 +44,7 @@ class DirectCollectives {
 
  private:
   BufferNote note_of(const Collective& call) const;
-  bool is_direct(const Collective& call) const;
+  bool agree(const Collective& call, const CallHeader& header, const BufferNote& mine);
   std::uint64_t run_directly(const Collective& call);
   std::uint64_t all_reduce(const Collective& call);
   std::uint64_t reduce_scatter(const Collective& call);
@@ -56,7 +53,7 @@ class DirectCollectives {
 
   std::byte* locate(int rank, const shm::ArenaLocation& location, std::size_t num_bytes);
   void check_not_aborted();
-  void retire_lent_buffers() const;
+  void retire(const BufferNote& note) const;
 
   Engine& engine_;
   Algorithm algorithm_;

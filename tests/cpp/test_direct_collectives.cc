@@ -1,5 +1,7 @@
 // Collectives on buffers in shared memory: results against the oracle, whether all, some or none of
 // the ranks have such buffers.
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -55,7 +57,8 @@ class Buffer {
 };
 
 // One call on this rank, its input and output each one buffer.
-void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared) {
+void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
+                    const WaitLimits& limits = kPatient) {
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
   const std::size_t share_bytes = c.num_elems * element_bytes(c.dtype);
@@ -81,7 +84,7 @@ void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared) {
                     .num_elems = c.num_elems,
                     .inputs = inputs.data(),
                     .outputs = outputs.data()},
-                   kPatient);
+                   limits);
   for (int share = 0; share < num_outputs; ++share) {
     const Buffer& result = c.is_in_place ? input : output;
     const oracle::Bytes found =
@@ -188,31 +191,34 @@ TEST_CASE("a mismatch is found before a byte moves, shared or not") {
   }
 }
 
-TEST_CASE("a peer that does not come: the error names it, and the buffer is not handed out again") {
-  const std::size_t num_blocks = SharedArena::instance().usage().num_blocks;
+TEST_CASE("shared buffers of a call that failed are not handed out again") {
+  SharedArena& arena = SharedArena::instance();
+  const std::size_t num_blocks = arena.usage().num_blocks;
   run_ranks(2, [&](Communicator& communicator) {
     if (communicator.rank() == 1) {
-      testing::wait_until([&] { return communicator.failure().has_failed() || true; }, "nothing");
-      const Error told = testing::error_of([&] {
-        for (;;) testing::barrier(communicator);
-      });
-      expect(!std::string(told.what()).empty(), "an error here too");
+      const Error told = testing::error_of([&] { testing::barrier(communicator); });
+      testing::expect_error(told, ErrorKind::kMismatch);
       return;
     }
-    Buffer buffer(1 << 20, true);
-    const void* input = buffer.data();
-    void* output = buffer.data();
-    const Error error = testing::error_of([&] {
-      communicator.run({.op = OpKind::kAllReduce,
-                        .dtype = DType::kFloat32,
-                        .num_elems = 1000,
-                        .inputs = &input,
-                        .outputs = &output},
-                       testing::within(std::chrono::milliseconds(200)));
-    });
-    expect(error.info().rank == 1, "rank 1 named");
+    const Error error =
+        testing::error_of([&] { run_case(communicator, {.num_elems = 50'000, .salt = 1}, kAll); });
+    testing::expect_error(error, ErrorKind::kMismatch, {"rank 1 called barrier"});
   });
-  CHECK(SharedArena::instance().usage().num_blocks == num_blocks);
+  CHECK(arena.usage().num_blocks == num_blocks + 2);
+}
+
+TEST_CASE("a peer that does not come to a call on shared buffers is named") {
+  std::atomic<bool> is_over = false;
+  run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 1)
+      return testing::wait_until([&] { return is_over.load(); }, "the error of rank 0");
+    const testing::Case c{.num_elems = 50'000, .salt = 1};
+    const Error error = testing::error_of([&] {
+      run_on_buffers(communicator, c, true, testing::within(std::chrono::milliseconds(100)));
+    });
+    testing::expect_error(error, ErrorKind::kTimeout, {"rank 1"});
+    is_over = true;
+  });
 }
 
 }  // namespace

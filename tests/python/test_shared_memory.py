@@ -1,0 +1,526 @@
+"""Tensors in shared memory: collectives on them against numpy and against staged ones, and what
+becomes of their memory."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from oracle_ops import OPS
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ringcomm
+from ringcomm import _C
+
+WORLDS = [2, 3, 4]
+ALL = 0b1111
+
+
+def shared_copy(values: Tensor) -> Tensor:
+    """The same values in shared memory."""
+    return ringcomm.empty_shared(values.shape, dtype=values.dtype).copy_(values)
+
+
+def placed(values: Tensor, rank: int, sharing: int) -> Tensor:
+    """A copy of the values, shared if bit `rank` of `sharing` is set."""
+    return shared_copy(values) if sharing >> rank & 1 else values.clone()
+
+
+def num_direct(op: str = "all_reduce") -> int:
+    """How often this process has run it directly."""
+    return ringcomm.stats().get((op, "direct"), {"num_calls": 0})["num_calls"]
+
+
+# ---- the tensors
+
+
+@pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.INTS, torch.bool, torch.complex64])
+def test_like_empty(dtype: torch.dtype) -> None:
+    for size in [(), (0,), (3,), (2, 0, 5), (4, 5, 6)]:
+        for shape in [size, (size,), (list(size),)]:
+            tensor = ringcomm.empty_shared(*shape, dtype=dtype)
+            plain = torch.empty(*shape, dtype=dtype)
+            assert tensor.shape == plain.shape
+            assert tensor.stride() == plain.stride()
+            assert (tensor.dtype, tensor.device) == (dtype, plain.device)
+            assert tensor.is_leaf
+            assert not tensor.requires_grad
+            assert ringcomm.is_shared(tensor) == (tensor.numel() > 0)
+            assert not ringcomm.is_shared(plain)
+
+
+def test_defaults_and_gradients() -> None:
+    assert ringcomm.empty_shared(2).dtype == torch.get_default_dtype()
+    weight = ringcomm.empty_shared(3, 4, requires_grad=True)
+    with torch.no_grad():
+        weight.fill_(2)
+    (weight * weight).sum().backward()
+    oracle.assert_equal(weight.grad, torch.full((3, 4), 4.0))
+    assert not ringcomm.is_shared(weight.grad)
+    assert ringcomm.is_shared(nn.Parameter(weight.detach())[1, 2:])
+    with torch.inference_mode():
+        assert ringcomm.empty_shared(3).is_inference()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        ringcomm.empty_shared(3, -1)
+    for size in (2.5, "3", None):
+        with pytest.raises(TypeError, match="whole numbers"):
+            ringcomm.empty_shared(size)
+    with pytest.raises(TypeError):
+        ringcomm.empty_shared(3, dtype=float)
+    with pytest.raises(NotImplementedError, match="cuda:0"):
+        ringcomm.empty_shared(3, device="cuda:0")
+    with pytest.raises(torch.OutOfMemoryError, match=f"{1 << 50} bytes"):
+        ringcomm.empty_shared(1 << 50, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="overflow"):
+        ringcomm.empty_shared(1 << 62, 1 << 62)
+
+
+def test_memory_lives_as_long_as_a_tensor_on_it() -> None:
+    gc.collect()
+    before = _C.shared_memory_usage()["num_blocks"]
+    tensor = ringcomm.empty_shared(100, 100).fill_(5)
+    view = tensor[50:, ::2].t()
+    storage = view.untyped_storage()
+    del tensor
+    assert _C.shared_memory_usage()["num_blocks"] == before + 1
+    assert (view == 5).all()
+    del view
+    assert _C.shared_memory_usage()["num_blocks"] == before + 1
+    del storage
+    assert _C.shared_memory_usage()["num_blocks"] == before
+
+
+def test_resizing_stays_in_shared_memory() -> None:
+    tensor = ringcomm.empty_shared(10).fill_(3)
+    tensor.resize_(100_000)
+    assert ringcomm.is_shared(tensor)
+    assert (tensor[:10] == 3).all()
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(400_000)
+    assert ringcomm.is_shared(tensor)
+
+
+def test_copies_are_ordinary_tensors() -> None:
+    tensor = ringcomm.empty_shared(1000).copy_(torch.arange(1000.0))
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    for copy in (torch.load(file), pickle.loads(pickle.dumps(tensor)), tensor.clone()):
+        oracle.assert_equal(copy, tensor)
+        assert not ringcomm.is_shared(copy)
+
+
+def run_in_fork(body: Any) -> None:
+    """Runs body() in a forked child; fails with what it raises."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "ok"
+        try:
+            body()
+        except BaseException as error:
+            text = repr(error)
+        os.write(write_end, text.encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    assert said == "ok"
+
+
+def check_fork(rank: int) -> None:
+    inherited = ringcomm.empty_shared(1 << 20).fill_(1)
+    later = [ringcomm.empty_shared(30_000_000) for _ in range(2)]
+
+    def child() -> None:
+        assert not ringcomm.is_shared(inherited)  # the parent's
+        inherited[0] = 2
+        own = ringcomm.empty_shared(1000).fill_(9)
+        assert ringcomm.is_shared(own)
+        later.clear()  # frees nothing: the blocks are the parent's
+        assert _C.shared_memory_usage()["num_blocks"] == 1
+
+    later[0][::1024] = 4
+    run_in_fork(child)
+    assert inherited[0] == 2  # shared with the child
+    assert (inherited[1:] == 1).all()
+    assert (later[0][::1024] == 4).all()
+    dist.all_reduce(inherited)
+    assert (inherited[1:] == dist.get_world_size()).all()
+
+
+def test_fork() -> None:
+    run_ranks(2, check_fork, fresh=True)
+
+
+# ---- collectives
+
+
+def check_all_reduce(rank: int, dtype: torch.dtype, op: str, num_elems: int) -> None:
+    world_size = dist.get_world_size()
+    inputs = [oracle.integers(r, num_elems, dtype) for r in range(world_size)]
+    before = num_direct()
+    tensor = shared_copy(inputs[rank])
+    dist.all_reduce(tensor, OPS[op])
+    oracle.assert_equal(tensor, oracle.reduced(inputs, op))
+    is_large = num_elems * tensor.element_size() >= 16 << 10
+    assert num_direct() - before == is_large
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.INTS])
+def test_all_reduce(world_size: int, dtype: torch.dtype) -> None:
+    for op in ("sum", "avg", "max"):
+        for num_elems in (0, 1, 100, 20_000, 300_001):
+            run_ranks(world_size, check_all_reduce, dtype, op, num_elems)
+
+
+def check_bits(rank: int, dtype: torch.dtype) -> None:
+    """The same bits as staged, where the order of summation shows."""
+    values = oracle.floats(rank, 100_003, dtype)
+    for op in ("sum", "avg"):
+        staged, direct = values.clone(), shared_copy(values)
+        before = num_direct()
+        dist.all_reduce(staged, OPS[op])
+        dist.all_reduce(direct, OPS[op])
+        assert num_direct() == before + 1
+        oracle.assert_equal(direct, staged)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", oracle.FLOATS)
+def test_same_bits_as_staged(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, check_bits, dtype)
+
+
+def check_bytes(rank: int, num_elems: int) -> None:
+    before = ringcomm.stats().get(("all_reduce", "direct"), {"sent_bytes": 0})["sent_bytes"]
+    dist.all_reduce(ringcomm.empty_shared(num_elems).fill_(1))
+    sent = ringcomm.stats()["all_reduce", "direct"]["sent_bytes"] - before
+    world_size = dist.get_world_size()
+    assert sent == 2 * (world_size - 1) * num_elems * 4 // world_size
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bytes_are_those_of_two_shot(world_size: int) -> None:
+    run_ranks(world_size, check_bytes, 120_000)
+
+
+def check_views(rank: int) -> None:
+    """Parts of a shared tensor, at any offset; what is not contiguous is staged, and right."""
+    world_size = dist.get_world_size()
+    inputs = [oracle.integers(r, 40_000, torch.float32).view(200, 200) for r in range(world_size)]
+    expected = oracle.reduced(inputs, "sum")
+    for make in (
+        lambda base: base.view(-1)[7:40_007].view(200, 200),
+        lambda base: base.view(-1)[-40_000:].view(200, 200),
+        lambda base: base.view(-1)[: 2 * 40_000 : 2].view(200, 200),
+        lambda base: base.view(-1)[:40_000].view(200, 200).t(),
+    ):
+        base = ringcomm.empty_shared(100, 1000).fill_(-9)
+        view = make(base)
+        view.copy_(inputs[rank])
+        before = num_direct()
+        dist.all_reduce(view)
+        oracle.assert_equal(view.contiguous(), expected)
+        assert (base == -9).sum() == base.numel() - view.numel()
+        assert num_direct() - before == view.is_contiguous()
+        dist.all_reduce(view, async_op=True).wait()
+        oracle.assert_equal(view.contiguous(), expected * world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_views(world_size: int) -> None:
+    run_ranks(world_size, check_views)
+
+
+def check_others(rank: int, num_elems: int, sharing: int) -> None:
+    """Whoever shares: the results are the same."""
+    world_size = dist.get_world_size()
+    inputs = [oracle.integers(r, world_size * num_elems, torch.int32) for r in range(world_size)]
+    mine = inputs[rank]
+    total = oracle.reduced(inputs, "sum")
+
+    tensor = placed(mine, rank, sharing)
+    dist.all_reduce(tensor)
+    oracle.assert_equal(tensor, total)
+
+    source = placed(mine, rank, sharing)
+    for output in (torch.empty(num_elems, dtype=torch.int32), source.chunk(world_size)[rank]):
+        dist.reduce_scatter_tensor(output, source)
+        oracle.assert_equal(output, total.chunk(world_size)[rank])
+
+    share = placed(mine[:num_elems], rank, sharing)
+    outputs = torch.empty(world_size * num_elems, dtype=torch.int32)
+    dist.all_gather_into_tensor(outputs, share)
+    gathered = torch.cat([values[:num_elems] for values in inputs])
+    oracle.assert_equal(outputs, gathered)
+    whole = placed(torch.zeros_like(outputs), rank, sharing)
+    whole.chunk(world_size)[rank].copy_(share)
+    dist.all_gather_into_tensor(whole, whole.chunk(world_size)[rank])
+    oracle.assert_equal(whole, gathered)
+
+    for root in range(world_size):
+        tensor = placed(mine, rank, sharing)
+        dist.broadcast(tensor, root)
+        oracle.assert_equal(tensor, inputs[root])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("num_elems", [0, 33, 20_001])
+def test_any_ranks_may_share(world_size: int, num_elems: int) -> None:
+    for sharing in range(1 << world_size):
+        run_ranks(world_size, check_others, num_elems, sharing)
+
+
+def check_large(rank: int) -> None:
+    """Results beyond the caches, and several pieces of the staged form after a mixed first phase."""
+    values = torch.full((6_000_000,), float(rank + 1))
+    for sharing in (ALL, 0b01):
+        tensor = placed(values, rank, sharing)
+        dist.all_reduce(tensor)
+        assert (tensor == 3).all()
+        outputs = torch.empty(12_000_000)
+        dist.all_gather_into_tensor(outputs, placed(values, rank, sharing))
+        assert (outputs == torch.tensor([1.0, 2.0]).repeat_interleave(6_000_000)).all()
+
+
+def test_large() -> None:
+    run_ranks(2, check_large)
+
+
+def check_reuse(rank: int) -> None:
+    """Freed and allocated a thousand times: neither this process nor what it maps of peers grows."""
+
+    def maps() -> int:
+        return sum("memfd:ringcomm" in line for line in open("/proc/self/maps"))
+
+    generator = torch.Generator().manual_seed(0)
+
+    def turn() -> None:
+        num_elems = int(torch.randint(4096, 60_000, (1,), generator=generator))
+        tensor = ringcomm.empty_shared(num_elems).fill_(rank + 1)
+        dist.all_reduce(tensor)
+        assert tensor[0] == tensor[-1] == 3
+
+    for _ in range(20):
+        turn()
+    gc.collect()
+    before = (maps(), len(os.listdir("/proc/self/fd")), _C.shared_memory_usage())
+    for _ in range(1000):
+        turn()
+    gc.collect()
+    after = (maps(), len(os.listdir("/proc/self/fd")), _C.shared_memory_usage())
+    for usage in (before[2], after[2]):
+        usage.pop("kept_bytes")
+    assert after == before
+
+
+def test_nothing_grows() -> None:
+    run_ranks(2, check_reuse)
+
+
+def check_many_regions(rank: int) -> None:
+    """Memory that grew region by region; each is fetched by the peers when it is first used."""
+    tensors = []
+    for i in range(8):
+        tensors.append(ringcomm.empty_shared((64 << 20) + i, dtype=torch.uint8))
+        part = tensors[-1][-20_000:]
+        part.fill_(rank + i)
+        dist.all_reduce(part)
+        assert (part == 1 + 2 * i).all()
+    assert _C.shared_memory_usage()["num_regions"] >= 3
+    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit()
+           and os.path.islink(f"/proc/self/fd/{fd}")]
+    num_memfds = sum("memfd:ringcomm" in name for name in fds)
+    assert num_memfds == _C.shared_memory_usage()["num_regions"]  # none of peers or groups
+
+
+def test_many_regions() -> None:
+    run_ranks(2, check_many_regions, fresh=True)
+
+
+def check_groups(rank: int) -> None:
+    """Tensors outlive groups; several groups and threads share what is mapped of a peer."""
+    tensor = ringcomm.empty_shared(50_000).fill_(rank + 1)
+    dist.all_reduce(tensor)
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(tensor, group=group)
+        dist.destroy_process_group(group)
+    assert (tensor == 3 * 8).all()
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    tensors = [ringcomm.empty_shared(50_000).fill_(i) for i in range(3)]
+
+    def work(idx: int) -> None:
+        for _ in range(20):
+            dist.all_reduce(tensors[idx], dist.ReduceOp.AVG, group=groups[idx])
+
+    threads = [threading.Thread(target=work, args=(idx,)) for idx in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for idx, one in enumerate(tensors):
+        assert (one == idx).all()
+
+
+def test_groups_come_and_go() -> None:
+    run_ranks(2, check_groups, fresh=True)
+
+
+# ---- c10d's allocator
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def check_backend_allocator(rank: int) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_tensor_alloc(torch.device("cpu"))
+    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
+    tensor = backend.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
+    assert ringcomm.is_shared(tensor)
+    with pytest.raises(NotImplementedError, match="cuda"):
+        backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="-5"):
+        backend.allocate_tensor(-5, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_backend_allocator() -> None:
+    run_ranks(2, check_backend_allocator)
+
+
+def losses_of(rank: int, is_shared: bool) -> list[float]:
+    """Losses of FSDP2 over some steps, its communication buffers from the group or not."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    if is_shared:
+        for module in (model, *model):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(4):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def check_fsdp(rank: int) -> None:
+    plain = losses_of(rank, False)
+    before = _C.shared_memory_usage()
+    assert losses_of(rank, True) == plain
+    after = _C.shared_memory_usage()
+    assert after["mapped_bytes"] > 0
+    assert after["num_blocks"] <= before["num_blocks"] + 2
+    assert plain[-1] < plain[0]
+
+
+def test_fsdp2_takes_its_buffers_from_the_group() -> None:
+    run_ranks(2, check_fsdp, fresh=True)
+
+
+# ---- failures
+
+
+def check_mismatch(rank: int, sharing: int) -> None:
+    tensor = placed(torch.ones(50_000 + rank), rank, sharing)
+    with pytest.raises(ringcomm.MismatchError, match="all_reduce #0"):
+        dist.all_reduce(tensor)
+    assert (tensor == 1).all()
+
+
+@pytest.mark.parametrize("sharing", [0b00, 0b01, 0b10, 0b11])
+def test_mismatch(sharing: int) -> None:
+    run_ranks(2, check_mismatch, sharing, fresh=True)
+
+
+def check_death(rank: int, folder: str) -> None:
+    tensor = ringcomm.empty_shared(50_000).fill_(1)
+    dist.all_reduce(tensor)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ringcomm.PeerDiedError) as caught:
+        for _ in range(1000):
+            dist.all_reduce(tensor)
+    assert caught.value.rank == 2
+    address = tensor.data_ptr()
+    del tensor, caught
+    gc.collect()
+    assert ringcomm.empty_shared(50_000).data_ptr() != address  # a late peer may write there
+
+
+def test_a_peer_dies(tmp_path: Path) -> None:
+    run_ranks(3, check_death, str(tmp_path), fresh=True, may_die=[2])
+
+
+def check_death_before_mapping(rank: int, folder: str) -> None:
+    """The peer has died when its memory is first wanted: it is named, and nothing hangs."""
+    dist.barrier()
+    tensor = ringcomm.empty_shared(50_000).fill_(1)
+    if rank == 1:
+        work = dist.all_reduce(tensor, async_op=True)
+        Path(folder, "published").touch()
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+        work.wait()
+    while not Path(folder, "published").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    with pytest.raises(ringcomm.PeerDiedError) as caught:
+        dist.all_reduce(tensor)
+    assert caught.value.rank == 1
+
+
+def test_a_peer_dies_before_its_memory_is_mapped(tmp_path: Path) -> None:
+    run_ranks(2, check_death_before_mapping, str(tmp_path), fresh=True, may_die=[1])
+
+
+def check_timeout(rank: int) -> None:
+    tensor = ringcomm.empty_shared(50_000).fill_(1)
+    if rank == 0:
+        with pytest.raises(ringcomm.CollectiveTimeoutError) as caught:
+            dist.all_reduce(tensor)
+        assert caught.value.rank == 1
+    else:
+        time.sleep(3)
+        with pytest.raises(ringcomm.CollectiveTimeoutError):
+            dist.all_reduce(tensor)
+        assert (tensor == 1).all()
+
+
+def test_timeout() -> None:
+    run_ranks(2, check_timeout, fresh=True, group_timeout_s=1)
