@@ -35,7 +35,7 @@ def empty_shared(
 
     Raises:
         ValueError: a size is negative.
-        TypeError: a size is no whole number, or dtype no torch.dtype.
+        TypeError: a size is missing or no whole number, or dtype no torch.dtype.
         NotImplementedError: the device is another one.
         torch.OutOfMemoryError: the machine has not that much memory.
     """
@@ -43,6 +43,8 @@ def empty_shared(
         raise NotImplementedError(
             f"ringcomm.empty_shared on {device} is not there yet; shared memory is the CPU's"
         )
+    if not size:
+        raise TypeError("ringcomm.empty_shared wants a size; () is that of a scalar")
     is_sequence = len(size) == 1 and isinstance(size[0], (tuple, list))
     sizes = [_whole(one) for one in (size[0] if is_sequence else size)]  # type: ignore[union-attr]
     if dtype is None:
