@@ -5,15 +5,13 @@
 #include <cstring>
 #include <thread>
 
+#include "collectives/algorithm_choice.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 #include "device/reduce_op.h"
 
 namespace ringcomm {
 namespace {
-
-// From this size on a hand-over more costs less than staging (docs/experiments.md, "direct").
-constexpr std::size_t kMinBytes = 16 << 10;
 
 // What is read of all ranks, reduced, and written to all of them before the next: in the first
 // cache with 4 ranks, and long enough for the loops.
@@ -45,7 +43,8 @@ DirectCollectives::DirectCollectives(Engine& engine, Algorithm algorithm)
 BufferNote DirectCollectives::note_of(const Collective& call) const {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const std::size_t num_bytes = call.num_bytes();
-  if (arena == nullptr || num_bytes < kMinBytes || call.is_uneven()) return {};
+  if (arena == nullptr || call.is_uneven()) return {};
+  if (num_bytes < min_direct_bytes(call.op, engine_.world_size())) return {};
   const auto world = static_cast<std::size_t>(engine_.world_size());
   BufferNote note;
   switch (call.op) {

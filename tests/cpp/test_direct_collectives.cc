@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "collective_case.h"
+#include "collectives/algorithm_choice.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/shm/shared_arena.h"
@@ -118,7 +119,9 @@ TEST_CASE("all_reduce on shared buffers, worlds 2 to 5") {
     run_ranks(world_size, [&](Communicator& communicator) {
       std::uint32_t salt = 0;
       // Just too small; just large enough; blocks and a rest; a chunk of one block and one element.
-      for (const std::size_t num_elems : {4095U, 4096U, 10'007U, 100'003U})
+      const std::size_t least_elems =
+          min_direct_bytes(OpKind::kAllReduce, world_size) / sizeof(float);
+      for (const std::size_t num_elems : {least_elems - 1, least_elems, least_elems + 7, 100'003UL})
         for (const bool is_in_place : {false, true})
           run_case(communicator,
                    {.num_elems = num_elems, .is_in_place = is_in_place, .salt = ++salt}, kAll);

@@ -134,7 +134,7 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
       std::max({kMinRegionBytes, mapped_bytes_, round_up(num_bytes, kPageBytes)});
   if (idx == kMaxRegions) throw_out_of_memory(num_bytes, "the address space is full");
   try {
-    UniqueFd fd = create_memfd(region_bytes);
+    UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx] = std::make_unique<Region>(SharedMemory(fd.get(), region_bytes));
     ProcessHub::instance().offer(key_of(idx + 1), std::move(fd), std::numeric_limits<int>::max());
   } catch (const Error& error) {
