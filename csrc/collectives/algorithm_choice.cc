@@ -19,7 +19,7 @@ Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t o
 
 std::size_t min_direct_bytes(OpKind op, int world_size) {
   if (op == OpKind::kBroadcast) return std::size_t{128} << 10;
-  return std::size_t{world_size <= 2 ? 8U : 32U} << 10;
+  return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
 }
 
 }  // namespace ringcomm

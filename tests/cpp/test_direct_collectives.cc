@@ -174,7 +174,8 @@ TEST_CASE("reduce_scatter, all_gather and broadcast on shared buffers, any ranks
 }
 
 TEST_CASE("an algorithm that was asked for is taken on shared buffers too") {
-  const CommunicatorOptions options{.algorithm = Algorithm::kTwoShot};
+  CommunicatorOptions options;
+  options.algorithm = Algorithm::kTwoShot;
   run_ranks(
       2,
       [&](Communicator& communicator) {

@@ -29,7 +29,7 @@ def check_all_reduce(rank: int, dtype: torch.dtype, op: str, num_elems: int) -> 
     tensor = shared_copy(inputs[rank])
     dist.all_reduce(tensor, reduce_op(op))
     oracle.assert_equal(tensor, oracle.reduced(inputs, op))
-    is_large = num_elems * tensor.element_size() >= (8 if world_size == 2 else 32) << 10
+    is_large = num_elems * tensor.element_size() >= (8 if world_size == 2 else 64) << 10
     assert num_direct() - before == is_large
 
 
