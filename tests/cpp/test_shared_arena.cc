@@ -184,14 +184,25 @@ TEST_CASE("threads allocate and free at once") {
   });
 }
 
-TEST_CASE("memory of a process that is no more is not found, and that of this one is its own") {
+TEST_CASE("memory of a peer is mapped once, and that of a process that is no more is not found") {
+  constexpr std::chrono::seconds kPatience{30};
   const auto nobody = PeerMemory::of("ringcomm-nobody");
   CHECK(nobody == PeerMemory::of("ringcomm-nobody"));
-  CHECK(nobody->find({.region_id = 1}, 10, std::chrono::milliseconds(10)) == nullptr);
+  CHECK(nobody->find({.region_id = 1}, 10, kPatience) == nullptr);
   SharedArena& arena = SharedArena::instance();
   auto* block = static_cast<std::byte*>(arena.allocate(100));
-  const auto own = PeerMemory::of(ProcessHub::instance().address());
-  CHECK(own->find(arena.locate(block, 100), 100, std::chrono::milliseconds(10)) == block);
+  const ArenaLocation location = arena.locate(block, 100);
+  const auto peer = PeerMemory::of(ProcessHub::instance().address());
+  std::byte* there = peer->find(location, 100, kPatience);
+  REQUIRE(there != nullptr);
+  CHECK(there != block);
+  CHECK(there == peer->find(location, 100, kPatience));
+  block[99] = std::byte{42};
+  CHECK(there[99] == std::byte{42});
+  testing::expect_error(
+      testing::error_of([&] { peer->find(location, std::size_t{1} << 50, kPatience); }),
+      ErrorKind::kSystem, {"does not lie in the memory"});
+  CHECK(peer->find({.region_id = 1000}, 1, kPatience) == nullptr);
   arena.deallocate(block);
 }
 

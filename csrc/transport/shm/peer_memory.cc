@@ -29,10 +29,8 @@ std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes
   const std::lock_guard lock(mutex_);
   auto region = regions_.find(location.region_id);
   if (region == regions_.end()) {
-    ProcessHub& hub = ProcessHub::instance();
-    // Ranks that are threads of one process: its own mapping serves.
-    if (hub_address_ == hub.address()) return SharedArena::instance().address_of(location);
-    const UniqueFd fd = hub.fetch(hub_address_, SharedArena::key_of(location.region_id), patience);
+    const UniqueFd fd = ProcessHub::instance().fetch(
+        hub_address_, SharedArena::key_of(location.region_id), patience);
     if (!fd) return nullptr;
     region =
         regions_.emplace(location.region_id, SharedMemory(fd.get(), size_of_memfd(fd.get()))).first;
