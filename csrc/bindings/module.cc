@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "bindings/process_group.h"
+#include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "device/reduce_op.h"
+#include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
 
@@ -41,6 +43,20 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
   TORCH_CHECK_VALUE(group != nullptr, "ringcomm: this group's backend is ",
                     backend->getBackendName(), ", not ringcomm");
   return group->communicator();
+}
+
+// What the process holds of memory that its peers can map.
+py::dict shared_memory_usage() {
+  const shm::SharedArena* arena = shm::SharedArena::find();
+  const shm::SharedArena::Usage usage =
+      arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
+  py::dict result;
+  result["num_blocks"] = usage.num_blocks;
+  result["allocated_bytes"] = usage.allocated_bytes;
+  result["kept_bytes"] = usage.kept_bytes;
+  result["num_regions"] = usage.num_regions;
+  result["mapped_bytes"] = usage.mapped_bytes;
+  return result;
 }
 
 // {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
@@ -116,5 +132,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });
+  m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
+  m.def("is_shared", &is_shared, py::arg("tensor"));
+  m.def("shared_memory_usage", &shared_memory_usage);
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

@@ -95,6 +95,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                                                const c10d::AllToAllOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
 
+  bool supportsTensorAlloc(c10::DeviceIndex deviceIdx) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
   /// What is started in between is on its way as ever, and also part of the work that
   /// endCoalescing() returns. Batches of sends and receives need no coalescing, since none of them
   /// waits for another; so supportsCoalescing() is false, and each has a work of its own.

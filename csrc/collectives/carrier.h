@@ -32,6 +32,7 @@ struct Mismatched {
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t copied_bytes = 0;
+  Algorithm algorithm = Algorithm::kDirect;  ///< what ran: where buffers lie may allow a better one
 };
 
 /// What moves the data of a group: shared memory, messages, or both. The Communicator sees to order

@@ -143,7 +143,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   const CallHeader header = header_of(call);
   if (carrier_ == nullptr) {
     run_alone(call);
-    count(header, {});
+    count(header.op, {});
     return;
   }
   const auto activity = [&] {
@@ -153,7 +153,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    count(header, carrier_->run(call, header, limits));
+    count(header.op, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity());
   } catch (const Mismatched& mismatched) {
@@ -196,9 +196,9 @@ void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::st
       {.op = op, .seq = seq, .description = std::string(op) + " #" + std::to_string(seq)});
 }
 
-void Communicator::count(const CallHeader& header, const Traffic& traffic) {
+void Communicator::count(OpKind op, const Traffic& traffic) {
   for (Stats* stats : {&stats_, &Stats::process_wide()})
-    stats->count(header.op, header.algorithm, traffic.sent_bytes, traffic.copied_bytes);
+    stats->count(op, traffic.algorithm, traffic.sent_bytes, traffic.copied_bytes);
 }
 
 }  // namespace ringcomm

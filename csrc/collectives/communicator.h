@@ -104,7 +104,7 @@ class Communicator {
   void execute(const Collective& call, const WaitLimits& limits);
   void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  void count(const CallHeader& header, const Traffic& traffic);
+  void count(OpKind op, const Traffic& traffic);
 
   int rank_;
   int world_size_;

@@ -37,7 +37,8 @@ ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
           shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
           segment_config(options), timeout),
       scope_(group_),
-      engine_(group_, scope_) {}
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
 
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
   return std::make_unique<P2pEngine>(group_, failure, stats);
@@ -64,8 +65,10 @@ Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
   engine_.take_copied_bytes();  // of a call that failed
   try {
     const std::uint64_t sent_bytes = dispatch_explained(call, header);
-    engine_.store_kinds().end();
-    return {sent_bytes, engine_.take_copied_bytes()};
+    if (!direct_.was_direct()) engine_.store_kinds().end();
+    return {.sent_bytes = sent_bytes,
+            .copied_bytes = engine_.take_copied_bytes(),
+            .algorithm = direct_.was_direct() ? Algorithm::kDirect : header.algorithm};
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
     throw;
@@ -84,6 +87,10 @@ std::uint64_t ShmCarrier::dispatch_explained(const Collective& call, const CallH
 }
 
 std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  return direct_.run(call, header, [&] { return run_staged(call, header); });
+}
+
+std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& header) {
   switch (call.op) {
     case OpKind::kBarrier:
       return barrier(engine_, header);

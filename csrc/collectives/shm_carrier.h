@@ -4,6 +4,7 @@
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
+#include "collectives/direct_collectives.h"
 #include "collectives/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/shm/group.h"
@@ -27,11 +28,13 @@ class ShmCarrier final : public Carrier {
  private:
   std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
+  std::uint64_t run_staged(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
   shm::Group group_;
   shm::WaitScope scope_;
   Engine engine_;
+  DirectCollectives direct_;
 };
 
 }  // namespace ringcomm
