@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
@@ -19,7 +20,8 @@ struct TensorCall {
   std::vector<void*> outputs;
   std::vector<std::size_t> input_elems;   ///< empty where all are call.num_elems
   std::vector<std::size_t> output_elems;  ///< empty where all are call.num_elems
-  std::vector<at::Tensor> kept;           ///< everything `inputs` and `outputs` point into
+  std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
+  std::vector<at::Tensor> kept;  ///< everything `inputs`, `outputs` and `update` point into
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};
 

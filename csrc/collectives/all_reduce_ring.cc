@@ -1,6 +1,9 @@
+#include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "collectives/all_reduce.h"
+#include "collectives/owner_update.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
 #include "core/link_primitives.h"
@@ -9,7 +12,8 @@
 namespace ringcomm {
 namespace {
 
-// The two links of a rank, and the buffer that goes around.
+// The two links of a rank, and the buffer that goes around. With an update, gradients go around in
+// the first half and parameters in the second; their elements may differ in size.
 class Ring {
  public:
   using Arch = Engine::Arch;
@@ -25,7 +29,13 @@ class Ring {
                        schedule_.previous()),
         layout_(call.num_elems, engine.world_size()),
         op_(reduce_op_of(call)),
-        slice_elems_(header.ring_slot_bytes / element_bytes(call.dtype)) {}
+        output_bytes_(op_.element_bytes) {
+    if (call.update != nullptr) {
+      update_.emplace(call, engine.rank(), engine.world_size());
+      output_bytes_ = update_->param_bytes();
+    }
+    slice_elems_ = header.ring_slot_bytes / std::max(op_.element_bytes, output_bytes_);
+  }
 
   std::uint64_t run() {
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
@@ -53,22 +63,32 @@ class Ring {
   void reduce_scatter(std::size_t slice_idx) {
     const int last_step = schedule_.num_steps() - 1;
     const Span first = span(schedule_.reduce_scatter_send_chunk(0), slice_idx);
-    Engine::check(send(engine_.arch(), to_next_, first.input, first.num_bytes));
-    sent_bytes_ += first.num_bytes;
-    for (int step = 0; step <= last_step; ++step) {
-      const Span own = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
-      const int divisor = step == last_step ? divisor_of(call_, engine_.world_size()) : 1;
+    Engine::check(send(engine_.arch(), to_next_, first.input, first.input_bytes));
+    sent_bytes_ += first.input_bytes;
+    for (int step = 0; step < last_step; ++step) {
+      const Span part = span(schedule_.reduce_scatter_recv_chunk(step), slice_idx);
       const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                                const std::byte* local, std::size_t num_bytes) {
         const void* sources[] = {received, local};
-        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, divisor);
+        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, 1);
       };
-      Engine::check(step < last_step ? recv_reduce_send(from_previous_, to_next_, own.input,
-                                                        own.num_bytes, combine)
-                                     : recv_reduce_copy_send(from_previous_, to_next_, own.output,
-                                                             own.input, own.num_bytes, combine));
-      sent_bytes_ += own.num_bytes;
+      Engine::check(
+          recv_reduce_send(from_previous_, to_next_, part.input, part.input_bytes, combine));
+      sent_bytes_ += part.input_bytes;
     }
+    const Span own = span(schedule_.reduce_scatter_recv_chunk(last_step), slice_idx);
+    const auto complete = [&](std::byte* to, std::byte* also_to, const std::byte* received,
+                              const std::byte* local, std::size_t num_bytes) {
+      const void* sources[] = {received, local};
+      if (update_)
+        update_->run(sources, 2, own.elems, also_to);
+      else
+        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes,
+                    divisor_of(call_, engine_.world_size()));
+    };
+    Engine::check(recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input,
+                                        own.input_bytes, complete));
+    sent_bytes_ += own.output_bytes;
   }
 
   void all_gather(std::size_t slice_idx) {
@@ -76,23 +96,27 @@ class Ring {
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
       Engine::check(
-          recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output, other.num_bytes));
-      sent_bytes_ += other.num_bytes;
+          recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output,
+                         other.output_bytes));
+      sent_bytes_ += other.output_bytes;
     }
     const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);
-    Engine::check(recv(engine_.arch(), from_previous_, other.output, other.num_bytes));
+    Engine::check(recv(engine_.arch(), from_previous_, other.output, other.output_bytes));
   }
 
   struct Span {
+    ElemRange elems;
     const std::byte* input;
+    std::size_t input_bytes;
     std::byte* output;
-    std::size_t num_bytes;
+    std::size_t output_bytes;
   };
   Span span(int chunk_idx, std::size_t slice_idx) const {
     const ElemRange slice = slice_of(layout_.chunk(chunk_idx), slice_idx, slice_elems_);
-    return {at(call_.inputs[0], slice.begin_elems, op_.element_bytes),
-            at(call_.outputs[0], slice.begin_elems, op_.element_bytes),
-            slice.num_elems * op_.element_bytes};
+    return {slice, at(call_.inputs[0], slice.begin_elems, op_.element_bytes),
+            slice.num_elems * op_.element_bytes,
+            at(call_.outputs[0], slice.begin_elems, output_bytes_),
+            slice.num_elems * output_bytes_};
   }
 
   Engine& engine_;
@@ -102,7 +126,9 @@ class Ring {
   RecvLink<Arch> from_previous_;
   ChunkLayout layout_;
   const ReduceOp& op_;
-  std::size_t slice_elems_;
+  std::optional<OwnerUpdate> update_;
+  std::size_t output_bytes_;
+  std::size_t slice_elems_ = 0;
   std::uint64_t sent_bytes_ = 0;
 };
 

@@ -4,22 +4,10 @@
 
 #include "collectives/phase.h"
 #include "collectives/reduction.h"
+#include "collectives/result_copy.h"
 
 namespace ringcomm {
 namespace {
-
-// From this size of the whole result on, it is not in a cache when the caller looks at it, and
-// stores past the caches save reading what they overwrite (docs/experiments.md, "all_gather").
-// Below, they cost what they save.
-constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
-
-// Copies what a peer staged into a result of `result_bytes` in all.
-void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes) {
-  if (num_bytes == 0 || to == from) return;
-  const bool is_streamed = result_bytes >= kStreamedResultBytes;
-  host::copy_bytes(to, from, num_bytes,
-                   is_streamed ? host::StoreKind::kStreaming : host::StoreKind::kCached);
-}
 
 // Where the slice for `target` stands in the region of `rank`, which has one for every rank but
 // itself.

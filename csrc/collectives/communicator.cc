@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "collectives/carrier_registry.h"
+#include "collectives/owner_update.h"
+#include "collectives/reduce_update_gather.h"
 #include "collectives/reduction.h"
 
 namespace ringcomm {
@@ -22,8 +24,13 @@ void check_op(const Collective& call, int world_size) {
                                 std::to_string(call.root));
 }
 
-// In a group of one every output is its input.
+// In a group of one every output is its input, or that updated.
 void run_alone(const Collective& call) {
+  if (call.op == OpKind::kReduceUpdateGather) {
+    const void* grad = call.inputs[0];
+    OwnerUpdate(call, 0, 1).run(&grad, 1, {0, call.num_elems}, nullptr);
+    return;
+  }
   if (call.op == OpKind::kBarrier || call.num_bytes() == 0 || call.inputs[0] == call.outputs[0])
     return;
   std::memcpy(call.outputs[0], call.inputs[0], call.num_bytes());
@@ -79,6 +86,10 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
   if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.op == OpKind::kReduceUpdateGather) {
+    if (call.update == nullptr) throw std::invalid_argument("an update has an optimizer");
+    host::make_update_op(call.update->spec, call.dtype);
+  }
   options_.check_ring(call);
 }
 
@@ -91,7 +102,8 @@ CallHeader Communicator::header_of(const Collective& call) {
                     .reduction = call.reduction,
                     .algorithm = Algorithm::kDirect,
                     .is_uneven = call.is_uneven(),
-                    .element_name = call.element_name};
+                    .element_name = call.element_name,
+                    .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
 }
@@ -111,7 +123,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    count(header, carrier_->run(call, header, limits));
+    if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
+      count(header, reduce_update_gather_in_parts(
+                        call, rank_, world_size_, [&](const Collective& part) {
+                          return carrier_->run(part, header_of(part), limits);
+                        }));
+    else
+      count(header, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity());
   } catch (const Mismatched& mismatched) {

@@ -7,6 +7,7 @@
 #include "collectives/all_reduce.h"
 #include "collectives/board_collectives.h"
 #include "collectives/p2p_engine.h"
+#include "collectives/reduce_update_gather.h"
 
 namespace ringcomm {
 namespace {
@@ -36,11 +37,14 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
-  if (call.op != OpKind::kAllReduce) return;
-  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (header.algorithm == Algorithm::kAuto)
-    header.algorithm =
-        choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing)
+    header.algorithm = asked;
+  if (call.op == OpKind::kAllReduce)
+    header.algorithm = asked != Algorithm::kAuto
+                           ? asked
+                           : choose_all_reduce(call.num_bytes(), group_.world_size(),
+                                               options_.one_shot_max_bytes);
   if (header.algorithm == Algorithm::kRing) {
     const CommunicatorOptions cut = options_.ring_options(call);
     header.ring_num_slots = cut.num_slots;
@@ -83,6 +87,9 @@ std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& hea
         default:
           return all_reduce_two_shot(engine_, call, header);
       }
+    case OpKind::kReduceUpdateGather:
+      return header.algorithm == Algorithm::kRing ? all_reduce_ring(engine_, call, header)
+                                                  : reduce_update_gather(engine_, call, header);
     case OpKind::kGather:
     case OpKind::kScatter:
     case OpKind::kAllToAll:
