@@ -41,6 +41,11 @@ namespace {
   return (Vec<float>)_mm512_maskz_sqrt_ps(0xffff, (__m512)v);
 }
 
+[[gnu::always_inline]] inline Vec<float> multiply_add(const Vec<float>& a, const Vec<float>& b,
+                                                      const Vec<float>& c) {
+  return (Vec<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
 }  // namespace
 }  // namespace ringcomm::host
 

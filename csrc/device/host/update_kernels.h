@@ -1,12 +1,13 @@
 #pragma once
 
 // The optimizers' updates, written once and compiled for each level by its own source file (see
-// vectors.h for the rules). The includer has defined load_float16, store_float16 and square_root
-// for its level.
+// vectors.h for the rules). The includer has defined load_float16, store_float16, square_root and
+// multiply_add for its level.
 //
-// Multiplications are followed by additions here, unlike in reduce_kernels.h: the build's
-// -ffp-contract=off keeps them apart, so that the result does not depend on the level. Every NaN is
-// stored as the canonical one, as in elements.h.
+// multiply_add(a, b, c) is a * b + c rounded once. It stands where torch's own kernels have it on
+// processors with the instruction, which is what keeps a step within an ulp or two of torch.optim
+// where terms cancel. Nothing else is contracted (-ffp-contract=off), so that the result does not
+// depend on the level. Every NaN is stored as the canonical one, as in elements.h.
 
 #include "device/host/update_tables.h"
 #include "device/host/vectors.h"
@@ -17,8 +18,10 @@ namespace {
 using Fp32 = Vec<float>;
 constexpr std::size_t kLanes = kVectorBytes / sizeof(float);
 
+[[gnu::always_inline]] inline Fp32 all(float value) { return Fp32{} + value; }
+
 [[gnu::always_inline]] inline Fp32 quiet(const Fp32& v) {
-  return v == v ? v : Fp32{} + __builtin_nanf("");
+  return v == v ? v : all(__builtin_nanf(""));
 }
 
 // ---- one vector of elements, in the order of memory, as fp32 and back
@@ -54,12 +57,12 @@ struct BFloat16Array {
 struct SgdStep {
   [[gnu::always_inline]] static void apply(const UpdateScalars& s, bool has_momentum, Fp32& weight,
                                            Fp32 grad, Fp32& momentum, Fp32&) {
-    if (s.weight_decay != 0) grad = grad + s.weight_decay * weight;
+    if (s.weight_decay != 0) grad = multiply_add(weight, all(s.weight_decay), grad);
     if (has_momentum) {
-      momentum = s.is_first ? grad : momentum * s.momentum + s.damped * grad;
-      grad = s.is_nesterov ? grad + s.momentum * momentum : momentum;
+      momentum = s.is_first ? grad : multiply_add(grad, all(s.damped), momentum * s.momentum);
+      grad = s.is_nesterov ? multiply_add(momentum, all(s.momentum), grad) : momentum;
     }
-    weight = weight + s.lr_minus * grad;
+    weight = multiply_add(grad, all(s.lr_minus), weight);
   }
 };
 
@@ -67,11 +70,11 @@ struct AdamWStep {
   [[gnu::always_inline]] static void apply(const UpdateScalars& s, bool, Fp32& weight,
                                            const Fp32& grad, Fp32& first, Fp32& second) {
     weight = weight * s.decay;
-    // torch's lerp, which keeps the end that is nearer exact.
+    // torch's lerp, which starts from the end that is nearer.
     const Fp32 distance = grad - first;
-    first = s.lerp_weight < 0.5F ? first + s.lerp_weight * distance
-                                 : grad - distance * (1.0F - s.lerp_weight);
-    second = second * s.beta2 + (s.beta2_rest * grad) * grad;
+    first = s.lerp_weight < 0.5F ? multiply_add(all(s.lerp_weight), distance, first)
+                                 : multiply_add(all(s.lerp_weight - 1.0F), distance, grad);
+    second = multiply_add(s.beta2_rest * grad, grad, second * s.beta2);
     const Fp32 denominator = square_root(second) / s.bias_sqrt + s.eps;
     weight = weight + (s.lr_minus * first) / denominator;
   }
@@ -80,10 +83,10 @@ struct AdamWStep {
 struct LomoStep {
   [[gnu::always_inline]] static void apply(const UpdateScalars& s, bool, Fp32& weight, Fp32 grad,
                                            Fp32&, Fp32&) {
-    const Fp32 limit = Fp32{} + s.clip_value;
+    const Fp32 limit = all(s.clip_value);
     grad = grad > limit ? limit : grad;  // NaN stays: no comparison with it holds
     grad = grad < -limit ? -limit : grad;
-    weight = weight * s.decay + s.lr_minus * grad;
+    weight = multiply_add(grad, all(s.lr_minus), weight * s.decay);
   }
 };
 
