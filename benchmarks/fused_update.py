@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def gradient_of(rank: int, num_elems: int) -> Tensor:
 
 
 def count_wrong(ways: dict[str, Way], kind: str, team: Team) -> dict[str, int]:
-    """Elements of all ranks that are not a single process's after some steps, by way. Collective."""
+    """Elements of all ranks that differ from a single process's, after some steps. Collective."""
     num_elems = next(iter(ways.values())).param.numel()
     expected = torch.linspace(-1, 1, num_elems)
     grads = [gradient_of(rank, num_elems) for rank in range(team.world_size)]
@@ -161,7 +162,7 @@ def run_rank(
         }
         wrong = count_wrong(ways, options.optimizer, team)
         contenders = {
-            name: Contender(way.step, lambda group=way.group: dist.barrier(group=group))
+            name: Contender(way.step, partial(dist.barrier, group=way.group))
             for name, way in ways.items()
         }
         watch = machine.OthersWatch(own_pids) if team.rank == 0 else None

@@ -14,8 +14,8 @@
 
 namespace ringcomm {
 
-/// What a reduce_scatter_update_all_gather works on: parameters and gradient whole, and of the state
-/// this rank's shard. In fp32 but for parameters and gradient.
+/// What a reduce_scatter_update_all_gather works on: parameters and gradient whole, and of the
+/// state this rank's shard. In fp32 but for parameters and gradient.
 struct UpdateTensors {
   const at::Tensor& param;
   const at::Tensor& grad;

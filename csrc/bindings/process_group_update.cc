@@ -47,10 +47,10 @@ float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& s
 void check_disjoint(const std::vector<at::Tensor>& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i)
     for (std::size_t j = 0; j < i; ++j)
-      TORCH_CHECK_VALUE(
-          at::get_overlap_status(tensors[i], tensors[j]) == at::MemOverlapStatus::No,
-          "ringcomm: ", kOp, " got tensors that share memory; parameters, gradient and state must "
-          "be apart");
+      TORCH_CHECK_VALUE(at::get_overlap_status(tensors[i], tensors[j]) == at::MemOverlapStatus::No,
+                        "ringcomm: ", kOp,
+                        " got tensors that share memory; parameters, gradient and state must "
+                        "be apart");
 }
 
 }  // namespace
@@ -60,8 +60,8 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
   check_float(tensors.param, "the parameters");
   check_float(tensors.grad, "the gradient");
   TORCH_CHECK_VALUE(tensors.grad.sizes() == tensors.param.sizes(), "ringcomm: ", kOp,
-                    " wants a gradient of the parameters' shape, ", tensors.param.sizes(),
-                    ", got ", tensors.grad.sizes());
+                    " wants a gradient of the parameters' shape, ", tensors.param.sizes(), ", got ",
+                    tensors.grad.sizes());
   spec.param_dtype = reduced_dtype(tensors.param, kOp);
   spec.has_master = tensors.master.has_value();
 

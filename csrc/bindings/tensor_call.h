@@ -18,8 +18,8 @@ struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<std::size_t> input_elems;   ///< empty where all are call.num_elems
-  std::vector<std::size_t> output_elems;  ///< empty where all are call.num_elems
+  std::vector<std::size_t> input_elems;            ///< empty where all are call.num_elems
+  std::vector<std::size_t> output_elems;           ///< empty where all are call.num_elems
   std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
   std::vector<at::Tensor> kept;  ///< everything `inputs`, `outputs` and `update` point into
   /// Copies results where the call could not put them; may be empty.

@@ -95,9 +95,8 @@ class Ring {
     const int last_step = schedule_.num_steps() - 1;
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(schedule_.all_gather_recv_chunk(step), slice_idx);
-      Engine::check(
-          recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output,
-                         other.output_bytes));
+      Engine::check(recv_copy_send(engine_.arch(), from_previous_, to_next_, other.output,
+                                   other.output_bytes));
       sent_bytes_ += other.output_bytes;
     }
     const Span other = span(schedule_.all_gather_recv_chunk(last_step), slice_idx);

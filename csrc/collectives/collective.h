@@ -43,8 +43,8 @@ Algorithm algorithm_from_name(const std::string& name);
 /// between the ranks, and shown. Padded with zeros; empty where DType says it.
 using ElementName = std::array<char, 16>;
 
-/// What the owner of a chunk does to it in reduce_scatter_update_all_gather: a step of an optimizer,
-/// and this rank's shard of its state, as long as the chunk.
+/// What the owner of a chunk does to it in reduce_scatter_update_all_gather: a step of an
+/// optimizer, and this rank's shard of its state, as long as the chunk.
 struct ShardUpdate {
   UpdateSpec spec;
   float* master = nullptr;  ///< null unless spec.has_master

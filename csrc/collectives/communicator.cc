@@ -124,10 +124,10 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   };
   try {
     if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
-      count(header, reduce_update_gather_in_parts(
-                        call, rank_, world_size_, [&](const Collective& part) {
-                          return carrier_->run(part, header_of(part), limits);
-                        }));
+      count(header,
+            reduce_update_gather_in_parts(call, rank_, world_size_, [&](const Collective& part) {
+              return carrier_->run(part, header_of(part), limits);
+            }));
     else
       count(header, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {

@@ -43,7 +43,9 @@ void OwnerUpdate::run(const void* const* srcs, int num_srcs, const ElemRange& el
 UpdateArrays OwnerUpdate::arrays_at(std::size_t begin_elems) const {
   const std::size_t in_shard = begin_elems - own_.begin_elems;
   const ShardUpdate& shard = *call_.update;
-  const auto moved = [in_shard](float* array) { return array != nullptr ? array + in_shard : array; };
+  const auto moved = [in_shard](float* array) {
+    return array != nullptr ? array + in_shard : array;
+  };
   return {.param = at(call_.outputs[0], begin_elems, param_bytes_),
           .master = moved(shard.master),
           .states = {moved(shard.states[0]), moved(shard.states[1])}};

@@ -10,9 +10,10 @@
 
 namespace ringcomm {
 
-/// What the owner of a chunk does in a reduce_scatter_update_all_gather: the one hook by which every
-/// algorithm carries the update. Reduces gradients, and updates parameters and state with the result
-/// before that has left the innermost cache; the reduced gradient is never stored anywhere else.
+/// What the owner of a chunk does in a reduce_scatter_update_all_gather: the one hook by which
+/// every algorithm carries the update. Reduces gradients, and updates parameters and state with the
+/// result before that has left the innermost cache; the reduced gradient is never stored anywhere
+/// else.
 ///
 /// The reduced gradient is rounded to its dtype in between, so that the result is that of a
 /// reduce_scatter followed by the update, to the last bit.

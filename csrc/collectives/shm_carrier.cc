@@ -38,13 +38,12 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
   const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing)
-    header.algorithm = asked;
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing) header.algorithm = asked;
   if (call.op == OpKind::kAllReduce)
-    header.algorithm = asked != Algorithm::kAuto
-                           ? asked
-                           : choose_all_reduce(call.num_bytes(), group_.world_size(),
-                                               options_.one_shot_max_bytes);
+    header.algorithm =
+        asked != Algorithm::kAuto
+            ? asked
+            : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
   if (header.algorithm == Algorithm::kRing) {
     const CommunicatorOptions cut = options_.ring_options(call);
     header.ring_num_slots = cut.num_slots;

@@ -271,6 +271,4 @@ def _fake(*args: Any, **kwargs: Any) -> None:
 
 
 for _overload in ("sgd", "adamw", "lomo"):
-    torch.library.register_fake(
-        f"ringcomm::reduce_scatter_update_all_gather_.{_overload}", _fake
-    )
+    torch.library.register_fake(f"ringcomm::reduce_scatter_update_all_gather_.{_overload}", _fake)

@@ -80,8 +80,8 @@ struct Model {
       if (c.spec.param_dtype == kF32)
         testing::append(values, value);
       else
-        testing::append(values, (is_half ? oracle::kFormatFloat16 : oracle::kFormatBFloat16)
-                                    .encode(value));
+        testing::append(values,
+                        (is_half ? oracle::kFormatFloat16 : oracle::kFormatBFloat16).encode(value));
       if (i >= shard.begin_elems && i < shard.end_elems()) master[i - shard.begin_elems] = value;
     }
     param.fill(values);
@@ -147,11 +147,11 @@ Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& ru
 
 void run_update_case(Communicator& communicator, const UpdateCase& c) {
   const int world_size = communicator.world_size();
-  const Model model = run_steps(c, communicator.rank(), world_size, [&](const Collective& call) {
-    communicator.run(call, kPatient);
-  });
+  const Model model = run_steps(c, communicator.rank(), world_size,
+                                [&](const Collective& call) { communicator.run(call, kPatient); });
   const Model whole = expected_model(c, world_size);
-  expect(model.param.holds(whole.param.content()), "the single rank's parameters of " + c.to_text());
+  expect(model.param.holds(whole.param.content()),
+         "the single rank's parameters of " + c.to_text());
   const ElemRange shard = ChunkLayout(c.num_elems, world_size).chunk(communicator.rank());
   for (int k = 0; k < 2; ++k) {
     const Bytes all = whole.states[static_cast<std::size_t>(k)].content();
@@ -200,7 +200,7 @@ TEST_CASE("updates of 16-bit parameters and gradients") {
 // Slices: one, one element more or less, several and a rest.
 TEST_CASE("updates in one slice and in several") {
   run_ranks(3, [](Communicator& communicator) {
-    constexpr std::size_t kSliceElems = (128 << 10) / sizeof(float) * 3;
+    constexpr std::size_t kSliceElems = (256 << 10) / sizeof(float) * 3;
     for (const std::size_t num_elems :
          {kSliceElems - 1, kSliceElems, kSliceElems + 1, 3 * kSliceElems + 5})
       run_update_case(communicator, {.num_elems = num_elems});
@@ -258,7 +258,9 @@ TEST_CASE("the fused update has the bits of its parts, and of every other rank")
         const int rank = communicator.rank();
         const auto fused = [&](const Collective& call) { communicator.run(call, kPatient); };
         const auto in_parts = [&](const Collective& call) {
-          const auto padded = [&](const Collective& part) { return run_padded(communicator, part); };
+          const auto padded = [&](const Collective& part) {
+            return run_padded(communicator, part);
+          };
           expect(reduce_update_gather_in_parts(call, rank, kWorld, padded) == 2, "bytes added up");
         };
         const Model one = run_steps(c, rank, kWorld, fused);
@@ -286,9 +288,7 @@ TEST_CASE("the bytes of an update are the gradients of the others and the parame
     run_ranks(3, [&](Communicator& communicator) {
       UpdateSpec spec = adamw();
       spec.param_dtype = DType::kBFloat16;
-      run_update_case(communicator, {.spec = spec,
-                                     .algorithm = algorithm,
-                                     .num_elems = kNumElems});
+      run_update_case(communicator, {.spec = spec, .algorithm = algorithm, .num_elems = kNumElems});
       const Stats::Counts counts =
           communicator.stats().counts(OpKind::kReduceUpdateGather, algorithm);
       expect(counts.num_calls == kNumSteps, "every call counted under its algorithm");

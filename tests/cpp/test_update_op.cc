@@ -92,8 +92,9 @@ void step(const UpdateSpec& spec, Element& e) {
   if (spec.optimizer == Optimizer::kSgd) {
     e.grad = e.grad + spec.weight_decay * e.weight;
     if (own[sgd::kMomentum] != 0) {
-      e.first = spec.step == 1 ? e.grad
-                               : own[sgd::kMomentum] * e.first + (1 - own[sgd::kDampening]) * e.grad;
+      e.first = spec.step == 1
+                    ? e.grad
+                    : own[sgd::kMomentum] * e.first + (1 - own[sgd::kDampening]) * e.grad;
       e.grad = spec.is_nesterov ? e.grad + own[sgd::kMomentum] * e.first : e.first;
     }
     e.weight = e.weight + -spec.lr * e.grad;
@@ -109,8 +110,8 @@ void step(const UpdateSpec& spec, Element& e) {
   const double beta1 = own[adamw::kBeta1], beta2 = own[adamw::kBeta2];
   e.first = beta1 * e.first + (1 - beta1) * e.grad;
   e.second = beta2 * e.second + (1 - beta2) * Term(e.grad.value * e.grad.value);
-  const Term corrected = 1 / std::sqrt(1 - std::pow(beta2, spec.step)) *
-                         Term(std::sqrt(e.second.value));
+  const Term corrected =
+      1 / std::sqrt(1 - std::pow(beta2, spec.step)) * Term(std::sqrt(e.second.value));
   const Term direction = divided(e.first, corrected + own[adamw::kEps]);
   e.weight = e.weight + -spec.lr / (1 - std::pow(beta1, spec.step)) * direction;
 }
@@ -136,8 +137,9 @@ Operands random_operands() {
 Operands special_operands() {
   Operands x = random_operands();
   constexpr float kInf = std::numeric_limits<float>::infinity();
-  const float special[] = {0.0F, -0.0F, kInf, -kInf, std::nanf("0x123"), -std::nanf(""),
-                           1e-45F, -1e-39F, 3e38F, -3e38F, 65520.0F};
+  const float special[] = {0.0F,           -0.0F,  kInf,    -kInf, std::nanf("0x123"),
+                           -std::nanf(""), 1e-45F, -1e-39F, 3e38F, -3e38F,
+                           65520.0F};
   for (std::size_t i = 0; i < kMaxElems; i += 2) {
     x.grad[i] = special[i / 2 % 11];
     if (i % 3 == 0) x.weight[i] = special[i / 6 % 11];

@@ -36,8 +36,25 @@ def sizes(world_size: int) -> list[int]:
     return [0, 1, world_size, world_size + 1, 1000 * world_size, 5000 * world_size + 1]
 
 
-# A slice of 128 KiB and an element, on each rank.
-TWO_SLICES = 32_769
+# A slice of 256 KiB and an element, on each rank.
+TWO_SLICES = 65_537
+
+
+def grad_of(rank: int, num_elems: int, dtype: torch.dtype, step: int) -> Tensor:
+    return oracle.floats(rank, num_elems, F32, seed=step + 2).to(dtype)
+
+
+def start(num_elems: int, dtype: torch.dtype) -> Tensor:
+    return oracle.floats(0, num_elems, F32, seed=1).to(dtype)
+
+
+def average(world_size: int, num_elems: int, dtype: torch.dtype, step: int) -> Tensor:
+    """In fp32, in the order of the ranks, rounded to the gradient's dtype."""
+    grads = [grad_of(rank, num_elems, dtype, step).float() for rank in range(world_size)]
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    return (total / world_size).to(dtype)
 
 
 class Run:
@@ -47,27 +64,20 @@ class Run:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.optimizer = optimizer
         self.grad_dtype = kwargs.pop("grad_dtype", dtype)
-        self.param = oracle.floats(0, num_elems, F32, seed=1).to(dtype)
+        self.param = start(num_elems, dtype)
         self.state = ops.new_shard_state(self.param, optimizer, **kwargs)
-        self.begin, self.end = ops.shard_range(num_elems, self.world_size, self.rank)
+        self.shard = slice(*ops.shard_range(num_elems, self.world_size, self.rank))
 
-    def grad_of(self, rank: int, step: int) -> Tensor:
-        return oracle.floats(rank, self.param.numel(), F32, seed=step + 2).to(self.grad_dtype)
-
-    def average(self, step: int) -> Tensor:
-        """In fp32, in the order of the ranks, rounded to the gradient's dtype."""
-        total = self.grad_of(0, step).float()
-        for rank in range(1, self.world_size):
-            total = total + self.grad_of(rank, step).float()
-        return (total / self.world_size).to(self.grad_dtype)
+    def grad(self, step: int) -> Tensor:
+        return grad_of(self.rank, self.param.numel(), self.grad_dtype, step)
 
     def step(self, step: int, **kwargs: Any) -> None:
-        grad = self.grad_of(self.rank, step)
+        grad = self.grad(step)
         result = ops.reduce_scatter_update_all_gather_(
             self.param, grad, self.state, optimizer=self.optimizer, step=step, **kwargs
         )
         assert result is self.param
-        oracle.assert_equal(grad, self.grad_of(self.rank, step))
+        oracle.assert_equal(grad, self.grad(step))
 
 
 # ---- the parts
@@ -84,13 +94,13 @@ def own_group() -> dist.ProcessGroup:
 
 
 def unfused_step(run: Run, step: int) -> None:
-    grad = run.grad_of(run.rank, step)
+    grad = run.grad(step)
     if grad.numel() > 0 and grad.numel() % run.world_size == 0:
         reduced = ops.reduce_scatter(grad, "avg")
     else:
-        reduced = ops.all_reduce(grad, "avg")[run.begin : run.end]
+        reduced = ops.all_reduce(grad, "avg")[run.shard]
     ops.reduce_scatter_update_all_gather_(
-        run.param[run.begin : run.end],
+        run.param[run.shard],
         reduced.clone(),
         run.state,
         optimizer=run.optimizer,
@@ -185,44 +195,65 @@ def ulps(actual: Tensor, expected: Tensor, before: Tensor) -> float:
     return float(((actual.double() - expected.double()).abs() / ulp.double()).max())
 
 
-def check_torch(rank: int, name: str, dtype: torch.dtype, master: bool) -> float:
-    optimizer, world_size = OPTIMIZERS[name], dist.get_world_size()
-    worst = 0.0
-    for num_elems in sizes(world_size):
-        run = Run(optimizer, num_elems, dtype, master=master)
-        shard = slice(run.begin, run.end)
+def shards_of_steps(
+    rank: int, name: str, dtype: torch.dtype, master: bool
+) -> list[list[dict[str, Tensor]]]:
+    """For each size: this rank's shard of everything before the first step and after each."""
+    found = []
+    for num_elems in sizes(dist.get_world_size()):
+        run = Run(OPTIMIZERS[name], num_elems, dtype, master=master)
+        steps = []
+        for step in range(NUM_STEPS + 1):
+            if step > 0:
+                run.step(step)
+            shards = {"param": run.param[run.shard], **run.state}
+            steps.append({key: value.clone() for key, value in shards.items()})
+        found.append(steps)
+    return found
+
+
+def check_torch(world_size: int, name: str, dtype: torch.dtype, master: bool) -> None:
+    """Every step by torch.optim from where we were before it; 2 ulp apart at most."""
+    optimizer = OPTIMIZERS[name]
+    by_rank = run_ranks(world_size, shards_of_steps, name, dtype, master)
+    for num_elems, *ranks in zip(sizes(world_size), *by_rank, strict=True):
+        steps = [
+            {key: torch.cat([shards[key] for shards in parts]) for key in parts[0]}
+            for parts in zip(*ranks, strict=True)
+        ]
+        oracle.assert_equal(steps[0]["param"], start(num_elems, dtype))
+        weight_key = "master" if master else "param"
         for step in range(1, NUM_STEPS + 1):
-            state = {key: value.clone() for key, value in run.state.items() if key != "master"}
-            weight = run.state.get("master", run.param[shard].float()).clone()
-            before = {key: value.clone() for key, value in {**state, "weight": weight}.items()}
-            counted = {**state, "step": torch.tensor(step)}
-            torch_step(optimizer, weight, run.average(step)[shard].float(), counted)
-            run.step(step)
-            after = {**run.state, "weight": run.state.get("master", run.param[shard].float())}
-            if dtype == F32 or master:
-                worst = max(worst, ulps(after["weight"], weight, before["weight"]))
-            else:  # rounded to 16 bits: near the middle of two, either
-                close = {"rtol": 2**-7 if dtype == BF16 else 2**-10, "atol": 1e-6}
-                torch.testing.assert_close(run.param[shard], weight.to(dtype), **close)
-            if master:
-                oracle.assert_equal(run.param[shard], run.state["master"].to(dtype))
+            before, after = steps[step - 1], steps[step]
+            state = {key: before[key].clone() for key in optimizer.state_names}
+            state["step"] = torch.tensor(step)
+            weight = before[weight_key].float().clone()
+            torch_step(
+                optimizer, weight, average(world_size, num_elems, dtype, step).float(), state
+            )
             for key in optimizer.state_names:
-                worst = max(worst, ulps(after[key], counted.get(key, state[key]), before[key]))
-    return worst
+                assert ulps(after[key], state[key], before[key]) <= 2
+            if dtype == F32 or master:
+                assert ulps(after[weight_key], weight, before[weight_key]) <= 2
+                oracle.assert_equal(after["param"], after[weight_key].to(dtype))
+            else:  # near the middle of two 16-bit numbers, either
+                rtol = 2**-7 if dtype == BF16 else 2**-10
+                torch.testing.assert_close(after["param"], weight.to(dtype), rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_steps_of_torch_optim(world_size: int, name: str) -> None:
-    assert max(run_ranks(world_size, check_torch, name, F32, False)) <= 2
+    check_torch(world_size, name, F32, False)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize(("name", "master"), [("momentum", True), ("adamw", True), ("lomo", False)])
-def test_steps_in_16_bits(name: str, dtype: torch.dtype, master: bool) -> None:
-    assert max(run_ranks(3, check_torch, name, dtype, master)) <= 2
-    if master:
-        run_ranks(3, check_torch, name, dtype, False)
+@pytest.mark.parametrize(
+    ("name", "master"),
+    [("momentum", False), ("momentum", True), ("adamw", False), ("adamw", True), ("lomo", False)],
+)
+def test_steps_in_16_bits(name: str, master: bool, dtype: torch.dtype) -> None:
+    check_torch(3, name, dtype, master)
 
 
 def check_scale(rank: int) -> None:
@@ -266,9 +297,7 @@ def losses(name: str, rank: int, world_size: int) -> list[float]:
         loss.backward()
         grad = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
         if world_size > 1:
-            ops.reduce_scatter_update_all_gather_(
-                flat, grad, state, optimizer=optimizer, step=step
-            )
+            ops.reduce_scatter_update_all_gather_(flat, grad, state, optimizer=optimizer, step=step)
             loss = ops.all_reduce(loss.detach(), "avg")
         else:
             state["step"] = torch.tensor(step)
@@ -334,29 +363,27 @@ def test_operator(world_size: int) -> None:
     run_ranks(world_size, check_operator, timeout_s=120)
 
 
-def check_compile(rank: int) -> None:
-    for name, optimizer in OPTIMIZERS.items():
-        eager, compiled = Run(optimizer, 11, F32), Run(optimizer, 11, F32)
+def check_compile(rank: int, name: str) -> None:
+    optimizer = OPTIMIZERS[name]
+    eager, compiled = Run(optimizer, 11, F32), Run(optimizer, 11, F32)
 
-        def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], num: int) -> Tensor:
-            result = ops.reduce_scatter_update_all_gather_(
-                param, grad * 2, state, optimizer=optimizer, step=num  # noqa: B023
-            )
-            return result + 1
+    def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], num: int) -> Tensor:
+        result = ops.reduce_scatter_update_all_gather_(
+            param, grad * 2, state, optimizer=optimizer, step=num
+        )
+        return result + 1
 
-        fast = torch.compile(step, fullgraph=True, backend="aot_eager")
-        for num in (1, 2):
-            args = (eager.grad_of(rank, num), eager.state, num)
-            expected = step(eager.param, *args)
-            actual = fast(compiled.param, args[0], compiled.state, num)
-            oracle.assert_equal(actual, expected)
-            oracle.assert_equal(compiled.param, eager.param)
-        assert name
-        torch._dynamo.reset()
+    fast = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for num in (1, 2):
+        expected = step(eager.param, eager.grad(num), eager.state, num)
+        actual = fast(compiled.param, eager.grad(num), compiled.state, num)
+        oracle.assert_equal(actual, expected)
+        oracle.assert_equal(compiled.param, eager.param)
 
 
-def test_compile() -> None:
-    run_ranks(2, check_compile, timeout_s=120)
+@pytest.mark.parametrize("name", ["momentum", "adamw", "lomo"])
+def test_compile(name: str) -> None:
+    run_ranks(2, check_compile, name, timeout_s=120)
 
 
 def check_stats(rank: int) -> None:
@@ -450,7 +477,7 @@ def test_wrong_arguments() -> None:
 
 
 def check_over_gloo(rank: int) -> None:
-    with pytest.raises(ValueError, match="backend ringcomm .* gloo"):
+    with pytest.raises(ValueError, match=r"backend ringcomm .* gloo"):
         ops.reduce_scatter_update_all_gather_(
             torch.ones(2), torch.ones(2), {}, optimizer=SGD(lr=1), step=1
         )
@@ -472,8 +499,8 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 def differ(rank: int, name: str) -> str:
-    chosen = {"optimizer": SGD(lr=1), "num_elems": 100, "dtype": F32, "step": 1}
-    chosen |= MISMATCHES[name][rank]
+    chosen: dict[str, Any] = {"optimizer": SGD(lr=1), "num_elems": 100, "dtype": F32, "step": 1}
+    chosen |= MISMATCHES[name][:2][rank]
     run = Run(chosen.pop("optimizer"), chosen.pop("num_elems"), chosen.pop("dtype"), grad_dtype=F32)
     with pytest.raises(MismatchError) as caught:
         run.step(chosen.pop("step"), **chosen)

@@ -1,5 +1,5 @@
-// The updates in 32-byte vectors, float16 by F16C. All processors with AVX2 that were ever sold have FMA, which
-// find_update_kernels() checks.
+// The updates in 32-byte vectors, float16 by F16C. Processors with AVX2 have FMA too, as far as is
+// known; find_update_kernels() looks.
 
 #if defined(__x86_64__)
 

@@ -130,11 +130,11 @@ template <class Step, class Param, class Grad>
   for (int k = 0; k < 3; ++k)
     if (whole[k] != nullptr)
       __builtin_memcpy(copies[2 + k], whole[k] + i * sizeof(float), fp32_bytes);
-  const UpdateJob copy = {copies[0],
-                          copies[1],
-                          whole[0] != nullptr ? copies[2] : nullptr,
-                          {whole[1] != nullptr ? copies[3] : nullptr,
-                           whole[2] != nullptr ? copies[4] : nullptr}};
+  const UpdateJob copy = {
+      copies[0],
+      copies[1],
+      whole[0] != nullptr ? copies[2] : nullptr,
+      {whole[1] != nullptr ? copies[3] : nullptr, whole[2] != nullptr ? copies[4] : nullptr}};
   update_vector<Step, Param, Grad>(s, copy, 0);
   __builtin_memcpy(job.param + i * Param::kElementBytes, copies[0],
                    num_elems * Param::kElementBytes);
@@ -147,11 +147,11 @@ template <class Step, class Param, class Grad>
 void update(const UpdateScalars& scalars, const UpdateArrays& arrays, std::size_t num_elems) {
   // Copies: stores could change what they point to, for all that the compiler knows.
   const UpdateScalars s = scalars;
-  const UpdateJob job = {static_cast<char*>(arrays.param),
-                         static_cast<const char*>(arrays.grad),
-                         reinterpret_cast<char*>(arrays.master),
-                         {reinterpret_cast<char*>(arrays.states[0]),
-                          reinterpret_cast<char*>(arrays.states[1])}};
+  const UpdateJob job = {
+      static_cast<char*>(arrays.param),
+      static_cast<const char*>(arrays.grad),
+      reinterpret_cast<char*>(arrays.master),
+      {reinterpret_cast<char*>(arrays.states[0]), reinterpret_cast<char*>(arrays.states[1])}};
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes) update_vector<Step, Param, Grad>(s, job, i);
   if (i < num_elems) update_tail<Step, Param, Grad>(s, job, i, num_elems - i);

@@ -34,8 +34,8 @@ std::string describe(const UpdateSpec& spec) {
   const OptimizerInfo& info = info_of(spec);
   std::ostringstream text;
   text.precision(17);  // what differs between ranks must also look different
-  text << info.name << " step " << spec.step << " of " << name_of(spec.param_dtype)
-       << " parameters" << (spec.has_master ? " with master" : "") << ", lr=" << spec.lr
+  text << info.name << " step " << spec.step << " of " << name_of(spec.param_dtype) << " parameters"
+       << (spec.has_master ? " with master" : "") << ", lr=" << spec.lr
        << ", weight_decay=" << spec.weight_decay << ", grad_scale=" << spec.grad_scale;
   for (std::size_t i = 0; i < info.coefficients.size() && info.coefficients[i] != nullptr; ++i)
     text << ", " << info.coefficients[i] << "=" << spec.coefficients[i];
