@@ -1,27 +1,12 @@
-// The updates in 32-byte vectors, float16 by F16C. Processors with AVX2 have FMA too, as far as is
-// known; find_update_kernels() looks.
+// The updates in 32-byte vectors, float16 by F16C.
 
 #if defined(__x86_64__)
-
-// Everything of the standard library and of the compiler comes before the pragma; see vectors.h.
-#include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
 
 #include "core/types.h"
 #include "device/host/update_tables.h"
 
-// To the end of the file, because that is where templates are compiled.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,f16c,fma")
-#endif
-
 #define RINGCOMM_VECTOR_BYTES 32
-#include "device/host/vectors.h"
+#include "device/host/target_avx2.h"
 
 namespace ringcomm::host {
 namespace {

@@ -120,7 +120,7 @@ const UpdateKernels* find_update_kernels(const char* level) {
   if (find_simd_kernels(level) == nullptr) return nullptr;
 #if defined(__x86_64__)
   if (std::strcmp(level, "avx512") == 0) return &kAvx512Updates;
-  if (std::strcmp(level, "avx2") == 0 && __builtin_cpu_supports("fma")) return &kAvx2Updates;
+  if (std::strcmp(level, "avx2") == 0) return &kAvx2Updates;
 #endif
   return &kBaselineUpdates;
 }
