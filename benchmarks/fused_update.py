@@ -246,6 +246,7 @@ def main(argv: list[str]) -> int:
         table.add_section()
 
     probe = machine.FlagProbe()
+    torch_optimizer(options.optimizer, torch.zeros(1))  # imports seconds' worth before the fork
     with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
         harness.run_ranks(
             options.world, lambda team: run_rank(team, options, Path(folder), probe), on_message
