@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
 #include "bindings/comms_event.h"
@@ -15,6 +17,16 @@
 #include "collectives/communicator.h"
 
 namespace ringcomm {
+
+/// What a reduce_scatter_update_all_gather works on: parameters and gradient whole, and of the
+/// state this rank's shard. In fp32 but for parameters and gradient.
+struct UpdateTensors {
+  const at::Tensor& param;
+  const at::Tensor& grad;
+  std::optional<at::Tensor> master;
+  /// By name, in the order of ShardUpdate's states.
+  std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
+};
 
 /// ringcomm as a backend of torch.distributed: c10d's calls in terms of the engine's. Names and
 /// signatures are c10d's.
@@ -113,6 +125,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
   /// group's.
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
+  /// Blocks. `spec` lacks what follows from the tensors.
+  void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
   Work start(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,

@@ -39,6 +39,7 @@ void TensorCall::link() {
   call.outputs = outputs.data();
   call.input_elems = input_elems.empty() ? nullptr : input_elems.data();
   call.output_elems = output_elems.empty() ? nullptr : output_elems.data();
+  call.update = update.get();
 }
 
 void TensorCall::take_even_size() {

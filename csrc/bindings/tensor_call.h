@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
@@ -17,9 +18,10 @@ struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<std::size_t> input_elems;   ///< empty, or of each share
-  std::vector<std::size_t> output_elems;  ///< empty, or of each share
-  std::vector<at::Tensor> kept;           ///< everything `inputs` and `outputs` point into
+  std::vector<std::size_t> input_elems;            ///< empty, or of each share
+  std::vector<std::size_t> output_elems;           ///< empty, or of each share
+  std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
+  std::vector<at::Tensor> kept;      ///< everything `inputs`, `outputs` and `update` point into
   std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};

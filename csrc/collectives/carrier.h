@@ -49,6 +49,10 @@ class Carrier {
   /// of the group does, and the caller sleeps.
   virtual bool runs_in_caller() const = 0;
 
+  /// Whether run() knows reduce_scatter_update_all_gather. Otherwise the Communicator makes it of a
+  /// reduce_scatter and an all_gather of uneven shares.
+  virtual bool fuses_updates() const { return false; }
+
   /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "collectives/carrier_registry.h"
+#include "collectives/owner_update.h"
+#include "collectives/reduce_update_gather.h"
 #include "collectives/reduction.h"
 
 namespace ringcomm {
@@ -34,8 +36,13 @@ void check_own_share(const Collective& call, int rank) {
                                 std::to_string(taken * element_bytes(call.dtype)));
 }
 
-// In a group of one every output is its input.
+// In a group of one every output is its input, or that updated.
 void run_alone(const Collective& call) {
+  if (call.op == OpKind::kReduceUpdateGather) {
+    const void* grad = call.inputs[0];
+    OwnerUpdate(call, 0, 1).run(&grad, 1, {0, call.num_elems}, nullptr);
+    return;
+  }
   if (call.op == OpKind::kBarrier) return;
   const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
   if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
@@ -115,6 +122,10 @@ void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
   check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.op == OpKind::kReduceUpdateGather) {
+    if (call.update == nullptr) throw std::invalid_argument("an update has an optimizer");
+    host::make_update_op(call.update->spec, call.dtype);
+  }
   options_.check_ring(call);
 }
 
@@ -133,7 +144,9 @@ CallHeader Communicator::header_of(const Collective& call) {
                     .reduction = call.reduction,
                     .algorithm = Algorithm::kDirect,
                     .is_uneven = call.is_uneven(world_size_),
-                    .element_name = call.element_name};
+                    .has_update = call.update != nullptr,
+                    .element_name = call.element_name,
+                    .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
 }
@@ -153,7 +166,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    count(header.op, carrier_->run(call, header, limits));
+    if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
+      count(header.op,
+            reduce_update_gather_in_parts(call, rank_, world_size_, [&](const Collective& part) {
+              return carrier_->run(part, header_of(part), limits);
+            }));
+    else
+      count(header.op, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity());
   } catch (const Mismatched& mismatched) {

@@ -10,6 +10,13 @@ namespace {
 // Below, they cost what they save.
 constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 
+CallHeader header_at(const std::byte* place) {
+  CallHeader header;
+  std::memcpy(&header, place, header.told_bytes());
+  if (header.has_update) std::memcpy(&header, place, header.told_bytes());
+  return header;
+}
+
 }  // namespace
 
 std::byte* Engine::open() {
@@ -30,7 +37,7 @@ std::byte* Engine::open_first(const CallHeader& header) {
 
 const std::byte* Engine::wait_header(int peer, CallHeader& theirs) {
   const std::byte* payload = wait(peer);
-  std::memcpy(&theirs, payload - kHeaderBytes, sizeof(theirs));
+  theirs = header_at(payload - kHeaderBytes);
   return payload;
 }
 
@@ -53,15 +60,14 @@ void Engine::read_notes(const CallHeader& header, const BufferNote& mine, Buffer
 
 std::byte* Engine::open_with_header(const CallHeader& header, const BufferNote& note) {
   std::byte* payload = open();
-  std::memcpy(payload - kHeaderBytes, &header, sizeof(header));
+  std::memcpy(payload - kHeaderBytes, &header, header.told_bytes());
   std::memcpy(payload - kHeaderBytes + kNoteOffsetBytes, &note, sizeof(note));
   return payload;
 }
 
 BufferNote Engine::check_header(int peer, const std::byte* payload,
                                 const CallHeader& header) const {
-  CallHeader theirs;
-  std::memcpy(&theirs, payload - kHeaderBytes, sizeof(theirs));
+  const CallHeader theirs = header_at(payload - kHeaderBytes);
   if (!(theirs == header)) throw Mismatched{peer, theirs};
   BufferNote note;
   std::memcpy(&note, payload - kHeaderBytes + kNoteOffsetBytes, sizeof(note));

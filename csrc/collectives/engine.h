@@ -100,10 +100,10 @@ class Engine {
   }
 
  private:
-  // The header's room in front of every region: two lines, so that data starts aligned for any
-  // vector.
-  static constexpr std::size_t kHeaderBytes = kLineBytes;
-  static constexpr std::size_t kNoteOffsetBytes = kHeaderBytes - sizeof(BufferNote);
+  // The header's and the note's room in front of every region: whole lines, so that data starts
+  // aligned for any vector.
+  static constexpr std::size_t kNoteOffsetBytes = kLineBytes;
+  static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
   static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);
 
   std::byte* open_with_header(const CallHeader& header, const BufferNote& note);

@@ -7,6 +7,7 @@
 #include "collectives/all_reduce.h"
 #include "collectives/board_collectives.h"
 #include "collectives/p2p_engine.h"
+#include "collectives/reduce_update_gather.h"
 #include "collectives/share_exchange.h"
 
 namespace ringcomm {
@@ -46,11 +47,13 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
-  if (call.op != OpKind::kAllReduce) return;
-  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (header.algorithm == Algorithm::kAuto)
+  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing) header.algorithm = asked;
+  if (call.op == OpKind::kAllReduce)
     header.algorithm =
-        choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+        asked != Algorithm::kAuto
+            ? asked
+            : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
   if (header.algorithm == Algorithm::kRing) {
     const CommunicatorOptions cut = options_.ring_options(call);
     header.ring_num_slots = cut.num_slots;
@@ -120,6 +123,9 @@ std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& h
         default:
           return all_reduce_two_shot(engine_, call, header);
       }
+    case OpKind::kReduceUpdateGather:
+      return header.algorithm == Algorithm::kRing ? all_reduce_ring(engine_, call, header)
+                                                  : reduce_update_gather(engine_, call, header);
     case OpKind::kSend:
     case OpKind::kRecv:
       break;
