@@ -1,5 +1,6 @@
 #include "device/update_op.h"
 
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -28,17 +29,24 @@ const OptimizerInfo& info_of(const UpdateSpec& spec) {
   return kInfos[static_cast<std::size_t>(spec.optimizer)];
 }
 
+// As few digits as tell the number from all others: what differs between ranks also looks
+// different.
+std::string shortest(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
 }  // namespace
 
 std::string describe(const UpdateSpec& spec) {
   const OptimizerInfo& info = info_of(spec);
   std::ostringstream text;
-  text.precision(17);  // what differs between ranks must also look different
   text << info.name << " step " << spec.step << " of " << name_of(spec.param_dtype) << " parameters"
-       << (spec.has_master ? " with master" : "") << ", lr=" << spec.lr
-       << ", weight_decay=" << spec.weight_decay << ", grad_scale=" << spec.grad_scale;
+       << (spec.has_master ? " with master" : "") << ", lr=" << shortest(spec.lr)
+       << ", weight_decay=" << shortest(spec.weight_decay)
+       << ", grad_scale=" << shortest(spec.grad_scale);
   for (std::size_t i = 0; i < info.coefficients.size() && info.coefficients[i] != nullptr; ++i)
-    text << ", " << info.coefficients[i] << "=" << spec.coefficients[i];
+    text << ", " << info.coefficients[i] << "=" << shortest(spec.coefficients[i]);
   if (spec.is_nesterov) text << ", nesterov";
   return text.str();
 }
