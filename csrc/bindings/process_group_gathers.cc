@@ -1,4 +1,4 @@
-// The calls that only move: broadcast, all_gather, gather, scatter, all_to_all.
+// The calls that only move, and of which every rank gets the same: broadcast, all_gather.
 
 #include <c10/util/Exception.h>
 
@@ -21,6 +21,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::broadcast(std::vector<at::Tenso
                .element_name = element_name_of(tensor),
                .root = root,
                .num_elems = tensor.nbytes()};
+  item.profiled = {tensor};
   item.inputs = {data};
   item.outputs = {data};
   std::vector<TensorCall> calls;
@@ -70,49 +71,50 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_into_tensor_coalesced
                std::move(calls), outputs, opts.timeout, opts.asyncOp);
 }
 
-ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather(
-    std::vector<std::vector<at::Tensor>>& outputTensors, std::vector<at::Tensor>& inputTensors,
-    const c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = only_tensor(inputTensors, "all_gather");
-  TORCH_CHECK_VALUE(outputTensors.size() == 1,
-                    "ringcomm: all_gather takes one list of outputs, got ", outputTensors.size());
-  check_alike(outputTensors[0], static_cast<std::size_t>(getSize()), input, "all_gather");
+TensorCall ProcessGroupRingcomm::all_gather_list_call(const std::vector<at::Tensor>& outputs,
+                                                      const at::Tensor& input) const {
+  check_shares(outputs, getSize(), input, "all_gather");
   TensorCall item;
   item.call = {.op = OpKind::kAllGather,
                .element_name = element_name_of(input),
                .num_elems = input.nbytes()};
-  for (const at::Tensor& output : outputTensors[0])
-    item.outputs.push_back(Writable(output, item, false).buffer().data_ptr());
+  add_outputs(outputs, 1, item);
   item.inputs = {readable(input, item)};
+  return item;
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather(
+    std::vector<std::vector<at::Tensor>>& outputTensors, std::vector<at::Tensor>& inputTensors,
+    const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = only_tensor(inputTensors, "all_gather");
+  const std::vector<at::Tensor>& outputs = *only_list(outputTensors, true, "all_gather");
   std::vector<TensorCall> calls;
-  calls.push_back(std::move(item));
-  return start(c10d::OpType::ALLGATHER, "ringcomm:all_gather", std::move(calls), outputTensors[0],
+  calls.push_back(all_gather_list_call(outputs, input));
+  return start(c10d::OpType::ALLGATHER, "ringcomm:all_gather", std::move(calls), outputs,
                opts.timeout, opts.asyncOp);
 }
 
-ProcessGroupRingcomm::Work ProcessGroupRingcomm::gather(std::vector<std::vector<at::Tensor>>&,
-                                                        std::vector<at::Tensor>&,
-                                                        const c10d::GatherOptions&) {
-  not_there_yet("gather");
-}
-
-ProcessGroupRingcomm::Work ProcessGroupRingcomm::scatter(std::vector<at::Tensor>&,
-                                                         std::vector<std::vector<at::Tensor>>&,
-                                                         const c10d::ScatterOptions&) {
-  not_there_yet("scatter");
-}
-
-ProcessGroupRingcomm::Work ProcessGroupRingcomm::alltoall_base(at::Tensor&, at::Tensor&,
-                                                               std::vector<int64_t>&,
-                                                               std::vector<int64_t>&,
-                                                               const c10d::AllToAllOptions&) {
-  not_there_yet("all_to_all_single");
-}
-
-ProcessGroupRingcomm::Work ProcessGroupRingcomm::alltoall(std::vector<at::Tensor>&,
-                                                          std::vector<at::Tensor>&,
-                                                          const c10d::AllToAllOptions&) {
-  not_there_yet("all_to_all");
+// outputTensorLists[rank][i] is what inputTensors[i] of that rank holds.
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_coalesced(
+    std::vector<std::vector<at::Tensor>>& outputTensorLists, std::vector<at::Tensor>& inputTensors,
+    const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK_VALUE(outputTensorLists.size() == static_cast<std::size_t>(getSize()),
+                    "ringcomm: all_gather_coalesced wants one list of outputs for each of the ",
+                    getSize(), " ranks, got ", outputTensorLists.size());
+  for (const std::vector<at::Tensor>& outputs : outputTensorLists)
+    TORCH_CHECK_VALUE(outputs.size() == inputTensors.size(), "ringcomm: all_gather_coalesced got ",
+                      inputTensors.size(), " inputs, and a list of ", outputs.size(), " outputs");
+  std::vector<TensorCall> calls;
+  std::vector<at::Tensor> results;
+  for (std::size_t i = 0; i < inputTensors.size(); ++i) {
+    check_tensor(inputTensors[i], "all_gather_coalesced");
+    std::vector<at::Tensor> of_ranks;
+    for (const std::vector<at::Tensor>& outputs : outputTensorLists) of_ranks.push_back(outputs[i]);
+    calls.push_back(all_gather_list_call(of_ranks, inputTensors[i]));
+    results.insert(results.end(), of_ranks.begin(), of_ranks.end());
+  }
+  return start(c10d::OpType::ALLGATHER_COALESCED, "ringcomm:all_gather", std::move(calls),
+               std::move(results), opts.timeout, opts.asyncOp);
 }
 
 }  // namespace ringcomm

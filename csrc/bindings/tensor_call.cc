@@ -5,6 +5,7 @@
 #include <ATen/ops/view_as_real.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "bindings/tensors.h"
@@ -16,6 +17,21 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+// Outputs that share memory cannot all hold their results. Of tensors whose elements do not lie one
+// after another that is hard to say (columns of a matrix interleave), and not asked.
+void check_disjoint(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::pair<const char*, const char*>> ranges;
+  for (const at::Tensor& tensor : tensors) {
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    if (tensor.nbytes() > 0 && tensor.is_non_overlapping_and_dense())
+      ranges.emplace_back(begin, begin + tensor.nbytes());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i)
+    TORCH_CHECK_VALUE(ranges[i - 1].second <= ranges[i].first,
+                      "ringcomm: two outputs share memory, which cannot hold both results");
+}
+
 }  // namespace
 
 void TensorCall::link() {
@@ -23,6 +39,18 @@ void TensorCall::link() {
   call.outputs = outputs.data();
   call.input_elems = input_elems.empty() ? nullptr : input_elems.data();
   call.output_elems = output_elems.empty() ? nullptr : output_elems.data();
+  call.update = update.get();
+}
+
+void TensorCall::take_even_size() {
+  const std::size_t size = input_elems.front();
+  const auto is_alike = [&](std::size_t elems) { return elems == size; };
+  if (!std::all_of(input_elems.begin(), input_elems.end(), is_alike) ||
+      !std::all_of(output_elems.begin(), output_elems.end(), is_alike))
+    return;
+  call.num_elems = size;
+  input_elems.clear();
+  output_elems.clear();
 }
 
 int checked_rank(int64_t rank, int world_size, const char* what) {
@@ -34,7 +62,7 @@ int checked_rank(int64_t rank, int world_size, const char* what) {
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (!tensor.is_complex()) return tensor;
   TORCH_CHECK_VALUE(c10d::isComplexViewAsRealAllowed(op),
-                    "ringcomm: complex tensors can be summed and averaged only");
+                    "ringcomm: complex tensors can be summed, averaged and premultiplied only");
   return at::view_as_real(tensor);
 }
 
@@ -56,6 +84,7 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
                                : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
   check_no_overlap(tensor);
   item.kept.push_back(tensor);
+  if (is_input_too) item.profiled.push_back(tensor);
   if (buffer_.is_same(tensor)) return;
   item.kept.push_back(buffer_);
   item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
@@ -65,8 +94,57 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
 }
 
 const void* readable(const at::Tensor& tensor, TensorCall& item) {
+  item.profiled.push_back(tensor);
   item.kept.push_back(plain(tensor));
   return item.kept.back().data_ptr();
+}
+
+void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
+                TensorCall& item) {
+  for (const at::Tensor& tensor : tensors) {
+    item.inputs.push_back(readable(tensor, item));
+    item.input_elems.push_back(tensor.nbytes() / element_bytes);
+  }
+}
+
+void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
+                 TensorCall& item) {
+  check_disjoint(tensors);
+  for (const at::Tensor& tensor : tensors) {
+    item.outputs.push_back(Writable(tensor, item, false).buffer().data_ptr());
+    item.output_elems.push_back(tensor.nbytes() / element_bytes);
+  }
+}
+
+void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int world_size,
+              const char* what, const std::function<void(void*, std::size_t)>& add) {
+  TORCH_CHECK_VALUE(buffer.dim() > 0, "ringcomm: all_to_all_single cuts its ", what,
+                    " along dimension 0, which a scalar does not have");
+  const int64_t num_rows = buffer.size(0);
+  std::vector<int64_t> rows = splits;
+  if (rows.empty()) {
+    TORCH_CHECK_VALUE(num_rows % world_size == 0, "ringcomm: all_to_all_single cannot cut the ",
+                      num_rows, " rows of its ", what, " evenly for ", world_size,
+                      " ranks; pass split sizes");
+    rows.assign(static_cast<std::size_t>(world_size), num_rows / world_size);
+  }
+  TORCH_CHECK_VALUE(rows.size() == static_cast<std::size_t>(world_size),
+                    "ringcomm: all_to_all_single wants one split size of its ", what,
+                    " for each of the ", world_size, " ranks, got ", rows.size());
+  int64_t begin_row = 0;
+  const std::size_t row_bytes =
+      num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
+  for (const int64_t share_rows : rows) {
+    TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= num_rows - begin_row,
+                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
+                      at::IntArrayRef(rows), ", are no way to cut ", num_rows, " rows");
+    add(offset(buffer.data_ptr(), static_cast<std::size_t>(begin_row) * row_bytes),
+        static_cast<std::size_t>(share_rows) * row_bytes);
+    begin_row += share_rows;
+  }
+  TORCH_CHECK_VALUE(begin_row == num_rows, "ringcomm: all_to_all_single: the split sizes of its ",
+                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row,
+                    ", but there are ", num_rows, " rows");
 }
 
 }  // namespace ringcomm

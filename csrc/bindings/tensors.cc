@@ -23,6 +23,12 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
       return DType::kInt32;
     case at::kLong:
       return DType::kInt64;
+    case at::kUInt16:
+      return DType::kUint16;
+    case at::kUInt32:
+      return DType::kUint32;
+    case at::kUInt64:
+      return DType::kUint64;
     case at::kHalf:
       return DType::kFloat16;
     case at::kBFloat16:
@@ -36,7 +42,8 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
   }
   TORCH_CHECK_TYPE(
       false, "ringcomm: ", op, " cannot reduce ", tensor.scalar_type(),
-      "; it reduces bool, uint8, int8 to int64, float16, bfloat16, float32 and float64");
+      "; it reduces bool, uint8 to uint64, int8 to int64, float16, bfloat16, float32, float64, "
+      "complex64 and complex128");
 }
 
 ElementName element_name_of(const at::Tensor& tensor) {
@@ -65,13 +72,13 @@ Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
       return Reduction::kBitOr;
     case c10d::ReduceOp::BXOR:
       return Reduction::kBitXor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return Reduction::kSum;  // of what premultiplied() gives
     default:
       break;
   }
-  C10_THROW_ERROR(NotImplementedError,
-                  std::string("ringcomm: ") + name +
-                      " with ReduceOp.PREMUL_SUM is not there yet; scale the tensor and "
-                      "use ReduceOp.SUM");
+  TORCH_CHECK_VALUE(false, "ringcomm: ", name, " got an unknown reduction, number ",
+                    static_cast<int>(op.op_));
 }
 
 void check_tensor(const at::Tensor& tensor, const char* op) {
@@ -91,21 +98,24 @@ const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char
   return tensors[0];
 }
 
-void check_alike(const std::vector<at::Tensor>& tensors, std::size_t count,
-                 const at::Tensor& reference, const char* op) {
-  TORCH_CHECK_VALUE(tensors.size() == count, "ringcomm: ", op, " wants one tensor for each of the ",
-                    count, " ranks, got ", tensors.size());
-  for (std::size_t rank = 0; rank < tensors.size(); ++rank) {
-    check_tensor(tensors[rank], op);
-    check_same_dtype(tensors[rank], reference, op);
-    if (tensors[rank].numel() != reference.numel())
-      C10_THROW_ERROR(
-          NotImplementedError,
-          c10::str("ringcomm: ", op,
-                   " with shares of different sizes is not there yet: the tensor of rank ", rank,
-                   " has ", tensors[rank].numel(), " elements, this rank's own has ",
-                   reference.numel()));
+void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
+                  const at::Tensor& reference, const char* op) {
+  TORCH_CHECK_VALUE(tensors.size() == static_cast<std::size_t>(world_size), "ringcomm: ", op,
+                    " wants one tensor for each of the ", world_size, " ranks, got ",
+                    tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    check_tensor(tensor, op);
+    check_same_dtype(tensor, reference, op);
   }
+}
+
+const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
+                                         bool has_list, const char* op) {
+  TORCH_CHECK_VALUE(
+      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
+      has_list ? "one list of tensors, one for each rank" : "a list of tensors at its root only",
+      ", got ", lists.size(), " lists");
+  return has_list ? &lists[0] : nullptr;
 }
 
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) {
@@ -116,10 +126,6 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) 
 void copy_back(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView unseen;
   to.copy_(from);
-}
-
-void not_there_yet(const char* call) {
-  C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + call + " is not there yet");
 }
 
 }  // namespace ringcomm

@@ -41,7 +41,10 @@ class TwoShotPiece {
     const bool is_streaming = engine_.store_kinds().kind() == host::StoreKind::kStreaming;
     reduce_op_of(call_).combine(output, is_streaming ? nullptr : region, sources.data(), world_size,
                                 own_.num_elems, divisor_of(call_, world_size));
-    if (is_streaming) engine_.stage(region, output, own_.num_elems * element_bytes_);
+    if (is_streaming)
+      engine_.stage(region, output, own_.num_elems * element_bytes_);
+    else
+      engine_.count_copied(own_.num_elems * element_bytes_);
   }
 
   void gather_results() const {
@@ -53,6 +56,7 @@ class TwoShotPiece {
       if (chunk.num_elems > 0)
         std::memcpy(at(call_.outputs[0], piece_.begin_elems + chunk.begin_elems, element_bytes_),
                     region, chunk.num_elems * element_bytes_);
+      engine_.count_copied(chunk.num_elems * element_bytes_);
     }
   }
 

@@ -8,19 +8,6 @@
 namespace ringcomm {
 namespace {
 
-// From this size of the whole result on, it is not in a cache when the caller looks at it, and
-// stores past the caches save reading what they overwrite (docs/experiments.md, "all_gather").
-// Below, they cost what they save.
-constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
-
-// Copies what a peer staged into a result of `result_bytes` in all.
-void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes) {
-  if (num_bytes == 0 || to == from) return;
-  const bool is_streamed = result_bytes >= kStreamedResultBytes;
-  host::copy_bytes(to, from, num_bytes,
-                   is_streamed ? host::StoreKind::kStreaming : host::StoreKind::kCached);
-}
-
 // Where the slice for `target` stands in the region of `rank`, which has one for every rank but
 // itself.
 int position_of(int target, int rank) { return target < rank ? target : target - 1; }
@@ -72,12 +59,12 @@ std::uint64_t all_gather(Engine& engine, const Collective& call, const CallHeade
                    const std::byte* input = at(call.inputs[0], piece.begin_elems, bytes);
                    engine.stage(phase.open(), input, piece.num_elems * bytes);
                    engine.publish();
-                   copy_result(at(call.outputs[rank], piece.begin_elems, bytes), input,
-                               piece.num_elems * bytes, result_bytes);
+                   engine.copy_result(at(call.outputs[rank], piece.begin_elems, bytes), input,
+                                      piece.num_elems * bytes, result_bytes);
                    for (int distance = 1; distance < world_size; ++distance) {
                      const int peer = (rank + distance) % world_size;
-                     copy_result(at(call.outputs[peer], piece.begin_elems, bytes), phase.wait(peer),
-                                 piece.num_elems * bytes, result_bytes);
+                     engine.copy_result(at(call.outputs[peer], piece.begin_elems, bytes),
+                                        phase.wait(peer), piece.num_elems * bytes, result_bytes);
                    }
                  });
   return static_cast<std::uint64_t>(world_size - 1) * call.num_bytes();
@@ -89,21 +76,21 @@ std::uint64_t broadcast(Engine& engine, const Collective& call, const CallHeader
   const bool is_root = engine.rank() == call.root;
 
   const std::size_t max_elems = engine.phase_bytes() / 2 / bytes;
-  for_each_piece(engine, header, call.num_elems, max_elems,
-                 [&](const ElemRange& piece, const Phase& phase) {
-                   if (is_root) {
-                     engine.stage(phase.open(), at(call.inputs[0], piece.begin_elems, bytes),
-                                  piece.num_elems * bytes);
-                   } else if (phase.is_first) {
-                     phase.open();
-                   }
-                   engine.publish();
-                   for (int peer = 0; phase.is_first && peer < engine.world_size(); ++peer)
-                     if (peer != engine.rank()) phase.wait(peer);
-                   if (!is_root)
-                     copy_result(at(call.outputs[0], piece.begin_elems, bytes),
-                                 phase.wait(call.root), piece.num_elems * bytes, call.num_bytes());
-                 });
+  for_each_piece(
+      engine, header, call.num_elems, max_elems, [&](const ElemRange& piece, const Phase& phase) {
+        if (is_root) {
+          engine.stage(phase.open(), at(call.inputs[0], piece.begin_elems, bytes),
+                       piece.num_elems * bytes);
+        } else if (phase.is_first) {
+          phase.open();
+        }
+        engine.publish();
+        for (int peer = 0; phase.is_first && peer < engine.world_size(); ++peer)
+          if (peer != engine.rank()) phase.wait(peer);
+        if (!is_root)
+          engine.copy_result(at(call.outputs[0], piece.begin_elems, bytes), phase.wait(call.root),
+                             piece.num_elems * bytes, call.num_bytes());
+      });
   return is_root ? static_cast<std::uint64_t>(engine.world_size() - 1) * call.num_bytes() : 0;
 }
 

@@ -7,6 +7,8 @@
 #include "collectives/all_reduce.h"
 #include "collectives/board_collectives.h"
 #include "collectives/p2p_engine.h"
+#include "collectives/reduce_update_gather.h"
+#include "collectives/share_exchange.h"
 
 namespace ringcomm {
 namespace {
@@ -16,6 +18,14 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   config.ring_num_slots = options.num_slots;
   config.ring_slot_bytes = options.slot_bytes;
   return config;
+}
+
+// What stands for the size of the call where the kind of stores is chosen.
+std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
+  if (!header.is_uneven) return call.num_bytes();
+  std::size_t elems = 0;
+  for (int rank = 0; rank < world_size; ++rank) elems += call.input_share(rank);
+  return elems / static_cast<std::size_t>(world_size) * element_bytes(call.dtype);
 }
 
 }  // namespace
@@ -28,7 +38,8 @@ ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
           shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
           segment_config(options), timeout),
       scope_(group_),
-      engine_(group_, scope_) {}
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
 
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
   return std::make_unique<P2pEngine>(group_, failure, stats);
@@ -36,11 +47,13 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
-  if (call.op != OpKind::kAllReduce) return;
-  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (header.algorithm == Algorithm::kAuto)
+  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing) header.algorithm = asked;
+  if (call.op == OpKind::kAllReduce)
     header.algorithm =
-        choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+        asked != Algorithm::kAuto
+            ? asked
+            : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
   if (header.algorithm == Algorithm::kRing) {
     const CommunicatorOptions cut = options_.ring_options(call);
     header.ring_num_slots = cut.num_slots;
@@ -51,41 +64,68 @@ void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
 Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
                         const WaitLimits& limits) {
   scope_.begin(limits);
-  engine_.store_kinds().begin(call.op, call.num_bytes());
+  engine_.store_kinds().begin(call.op, size_class_bytes(call, header, group_.world_size()));
+  engine_.take_copied_bytes();  // of a call that failed
   try {
-    const std::uint64_t sent_bytes = dispatch(call, header);
-    engine_.store_kinds().end();
-    return {.sent_bytes = sent_bytes};
+    const std::uint64_t sent_bytes = dispatch_explained(call, header);
+    if (!direct_.was_direct()) engine_.store_kinds().end();
+    return {.sent_bytes = sent_bytes,
+            .copied_bytes = engine_.take_copied_bytes(),
+            .algorithm = direct_.was_direct() ? Algorithm::kDirect : header.algorithm};
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
     throw;
   }
 }
 
+std::uint64_t ShmCarrier::dispatch_explained(const Collective& call, const CallHeader& header) {
+  try {
+    return dispatch(call, header);
+  } catch (const Mismatched& mismatched) {
+    // The headers do not show the sizes of a peer whose shares are uneven.
+    if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)
+      explain_mismatch(engine_, call, header);
+    throw;
+  }
+}
+
 std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  return direct_.run(call, header, [&] { return run_staged(call, header); });
+}
+
+std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& header) {
   switch (call.op) {
     case OpKind::kBarrier:
       return barrier(engine_, header);
     case OpKind::kReduce:
       return reduce(engine_, call, header);
     case OpKind::kReduceScatter:
-      return reduce_scatter(engine_, call, header);
+      return header.is_uneven ? reduce_scatter_uneven(engine_, call, header)
+                              : reduce_scatter(engine_, call, header);
     case OpKind::kAllGather:
-      return all_gather(engine_, call, header);
+      return header.is_uneven ? all_gather_uneven(engine_, call, header)
+                              : all_gather(engine_, call, header);
     case OpKind::kBroadcast:
       return broadcast(engine_, call, header);
+    case OpKind::kGather:
+      return gather(engine_, call, header);
+    case OpKind::kScatter:
+      return scatter(engine_, call, header);
+    case OpKind::kAllToAll:
+      return all_to_all(engine_, call, header);
     case OpKind::kAllReduce:
       switch (header.algorithm) {
         case Algorithm::kOneShot:
           return all_reduce_one_shot(engine_, call, header);
         case Algorithm::kRing:
-          return all_reduce_ring(engine_, call, header);
+          return options_.is_rank_ordered ? all_reduce_ring_ordered(engine_, call, header)
+                                          : all_reduce_ring(engine_, call, header);
         default:
           return all_reduce_two_shot(engine_, call, header);
       }
-    case OpKind::kGather:
-    case OpKind::kScatter:
-    case OpKind::kAllToAll:
+    case OpKind::kReduceUpdateGather:
+      return header.algorithm == Algorithm::kRing ? all_reduce_ring(engine_, call, header)
+                                                  : reduce_update_gather(engine_, call, header);
     case OpKind::kSend:
     case OpKind::kRecv:
       break;

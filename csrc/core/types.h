@@ -14,12 +14,15 @@ enum class DType : std::uint8_t {
   kInt16,
   kInt32,
   kInt64,
+  kUint16,
+  kUint32,
+  kUint64,
   kFloat16,
   kBFloat16,
   kFloat32,
   kFloat64,
 };
-inline constexpr int kNumDTypes = 11;
+inline constexpr int kNumDTypes = 14;
 
 /// How the elements of the ranks become one; names and meaning as in torch.distributed.ReduceOp.
 enum class Reduction : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
@@ -33,13 +36,16 @@ constexpr std::size_t element_bytes(DType dtype) {
     case DType::kInt8:
       return 1;
     case DType::kInt16:
+    case DType::kUint16:
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;
     case DType::kInt32:
+    case DType::kUint32:
     case DType::kFloat32:
       return 4;
     case DType::kInt64:
+    case DType::kUint64:
     case DType::kFloat64:
       return 8;
   }
@@ -62,6 +68,12 @@ constexpr const char* name_of(DType dtype) {
       return "int32";
     case DType::kInt64:
       return "int64";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kUint64:
+      return "uint64";
     case DType::kFloat16:
       return "float16";
     case DType::kBFloat16:

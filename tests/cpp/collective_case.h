@@ -36,16 +36,22 @@ struct Case {
   std::uint64_t ring_slot_bytes = 0;
   bool is_random = false;  ///< floats of any size, where small integers make results exact else
   std::uint32_t salt = 0;  ///< other data in every call
+  bool is_uneven = false;  ///< shares of 0 to 2 num_elems
 
   std::string to_text() const {
     std::ostringstream text;
     text << name_of(op) << ' ' << name_of(dtype) << ' ' << name_of(reduction) << ' '
          << name_of(algorithm) << " root " << root << ", " << num_elems << " elements"
-         << (is_in_place ? " in place" : "") << ", slots " << ring_num_slots << " of "
-         << ring_slot_bytes << ", salt " << salt;
+         << (is_in_place ? " in place" : "") << (is_uneven ? " uneven" : "") << ", slots "
+         << ring_num_slots << " of " << ring_slot_bytes << ", salt " << salt;
     return text.str();
   }
 };
+
+inline bool rooted(OpKind op) {
+  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
+         op == OpKind::kScatter;
+}
 
 inline bool reduces(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
@@ -103,6 +109,19 @@ void append(oracle::Bytes& bytes, T value) {
   bytes.insert(bytes.end(), begin, begin + sizeof(value));
 }
 
+inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return append(bytes, oracle::kFormatFloat16.encode(value));
+    case DType::kBFloat16:
+      return append(bytes, oracle::kFormatBFloat16.encode(value));
+    case DType::kFloat64:
+      return append(bytes, static_cast<double>(value));
+    default:
+      return append(bytes, value);
+  }
+}
+
 /// Small enough that no result of 8 ranks is rounded, even in bfloat16.
 inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
   switch (dtype) {
@@ -115,10 +134,13 @@ inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
     case DType::kFloat64:
       return append(bytes, static_cast<double>(value));
     case DType::kInt16:
+    case DType::kUint16:
       return append(bytes, static_cast<std::int16_t>(value));
     case DType::kInt32:
+    case DType::kUint32:
       return append(bytes, static_cast<std::int32_t>(value));
     case DType::kInt64:
+    case DType::kUint64:
       return append(bytes, static_cast<std::int64_t>(value));
     case DType::kBool:
       return append(bytes, static_cast<std::uint8_t>(value & 1));
@@ -127,17 +149,31 @@ inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
   }
 }
 
-/// What `rank` puts in; `share` tells the shares of a reduce_scatter apart.
+/// The elements that rank `from` has for rank `to`.
+inline std::size_t share_elems(const Case& c, int from, int to) {
+  if (!c.is_uneven) return c.num_elems;
+  const bool is_of_source = c.op == OpKind::kAllGather || c.op == OpKind::kGather;
+  const bool is_of_target = c.op == OpKind::kReduceScatter || c.op == OpKind::kScatter;
+  const auto key = static_cast<std::uint32_t>(is_of_source   ? from
+                                              : is_of_target ? to
+                                                             : from * 64 + to);
+  const std::uint32_t random = mixed(c.salt * 8191U + key + 1U);
+  return random % 4 == 0 ? 0 : random / 4 % (2 * c.num_elems + 1);
+}
+
+/// What `rank` puts in for rank `share`, where its shares differ.
 inline oracle::Bytes input_of(const Case& c, int rank, int share) {
   oracle::Bytes bytes;
-  bytes.reserve(c.num_elems * element_bytes(c.dtype));
+  const std::size_t num_elems = share_elems(c, rank, share);
+  bytes.reserve(num_elems * element_bytes(c.dtype));
   const auto seed = mixed(c.salt * 4096U + static_cast<std::uint32_t>(rank) * 64U +
                           static_cast<std::uint32_t>(share) + 1U);
   std::mt19937 random(seed);
-  for (std::size_t i = 0; i < c.num_elems; ++i) {
+  for (std::size_t i = 0; i < num_elems; ++i) {
     if (c.is_random) {
-      append(bytes, std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F,
-                               static_cast<int>(random() % 20U)));
+      append_float(
+          bytes, c.dtype,
+          std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F, static_cast<int>(random() % 14U)));
       continue;
     }
     const auto value = static_cast<int>(mixed(seed + static_cast<std::uint32_t>(i)) % 7U);
@@ -150,7 +186,7 @@ inline oracle::Bytes input_of(const Case& c, int rank, int share) {
 inline oracle::Bytes reduced(const Case& c, int world_size, int share) {
   std::vector<oracle::Bytes> inputs;
   for (int rank = 0; rank < world_size; ++rank) inputs.push_back(input_of(c, rank, share));
-  return oracle::reduce(c.reduction, c.dtype, inputs, c.num_elems,
+  return oracle::reduce(c.reduction, c.dtype, inputs, share_elems(c, 0, share),
                         c.reduction == Reduction::kAvg ? world_size : 1);
 }
 
@@ -159,69 +195,92 @@ class CaseBuffers {
  public:
   CaseBuffers(const Case& c, int rank, int world_size)
       : case_(c), rank_(rank), world_size_(world_size) {
-    const std::size_t num_bytes = c.num_elems * element_bytes(c.dtype);
     // An element off the alignment of vectors, in every second call.
     const std::size_t offset_bytes = c.salt % 2 == 0 ? 0 : element_bytes(c.dtype);
-    const int num_inputs = c.op == OpKind::kReduceScatter ? world_size : 1;
-    const int num_outputs = c.op == OpKind::kAllGather ? world_size : 1;
-    for (int share = 0; share < num_inputs; ++share) {
-      inputs_.emplace_back(num_bytes, offset_bytes);
-      inputs_.back().fill(input_of(c, rank, share));
+    for (int share = 0; share < num_inputs(); ++share) {
+      const oracle::Bytes content = input_of(c, rank, share);
+      inputs_.emplace_back(content.size(), offset_bytes);
+      inputs_.back().fill(content);
       input_pointers_.push_back(inputs_.back().data());
+      input_elems_.push_back(share_elems(c, rank, share));
     }
-    for (int share = 0; share < num_outputs; ++share) {
-      outputs_.emplace_back(num_bytes, offset_bytes);
-      output_pointers_.push_back(outputs_.back().data());
+    for (int share = 0; share < num_outputs(); ++share) {
+      const int from = num_outputs() == 1 ? rank : share;
+      const std::size_t num_elems = share_elems(c, from, rank);
+      outputs_.emplace_back(num_elems * element_bytes(c.dtype), offset_bytes);
+      const int input = input_below(share);
+      output_pointers_.push_back(input >= 0 ? inputs_[static_cast<std::size_t>(input)].data()
+                                            : outputs_.back().data());
+      output_elems_.push_back(num_elems);
     }
-    if (c.is_in_place) output_pointers_[output_of_own()] = inputs_[input_of_own()].data();
   }
   CaseBuffers(const CaseBuffers&) = delete;
   CaseBuffers& operator=(const CaseBuffers&) = delete;
 
   Collective call() const {
+    const bool has_input_sizes = case_.is_uneven && num_inputs() == world_size_;
+    const bool has_output_sizes = case_.is_uneven && num_outputs() == world_size_;
+    const bool has_both = case_.op == OpKind::kAllToAll && case_.is_uneven;
     return {.op = case_.op,
             .dtype = case_.dtype,
             .reduction = case_.reduction,
             .algorithm = case_.algorithm,
             .root = case_.root,
-            .num_elems = case_.num_elems,
+            .num_elems = has_both ? 0 : share_elems(case_, rank_, rank_),
             .inputs = input_pointers_.data(),
             .outputs = output_pointers_.data(),
+            .input_elems = has_input_sizes ? input_elems_.data() : nullptr,
+            .output_elems = has_output_sizes ? output_elems_.data() : nullptr,
             .ring_num_slots = case_.ring_num_slots,
             .ring_slot_bytes = case_.ring_slot_bytes};
   }
 
   /// What the call leaves in its output, or in its first one.
-  oracle::Bytes result() const {
-    return case_.is_in_place ? inputs_[input_of_own()].content() : outputs_[0].content();
-  }
+  oracle::Bytes result() const { return output(0).content(); }
 
   /// Throws unless every buffer holds what it must after the call.
   void check() const {
     const std::string where = case_.to_text();
-    for (std::size_t share = 0; share < outputs_.size(); ++share) {
-      const bool is_input = case_.is_in_place && share == output_of_own();
-      const Guarded& output = is_input ? inputs_[input_of_own()] : outputs_[share];
-      if (is_input || is_written())
-        expect(output.holds(expected(static_cast<int>(share))), "the oracle's result of " + where);
+    for (int share = 0; share < num_outputs(); ++share) {
+      if (input_below(share) >= 0 || is_written())
+        expect(output(share).holds(expected(share)), "the oracle's result of " + where);
       else
-        expect(output.is_untouched(), "an untouched output of " + where);
-      expect(output.is_guarded(), "untouched guards around the output of " + where);
+        expect(output(share).is_untouched(), "an untouched output of " + where);
+      expect(output(share).is_guarded(), "untouched guards around the output of " + where);
     }
-    for (std::size_t share = 0; share < inputs_.size(); ++share) {
-      if (case_.is_in_place && share == input_of_own()) continue;
-      expect(inputs_[share].holds(input_of(case_, rank_, static_cast<int>(share))),
-             "an unchanged input of " + where);
-      expect(inputs_[share].is_guarded(), "untouched guards around the input of " + where);
+    for (int share = 0; share < num_inputs(); ++share) {
+      bool is_output = false;
+      for (int other = 0; other < num_outputs(); ++other)
+        is_output = is_output || input_below(other) == share;
+      if (is_output) continue;
+      const Guarded& input = inputs_[static_cast<std::size_t>(share)];
+      expect(input.holds(input_of(case_, rank_, share)), "an unchanged input of " + where);
+      expect(input.is_guarded(), "untouched guards around the input of " + where);
     }
   }
 
  private:
-  std::size_t output_of_own() const {
-    return case_.op == OpKind::kAllGather ? static_cast<std::size_t>(rank_) : 0;
+  int num_inputs() const {
+    if (case_.op == OpKind::kReduceScatter || case_.op == OpKind::kAllToAll) return world_size_;
+    if (case_.op == OpKind::kScatter) return rank_ == case_.root ? world_size_ : 0;
+    return 1;
   }
-  std::size_t input_of_own() const {
-    return case_.op == OpKind::kReduceScatter ? static_cast<std::size_t>(rank_) : 0;
+  int num_outputs() const {
+    if (case_.op == OpKind::kAllGather || case_.op == OpKind::kAllToAll) return world_size_;
+    if (case_.op == OpKind::kGather) return rank_ == case_.root ? world_size_ : 0;
+    return 1;
+  }
+  // The input that is also output `share`, or -1.
+  int input_below(int share) const {
+    if (!case_.is_in_place || num_inputs() == 0) return -1;
+    if (case_.op == OpKind::kAllToAll && !case_.is_uneven) return share;
+    if (num_outputs() > 1 && share != rank_) return -1;
+    return num_inputs() == 1 ? 0 : rank_;
+  }
+  const Guarded& output(int share) const {
+    const int input = input_below(share);
+    return input >= 0 ? inputs_[static_cast<std::size_t>(input)]
+                      : outputs_[static_cast<std::size_t>(share)];
   }
   // Whether this rank's outputs are written: a group of one copies.
   bool is_written() const {
@@ -233,7 +292,12 @@ class CaseBuffers {
     if (world_size_ == 1) return input_of(case_, 0, 0);
     switch (case_.op) {
       case OpKind::kAllGather:
+      case OpKind::kGather:
         return input_of(case_, share, 0);
+      case OpKind::kAllToAll:
+        return input_of(case_, share, rank_);
+      case OpKind::kScatter:
+        return input_of(case_, case_.root, rank_);
       case OpKind::kBroadcast:
         return input_of(case_, case_.root, 0);
       case OpKind::kReduceScatter:
@@ -251,6 +315,7 @@ class CaseBuffers {
   std::vector<Guarded> inputs_, outputs_;
   std::vector<const void*> input_pointers_;
   std::vector<void*> output_pointers_;
+  std::vector<std::size_t> input_elems_, output_elems_;
 };
 
 /// Runs and checks one case on one rank.
@@ -258,6 +323,28 @@ inline void run_case(Communicator& communicator, const Case& c) {
   CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
   communicator.run(buffers.call(), kPatient);
   buffers.check();
+}
+
+/// Runs `ops` with every count, in place and not, on groups of 1 to 8 ranks.
+template <class Ops, class CountsOf>
+void run_cases_of_worlds(const Ops& ops, const CountsOf& counts_of, bool is_uneven) {
+  for (int world_size = 1; world_size <= 8; ++world_size) {
+    run_ranks(world_size, [&](Communicator& communicator) {
+      std::uint32_t salt = 0;
+      for (const OpKind op : ops)
+        for (const std::size_t num_elems : counts_of(world_size))
+          for (const bool is_in_place : {false, true}) {
+            ++salt;
+            run_case(communicator, {.op = op,
+                                    .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
+                                    .num_elems = num_elems,
+                                    .is_in_place = is_in_place,
+                                    .salt = salt,
+                                    .is_uneven = is_uneven});
+          }
+      barrier(communicator);
+    });
+  }
 }
 
 }  // namespace ringcomm::testing

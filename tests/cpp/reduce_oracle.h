@@ -220,6 +220,12 @@ inline Bytes reduce(Reduction reduction, DType dtype, const std::vector<Bytes>& 
       return integers(std::int32_t{});
     case DType::kInt64:
       return integers(std::int64_t{});
+    case DType::kUint16:
+      return integers(std::uint16_t{});
+    case DType::kUint32:
+      return integers(std::uint32_t{});
+    case DType::kUint64:
+      return integers(std::uint64_t{});
     case DType::kFloat16:
       return floats16(kFormatFloat16);
     case DType::kBFloat16:

@@ -57,6 +57,14 @@ def reduce_scatter(num_elems: int) -> Any:
     )
 
 
+def all_to_all(num_elems: int, dtype: torch.dtype = f32) -> Any:
+    def call() -> None:
+        own = torch.zeros(num_elems * dist.get_world_size(), dtype=dtype)
+        dist.all_to_all_single(torch.empty_like(own), own)
+
+    return call
+
+
 # What rank 0 calls, what all others call, and a word of each in the message.
 DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
     "size": (all_reduce(4), all_reduce(5), "16 bytes", "20 bytes"),
@@ -74,6 +82,9 @@ DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
     "gather_dtype": (all_gather(4, f32), all_gather(4, torch.int32), "Float", "Int"),
     "gather_size": (all_gather(4), all_gather(3), "16 bytes", "12 bytes"),
     "scatter_size": (reduce_scatter(4), reduce_scatter(3), "16 bytes", "12 bytes"),
+    "all_to_all_size": (all_to_all(4), all_to_all(3), "16 bytes", "12 bytes"),
+    "all_to_all_dtype": (all_to_all(4), all_to_all(4, torch.int32), "Float", "Int"),
+    "shares": (all_to_all(4), all_gather(4), "all_to_all", "all_gather"),
 }
 
 
@@ -225,6 +236,23 @@ def backend() -> Any:
     return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
+def gather_to_me() -> Any:
+    options = dist.GatherOptions()
+    options.rootRank = dist.get_rank()
+    return options
+
+
+def scatter_from_me() -> Any:
+    options = dist.ScatterOptions()
+    options.rootRank = dist.get_rank()
+    return options
+
+
+def overlapping() -> None:
+    both = t(6)
+    dist.all_gather([both[:4], both[2:]], t(4))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "float_band": (lambda: dist.all_reduce(t(2), dist.ReduceOp.BAND), ValueError, "band"),
     "bool_avg": (
@@ -237,20 +265,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "Float8",
     ),
-    "uint16_sum": (
-        lambda: dist.all_reduce(torch.zeros(2, dtype=torch.uint16)),
-        TypeError,
-        "UInt16",
-    ),
     "complex_max": (
         lambda: dist.all_reduce(torch.zeros(2, dtype=torch.complex64), dist.ReduceOp.MAX),
         ValueError,
         "complex|all_reduce does not support",
-    ),
-    "premul_sum": (
-        lambda: dist.all_reduce(t(2), dist._make_nccl_premul_sum(2.0)),
-        NotImplementedError,
-        "PREMUL_SUM is not there yet",
     ),
     "sparse": (
         lambda: dist.all_reduce(t(2, 2).to_sparse()),
@@ -269,11 +287,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dist.all_gather([t(2), t(2)], t(2, dtype=f64)),
         (TypeError, ValueError),  # type: ignore[dict-item]
         "(?i)float",
-    ),
-    "gather_uneven": (
-        lambda: dist.all_gather([t(2), t(3)], t(2)),
-        NotImplementedError,
-        "different sizes is not there yet",
     ),
     "gather_into_size": (
         lambda: dist.all_gather_into_tensor(t(3), t(2)),
@@ -295,30 +308,68 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "(?i)itself|same|self",
     ),
-    "gather": (
-        lambda: dist.gather(t(2), [t(2), t(2)] if dist.get_rank() == 0 else None),
-        NotImplementedError,
-        "gather is not there yet",
+    "gather_list_dtype": (
+        lambda: backend().gather([[t(2), t(2, dtype=f64)]], [t(2)], gather_to_me()),
+        TypeError,
+        "one dtype",
     ),
-    "scatter": (
-        lambda: dist.scatter(t(2), [t(2), t(2)] if dist.get_rank() == 0 else None),
-        NotImplementedError,
-        "scatter is not there yet",
+    "gather_no_list": (
+        lambda: backend().gather([], [t(2)], gather_to_me()),
+        ValueError,
+        "gather wants one list of tensors, .* got 0 lists",
     ),
-    "all_to_all": (
-        lambda: dist.all_to_all([t(2), t(2)], [t(2), t(2)]),
-        NotImplementedError,
-        "all_to_all is not there yet",
+    "gather_own_share": (
+        lambda: backend().gather([[t(3), t(3)]], [t(2)], gather_to_me()),
+        ValueError,
+        "8 bytes for itself, and room for 12",
     ),
-    "all_to_all_single": (
-        lambda: dist.all_to_all_single(t(2), t(2)),
-        NotImplementedError,
-        "all_to_all_single is not there yet",
+    "scatter_list_count": (
+        lambda: backend().scatter([t(2)], [[t(2)] * 3], scatter_from_me()),
+        ValueError,
+        "2 ranks, got 3",
     ),
-    "monitored_barrier": (
-        lambda: dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=1)),  # type: ignore[union-attr]
-        NotImplementedError,
-        "monitored_barrier is not there yet",
+    "outputs_overlap": (overlapping, ValueError, "two outputs share memory"),
+    "expanded_output": (
+        lambda: dist.all_gather([t(1).expand(4), t(4)], t(4)),
+        ValueError,
+        "several elements at one memory location",
+    ),
+    "all_to_all_count": (
+        lambda: dist.all_to_all([t(2), t(2)], [t(2)]),
+        ValueError,
+        "2 ranks, got 1",
+    ),
+    "all_to_all_dtype": (
+        lambda: backend().alltoall([t(2), t(2)], [t(2), t(2, dtype=f64)], dist.AllToAllOptions()),
+        TypeError,
+        "one dtype",
+    ),
+    "all_to_all_own_share": (
+        lambda: dist.all_to_all([t(3), t(3)], [t(2), t(2)]),
+        ValueError,
+        "8 bytes for itself, and room for 12",
+    ),
+    "single_odd": (lambda: dist.all_to_all_single(t(3), t(3)), ValueError, "3 rows of its input"),
+    "single_scalar": (lambda: dist.all_to_all_single(t(()), t(())), ValueError, "scalar"),
+    "single_splits_count": (
+        lambda: dist.all_to_all_single(t(4), t(4), [2, 2], [1, 1, 2]),
+        ValueError,
+        "one split size of its input for each of the 2 ranks, got 3",
+    ),
+    "single_splits_sum": (
+        lambda: dist.all_to_all_single(t(4), t(4), [2, 2], [1, 2]),
+        ValueError,
+        r"input, \[1, 2\], add up to 3, but there are 4 rows",
+    ),
+    "single_splits_large": (
+        lambda: dist.all_to_all_single(t(4), t(4), [2, 1 << 62], [2, 2]),
+        ValueError,
+        "output, .* are no way to cut 4 rows",
+    ),
+    "single_splits_negative": (
+        lambda: dist.all_to_all_single(t(4), t(4), [2, 2], [5, -1]),
+        ValueError,
+        "no way to cut",
     ),
 }
 

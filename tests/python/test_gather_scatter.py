@@ -1,4 +1,4 @@
-"""broadcast, all_gather and reduce_scatter in all their forms, against numpy."""
+"""broadcast, gather, scatter, all_gather and reduce_scatter in their forms, against numpy."""
 
 from __future__ import annotations
 
@@ -73,6 +73,39 @@ def check_broadcast(rank: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("world_size", "dtype"), TYPES_OF_WORLDS)
 def test_broadcast(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_broadcast, dtype)
+
+
+# ---- gather, scatter
+
+
+def check_gather_scatter(rank: int, dtype: torch.dtype) -> None:
+    world_size = dist.get_world_size()
+    for root in range(world_size):
+        for num_elems in sizes_of(dtype):
+            values = [any_bits(r, num_elems, dtype) for r in range(world_size)]
+            is_async = num_elems == 13
+            own = values[rank].clone()
+            gathered = [torch.empty_like(own) for _ in range(world_size)] if rank == root else None
+            finish(dist.gather(own, gathered, root, async_op=is_async))
+            for share, value in zip(gathered or [], values, strict=False):
+                assert_same_bits(share, value)
+            assert_same_bits(own, values[rank])
+            output = torch.empty_like(own)
+            finish(dist.scatter(output, gathered, root, async_op=is_async))
+            assert_same_bits(output, values[rank])
+            # In place: this rank's own part of the root's list.
+            if gathered is not None:
+                gathered[rank].zero_().copy_(values[rank])
+            output = own if gathered is None else gathered[rank]
+            dist.scatter(output, gathered, root)
+            assert_same_bits(output, values[rank])
+            dist.gather(output, gathered, root)
+            assert_same_bits(output, values[rank])
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), TYPES_OF_WORLDS)
+def test_gather_scatter(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, check_gather_scatter, dtype)
 
 
 # ---- all_gather
@@ -183,6 +216,13 @@ def check_coalesced(rank: int, is_async: bool) -> None:
     for output, total, n in zip(outputs, totals, sizes, strict=True):
         oracle.assert_equal(output, total[rank * n : (rank + 1) * n])
 
+    lists = [[torch.empty_like(t) for t in values[rank]] for _ in range(world_size)]
+    group: Any = dist.group.WORLD
+    finish(group.allgather_coalesced(lists, values[rank]))
+    for r in range(world_size):
+        for share, value in zip(lists[r], values[r], strict=True):
+            oracle.assert_equal(share, value)
+
     gathered = [torch.empty(world_size * t.numel(), dtype=t.dtype) for t in values[rank]]
     with dist._coalescing_manager(async_ops=is_async) as manager:
         for output, tensor in zip(gathered, values[rank], strict=True):
@@ -190,6 +230,16 @@ def check_coalesced(rank: int, is_async: bool) -> None:
     finish(manager if is_async else None)
     for i, output in enumerate(gathered):
         oracle.assert_equal(output, torch.cat([own[i] for own in values]))
+
+    shares = [own[::3] for own in values]  # torch wants one dtype here
+    lists = [[torch.empty_like(tensor) for tensor in own] for own in shares]
+    finish(dist.all_gather_coalesced(lists, shares[rank], async_op=is_async))
+    for of_rank, own in zip(lists, shares, strict=True):
+        for output, tensor in zip(of_rank, own, strict=True):
+            oracle.assert_equal(output, tensor)
+    for wrong in (lists[1:], [*lists[1:], lists[0][1:]]):
+        with pytest.raises(ValueError, match="all_gather_coalesced"):
+            dist.all_gather_coalesced(wrong, shares[rank])
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -230,6 +280,12 @@ def check_objects(rank: int) -> None:
     items: list[Any] = [mine, "two", 3] if rank == 1 else [None, None, None]
     dist.broadcast_object_list(items, 1)
     assert items == [{"rank": 1, "text": "ä" * 1000}, "two", 3]
+    gathered: list[Any] = [None] * world_size
+    dist.gather_object(mine, gathered if rank == 1 else None, 1)
+    assert rank != 1 or gathered == everyone
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, everyone if rank == 0 else None, 0)
+    assert received == [mine]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

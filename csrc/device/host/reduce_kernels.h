@@ -218,6 +218,9 @@ consteval SimdKernels make_kernels(const char* level,
   set_integer<std::int16_t, DType::kInt16>(kernels);
   set_integer<std::int32_t, DType::kInt32>(kernels);
   set_integer<std::int64_t, DType::kInt64>(kernels);
+  set_integer<std::uint16_t, DType::kUint16>(kernels);
+  set_integer<std::uint32_t, DType::kUint32>(kernels);
+  set_integer<std::uint64_t, DType::kUint64>(kernels);
   set_arithmetic<Float16Element, DType::kFloat16>(kernels);
   set_arithmetic<BFloat16Element, DType::kBFloat16>(kernels);
   set_arithmetic<FloatElement<float>, DType::kFloat32>(kernels);

@@ -1,0 +1,172 @@
+// Shares that differ in size: results, bytes, and sizes that do not fit each other.
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::Case;
+using testing::expect;
+using testing::kPatient;
+using testing::kPhaseBytes;
+using testing::rooted;
+using testing::run_case;
+using testing::run_ranks;
+
+constexpr OpKind kUneven[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
+                              OpKind::kScatter, OpKind::kAllToAll};
+
+TEST_CASE("uneven shares, worlds 1 to 8") {
+  const auto counts_of = [](int) { return std::vector<std::size_t>{1, 3, 500}; };
+  testing::run_cases_of_worlds(kUneven, counts_of, true);
+}
+
+// Shares of no, some and many pieces beside each other; and after them calls of one size, which
+// find the boards as they expect them.
+TEST_CASE("uneven shares in several pieces") {
+  run_ranks(3, [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const OpKind op : kUneven)
+      for (const bool is_uneven : {true, false, true})
+        run_case(communicator, {.op = op,
+                                .dtype = DType::kBFloat16,
+                                .root = rooted(op) ? 1 : -1,
+                                .num_elems = kPhaseBytes,
+                                .salt = ++salt,
+                                .is_uneven = is_uneven});
+  });
+}
+
+TEST_CASE("uneven shares are counted, whatever their size") {
+  run_ranks(3, [&](Communicator& communicator) {
+    const int rank = communicator.rank();
+    const Case c{.op = OpKind::kAllToAll, .num_elems = 1000, .salt = 5, .is_uneven = true};
+    run_case(communicator, c);
+    std::size_t sent = 0;
+    std::size_t received = 0;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == rank) continue;
+      sent += testing::share_elems(c, rank, peer) * sizeof(float);
+      received += testing::share_elems(c, peer, rank) * sizeof(float);
+    }
+    const std::size_t own = testing::share_elems(c, rank, rank) * sizeof(float);
+    const Stats::Counts counts = communicator.stats().counts(c.op, Algorithm::kDirect);
+    expect(counts.sent_bytes == sent, "the bytes that peers read");
+    expect(counts.copied_bytes == sent + received + own, "the bytes that this rank copied");
+  });
+}
+
+// ---- sizes that do not fit
+
+// A call of 3 ranks by its sizes alone, of bytes.
+struct Sizes {
+  std::size_t num_elems = 0;
+  std::vector<std::size_t> inputs = {};
+  std::vector<std::size_t> outputs = {};
+};
+
+void run_sizes(Communicator& communicator, OpKind op, int root, const Sizes& sizes) {
+  std::vector<std::vector<std::byte>> buffers(6, std::vector<std::byte>(100));
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (std::size_t i = 0; i < 3; ++i) {
+    inputs.push_back(buffers[i].data());
+    outputs.push_back(buffers[3 + i].data());
+  }
+  communicator.run({.op = op,
+                    .dtype = op == OpKind::kReduceScatter ? DType::kUint8 : DType::kByte,
+                    .root = root,
+                    .num_elems = sizes.num_elems,
+                    .inputs = inputs.data(),
+                    .outputs = outputs.data(),
+                    .input_elems = sizes.inputs.empty() ? nullptr : sizes.inputs.data(),
+                    .output_elems = sizes.outputs.empty() ? nullptr : sizes.outputs.data()},
+                   kPatient);
+}
+
+// Every rank says both sizes and both ranks, whichever two it concerns, and the group has ended.
+void expect_misfit(OpKind op, int root, const std::vector<Sizes>& sizes,
+                   const std::vector<std::string>& texts) {
+  run_ranks(3, [&](Communicator& communicator) {
+    testing::barrier(communicator);
+    const auto rank = static_cast<std::size_t>(communicator.rank());
+    for (int turn = 0; turn < 2; ++turn)
+      testing::expect_error(
+          testing::error_of([&] { run_sizes(communicator, op, root, sizes[rank]); }),
+          ErrorKind::kMismatch, texts);
+  });
+}
+
+TEST_CASE("sizes that do not fit are an error on every rank, which names both") {
+  const Sizes even{.num_elems = 4};
+  expect_misfit(OpKind::kAllToAll, -1,
+                {{.inputs = {1, 2, 3}, .outputs = {1, 2, 3}},
+                 {.inputs = {2, 0, 5}, .outputs = {2, 0, 6}},
+                 {.inputs = {3, 6, 1}, .outputs = {3, 4, 1}}},
+                {"rank 1 has 5 bytes for rank 2, which expects 4 bytes", "all_to_all"});
+  expect_misfit(OpKind::kAllToAll, -1, {even, even, {.inputs = {4, 4, 4}, .outputs = {3, 4, 4}}},
+                {"rank 0 has 4 bytes for rank 2, which expects 3 bytes"});
+  expect_misfit(OpKind::kAllToAll, -1, {even, even, {.num_elems = 5}},
+                {"rank 0 has 4 bytes for rank 2, which expects 5 bytes"});
+  expect_misfit(OpKind::kAllGather, -1,
+                {{.num_elems = 4, .outputs = {4, 5, 6}},
+                 {.num_elems = 5, .outputs = {4, 5, 6}},
+                 {.num_elems = 7, .outputs = {4, 5, 7}}},
+                {"rank 2 has 7 bytes for rank 0, which expects 6 bytes"});
+  expect_misfit(OpKind::kAllGather, -1, {even, even, {.num_elems = 4, .outputs = {4, 9, 4}}},
+                {"rank 1 has 4 bytes for rank 2, which expects 9 bytes"});
+  expect_misfit(OpKind::kReduceScatter, -1,
+                {{.num_elems = 4, .inputs = {4, 5, 6}},
+                 {.num_elems = 5, .inputs = {4, 5, 5}},
+                 {.num_elems = 6, .inputs = {4, 5, 6}}},
+                {"rank 1 has 5 bytes for rank 2, which expects 6 bytes", "uint8"});
+  expect_misfit(OpKind::kReduceScatter, -1, {even, {.num_elems = 4, .inputs = {4, 4, 5}}, even},
+                {"rank 1 has 5 bytes for rank 2, which expects 4 bytes"});
+  expect_misfit(OpKind::kGather, 1,
+                {even, {.num_elems = 4, .outputs = {4, 4, 4}}, {.num_elems = 7}},
+                {"rank 2 has 7 bytes for rank 1, which expects 4 bytes", "root 1"});
+  expect_misfit(OpKind::kScatter, 0,
+                {{.num_elems = 4, .inputs = {4, 2, 3}}, even, {.num_elems = 3}},
+                {"rank 0 has 2 bytes for rank 1, which expects 4 bytes"});
+}
+
+TEST_CASE("a rank's own share has one size, else it is told at once") {
+  for (const int world_size : {1, 3}) {
+    run_ranks(world_size, [&](Communicator& communicator) {
+      const Sizes wrong{.num_elems = 4, .inputs = {5, 5, 5}};
+      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kScatter, OpKind::kAllToAll}) {
+        std::string what;
+        try {
+          run_sizes(communicator, op, rooted(op) ? 0 : -1, wrong);
+        } catch (const std::invalid_argument& error) {
+          what = error.what();
+        }
+        expect(what.find("5 bytes for itself, and room for 4") != std::string::npos,
+               "a word on the own share: " + what);
+      }
+      run_case(communicator, {.num_elems = 9});
+    });
+  }
+}
+
+// One rank's sizes are all alike, the others' are not: all_to_all may mix them.
+TEST_CASE("even and uneven ranks in one all_to_all") {
+  run_ranks(3, [&](Communicator& communicator) {
+    const std::vector<Sizes> sizes = {{.num_elems = 4},
+                                      {.inputs = {4, 9, 1}, .outputs = {4, 9, 2}},
+                                      {.inputs = {4, 2, 0}, .outputs = {4, 1, 0}}};
+    for (int turn = 0; turn < 3; ++turn)
+      run_sizes(communicator, OpKind::kAllToAll, -1,
+                sizes[static_cast<std::size_t>(communicator.rank())]);
+  });
+}
+
+}  // namespace
