@@ -138,9 +138,12 @@ def main() -> None:
     setuptools.setup(
         packages=names,
         package_dir=folders,
-        package_data={"ringcomm": ["py.typed", "*.pyi"]},
+        package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.bench": ["*.c"]},
         py_modules=["_ringcomm_autoload"],
-        entry_points={"torch.backends": ["ringcomm = _ringcomm_autoload:register"]},
+        entry_points={
+            "torch.backends": ["ringcomm = _ringcomm_autoload:register"],
+            "console_scripts": ["ringcomm = ringcomm.cli:main"],
+        },
         license="Apache-2.0",
         license_files=["LICENSE"],
         zip_safe=False,

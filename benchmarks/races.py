@@ -20,14 +20,17 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 
 # isort: on
-import machine
-from harness import Recorder
-from screen import make_console, make_table
 from training.cli import make_parser
 from training.launch import EXIT_CHECK_FAILED
 from training.model import PRESETS
 from training.options import RACE_TOKENS
-from wording import comparison, facts_line, words
+
+from ringcomm.bench import machine
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.bench.records import Recorder, read_records
+from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import as_option, comparison, facts_line, words
 
 # The 20 steps that the job replays over the other backend and in one process, and one more.
 LEARN_STEPS = 21
@@ -89,13 +92,13 @@ def run_job(tokens: str, race_seconds: float) -> list[dict[str, Any]]:
             )
         except subprocess.TimeoutExpired:
             raise ValueError(f"train.py did not end in {limit:.0f} s") from None
-        if run.returncode not in (harness.EXIT_OK, EXIT_CHECK_FAILED):
+        if run.returncode not in (EXIT_OK, EXIT_CHECK_FAILED):
             said = (run.stdout + run.stderr)[-2000:]
             raise ValueError(f"train.py ended with exit code {run.returncode}:\n{said}")
         if run.returncode == EXIT_CHECK_FAILED:
             print(run.stdout, run.stderr, sep="", file=sys.stderr)
-        log = harness.read_records(Path(folder).glob("*/train.jsonl"))
-    return records_of(log, run.returncode == harness.EXIT_OK)
+        log = read_records(Path(folder).glob("*/train.jsonl"))
+    return records_of(log, run.returncode == EXIT_OK)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -106,7 +109,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     budget = make_parser().get_default("race_seconds")
-    add("--tokens", type=words, default=",".join(RACE_TOKENS), help="a run of the job for each")
+    add(
+        "--tokens",
+        type=as_option(words),
+        default=",".join(RACE_TOKENS),
+        help="a run of the job for each",
+    )
     add("--race-seconds", type=float, default=budget, help="per run, for all its races")
     add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     options = parser.parse_args(argv)
@@ -141,8 +149,8 @@ def main(argv: list[str]) -> int:
     console.print(facts_line(facts))
     console.print(table)
     console.print(f"records: {options.json}")
-    return harness.EXIT_WRONG_RESULTS if is_wrong else harness.EXIT_OK
+    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("races.py", main))

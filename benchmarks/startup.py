@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,12 +24,16 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-import machine
-from harness import Recorder, Team, percentiles
-from interleave import GROUP_TIMEOUT
-from screen import make_console, make_table
-from training.quantiles import median
-from wording import facts_line
+from ringcomm.bench import machine
+from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.bench.interleave import open_default_group
+from ringcomm.bench.memory import mapped_memory
+from ringcomm.bench.quantiles import median
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.records import Recorder, percentiles
+from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import facts_line
 
 # Printed by a fresh interpreter: seconds for torch, and for ringcomm after it.
 IMPORT = (
@@ -44,8 +46,6 @@ ALONE = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 USED_BYTES = (1024, 1 << 20, 64 << 20)
 # Of a fresh interpreter on a cold disk, many times over.
 IMPORT_TIMEOUT_S = 300.0
-KIB = 1024
-MEMFD = "/memfd:ringcomm"
 
 
 def _import_seconds(with_ringcomm: bool) -> float:
@@ -86,32 +86,11 @@ def measure_imports(num_pairs: int) -> dict[str, Any]:
     return {"quantity": "import", **_compare(ours, theirs, "torch")}
 
 
-def mapped_memory() -> dict[str, int]:
-    """Bytes of ringcomm's shared memory in this process: mapped, resident, and its share of those.
-
-    A page that n processes have counts 1/n in the share.
-    """
-    found = {"mapped_bytes": 0, "resident_bytes": 0, "share_bytes": 0}
-    fields = {"Size": "mapped_bytes", "Rss": "resident_bytes", "Pss": "share_bytes"}
-    is_ours = False
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            is_ours = MEMFD in line
-        elif is_ours and line.partition(":")[0] in fields:
-            name, _, value = line.partition(":")
-            found[fields[name]] += int(value.split()[0]) * KIB
-    return found
-
-
-def _init_rank(team: Team, backend: str, folder: Path, use: bool) -> None:
+def _init_rank(team: Team, backend: str, use: bool) -> None:
     """Reports the seconds of init_process_group; with ``use``, also memory before and after use."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), team.world_size)
     team.share(None)
     begin = time.perf_counter()
-    dist.init_process_group(
-        backend, store=store, rank=team.rank, world_size=team.world_size, timeout=GROUP_TIMEOUT
-    )
+    open_default_group(team, backend)
     init_s = team.share(time.perf_counter() - begin)
     memory: dict[str, dict[str, int]] = {}
     if use:
@@ -137,10 +116,7 @@ def run_init(
 ) -> tuple[float, dict[str, dict[str, int]]]:
     """Fresh ranks make one group; the slowest rank's seconds, and rank 0's memory if ``use``."""
     found: list[tuple[float, dict[str, dict[str, int]]]] = []
-    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
-        harness.run_ranks(
-            world_size, lambda team: _init_rank(team, backend, Path(folder), use), found.append
-        )
+    run_ranks(world_size, lambda team: _init_rank(team, backend, use), found.append)
     return found[0]
 
 
@@ -229,8 +205,8 @@ def main(argv: list[str]) -> int:
     console.print(facts_line(facts))
     console.print(table)
     console.print(f"records: {options.json}")
-    return harness.EXIT_OK
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("startup.py", main))

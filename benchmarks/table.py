@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from wording import byte_count, comparison, facts_line, microseconds
+
+from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
+from ringcomm.bench.records import read_records
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import byte_count, comparison, facts_line, microseconds
 
 Record = dict[str, Any]
 Point = tuple[Any, ...]
@@ -183,19 +187,19 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     files = options.files or sorted(harness.RESULTS.glob("*.jsonl"))
-    records = harness.read_records(files)
+    records = read_records(files)
     found = readme_tables(records) if options.write else tables(records, options.kind)
     if not found:
         kinds = " or ".join(README_KINDS) if options.write else options.kind
         print(f"no records of kind {kinds} in {len(files)} file(s)", file=sys.stderr)
-        return harness.EXIT_FAILED
+        return EXIT_FAILED
     if options.write:
         text = options.write.read_text(encoding="utf-8")
         options.write.write_text(with_tables(text, found), encoding="utf-8")
     else:
         print("\n\n".join(found))
-    return harness.EXIT_OK
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("table.py", main))

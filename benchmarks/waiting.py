@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +24,24 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-import machine
-from harness import Recorder, Team
-from interleave import Timings, make_contender, measure, open_groups
-from operations import OPERATIONS, Buffers, Place
-from point import Bench, count_wrong, make_bench
-from screen import make_console, make_table, state_of
-from wording import comparison, facts_line, microseconds, whole_numbers, words
+from ringcomm.bench import machine
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.bench.flags import did_flags_change
+from ringcomm.bench.interleave import Timings, labelled, make_contender, measure, open_groups
+from ringcomm.bench.operations import OPERATIONS, Buffers, Place
+from ringcomm.bench.point import Bench, count_wrong, make_bench
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.records import Recorder
+from ringcomm.bench.screen import make_console, make_table, state_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import (
+    as_option,
+    comparison,
+    facts_line,
+    microseconds,
+    whole_numbers,
+    words,
+)
 
 OPS = ("barrier", "all_reduce")
 NUM_BYTES = 1024
@@ -140,22 +150,20 @@ def _take_turn(
             tally.add((name, strangers), timings, watch.percent())
 
 
-def run_rank(
-    team: Team, options: argparse.Namespace, folder: Path, probe: machine.FlagProbe
-) -> None:
+def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports the world's records to the parent."""
-    groups = open_groups(team, options.backends, folder)
-    bench = make_bench(team, groups, probe, torch.device("cpu"))
+    groups = open_groups(team, labelled(options.backends))
+    bench = make_bench(team, groups, torch.device("cpu"))
     buffers = {name: _make_buffers(team, name) for name in OPS}
     wrong = {name: count_wrong(bench, OPERATIONS[name], buffers[name]) for name in OPS}
     tally = Tally()
-    before_us = probe.latency_us(team)
+    before_us = bench.probe.latency_us()
     for _ in range(NUM_TURNS):
         for strangers in options.strangers:
             _take_turn(bench, buffers, strangers, options.seconds / NUM_TURNS, tally)
-    after_us = probe.latency_us(team)
+    after_us = bench.probe.latency_us()
     if team.rank == 0:
-        steady = not machine.did_flags_change(before_us, after_us)
+        steady = not did_flags_change(before_us, after_us)
         flags = {"flag_us": {"before": before_us, "after": after_us}, "steady": steady}
         team.report([{**record, **flags} for record in tally.records(bench, wrong)])
     dist.destroy_process_group()
@@ -164,14 +172,8 @@ def run_rank(
 def measure_world(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A world's records, of the attempt in which others disturbed it least."""
     attempts: list[list[dict[str, Any]]] = []
-    probe = machine.FlagProbe()
     while len(attempts) <= options.repeats:
-        with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
-            harness.run_ranks(
-                world_size,
-                lambda team: run_rank(team, options, Path(folder), probe),
-                attempts.append,
-            )
+        run_ranks(world_size, lambda team: run_rank(team, options), attempts.append)
         if all(record["quiet"] for record in attempts[-1]):
             break
     best = min(attempts, key=lambda records: max(r["others_busy_percent"] for r in records))
@@ -185,9 +187,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--backends", type=words, default="ringcomm,gloo", help="one may be given twice")
-    add("--worlds", type=whole_numbers, default="2,4,8", help="numbers of ranks")
-    add("--strangers", type=whole_numbers, default="0,1", help="CPU-bound processes beside them")
+    add("--backends", type=as_option(words), default="ringcomm,gloo", help="one may be given twice")
+    add("--worlds", type=as_option(whole_numbers), default="2,4,8", help="numbers of ranks")
+    add(
+        "--strangers",
+        type=as_option(whole_numbers),
+        default="0,1",
+        help="CPU-bound processes beside them",
+    )
     add("--seconds", type=float, default=3.0, help="per operation, world and --strangers")
     add("--repeats", type=int, default=3, help="at most, while others disturb the machine")
     add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
@@ -231,8 +238,8 @@ def main(argv: list[str]) -> int:
     console.print(facts_line(facts))
     console.print(table)
     console.print(f"records: {options.json}")
-    return harness.EXIT_WRONG_RESULTS if is_wrong else harness.EXIT_OK
+    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("waiting.py", main))

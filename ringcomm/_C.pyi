@@ -1,8 +1,10 @@
 """The compiled engine; see csrc/bindings/module.cc."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+
+import torch
 
 def create_process_group(
     store: Any,
@@ -16,10 +18,33 @@ def create_process_group(
     one_shot_max_bytes: int,
     transport: str,
     p2p_backend: str,
-    make_messages: Callable[[], Any] | None,
-) -> Any: ...
+    group_name: str,
+    global_ranks: list[int],
+) -> ProcessGroupRingcomm: ...
+
+class GroupOptions:
+    """What a group was made with, as torch.distributed.split_group hands it on."""
+
+    algorithm: str
+    is_rank_ordered: bool
+    num_slots: int
+    slot_bytes: int
+    one_shot_max_bytes: int
+    transport: str
+    p2p_backend: str
+
+class ProcessGroupRingcomm:
+    """A torch.distributed.Backend."""
+
+    options: GroupOptions
+    def get_error(self) -> Any: ...
+    def perform_nocolor_split(self, device: Any) -> None: ...
+
 def stats() -> dict[tuple[str, str], dict[str, int]]: ...
 def group_stats(backend: Any) -> dict[tuple[str, str], dict[str, int]]: ...
 def transport_of(backend: Any) -> str: ...
 def mapped_bytes(backend: Any) -> int: ...
+def empty_shared(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+def is_shared(tensor: torch.Tensor) -> bool: ...
+def shared_memory_usage() -> dict[str, int]: ...
 def simd_level() -> str: ...

@@ -10,6 +10,8 @@ import _ringcomm_autoload
 from ringcomm import ops
 from ringcomm.backend import stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
+from ringcomm.memory import empty_shared, is_shared
+from ringcomm.ops import monitored_barrier
 from ringcomm.options import Options
 from ringcomm.version import __version__
 
@@ -22,6 +24,9 @@ __all__ = [
     "PeerDiedError",
     "RingcommError",
     "__version__",
+    "empty_shared",
+    "is_shared",
+    "monitored_barrier",
     "ops",
     "stats",
 ]

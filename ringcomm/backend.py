@@ -1,12 +1,13 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringcomm import _C, message_backend
+from ringcomm import _C, message_backend, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -21,13 +22,47 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
     Args:
         dist_backend_opts: torch's store, group_rank, group_size, timeout and more.
-        pg_options: an `Options`, or None for the defaults.
+        pg_options: an `Options`, None for the defaults, or the `options` of another group's
+            backend.
 
     Raises:
         TypeError: pg_options is something else.
-        ValueError: an option has no valid value.
+        ValueError: an option has no valid value, or the tuning file is none.
+        FileNotFoundError: there is no such tuning file.
         RingcommError: the ranks could not meet, or have different options.
     """
+    if not isinstance(pg_options, _C.GroupOptions):
+        pg_options = _engine_options(pg_options, dist_backend_opts.group_size)
+    backend = _C.create_process_group(
+        store=dist_backend_opts.store,
+        rank=dist_backend_opts.group_rank,
+        size=dist_backend_opts.group_size,
+        timeout=dist_backend_opts.timeout,
+        algorithm=pg_options.algorithm,
+        is_rank_ordered=pg_options.is_rank_ordered,
+        num_slots=pg_options.num_slots,
+        slot_bytes=pg_options.slot_bytes,
+        one_shot_max_bytes=pg_options.one_shot_max_bytes,
+        transport=pg_options.transport,
+        p2p_backend=pg_options.p2p_backend,
+        group_name=str(dist_backend_opts.group_id),
+        # Empty of the default group, which has all ranks.
+        global_ranks=list(
+            dist_backend_opts.global_ranks_in_group or range(dist_backend_opts.group_size)
+        ),
+    )
+    _log.info(
+        "group %s, rank %d of %d: %s",
+        dist_backend_opts.group_id,
+        dist_backend_opts.group_rank,
+        dist_backend_opts.group_size,
+        _C.transport_of(backend),
+    )
+    return backend
+
+
+def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
+    """The fields of _C.GroupOptions, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
@@ -40,34 +75,35 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
-    # Messages are made only where it turns out that ranks share no memory.
-    has_messages = options.transport != "shm"
-    backend = _C.create_process_group(
-        store=dist_backend_opts.store,
-        rank=dist_backend_opts.group_rank,
-        size=dist_backend_opts.group_size,
-        timeout=dist_backend_opts.timeout,
+    return SimpleNamespace(
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
         num_slots=_whole("num_slots", options.num_slots),
         slot_bytes=DEFAULT_SLOT_BYTES
         if options.slot_bytes is None
         else _whole("slot_bytes", options.slot_bytes),
-        one_shot_max_bytes=0,
+        one_shot_max_bytes=_tuned(options.tuning, world_size),
         transport=options.transport or "",
-        p2p_backend=options.p2p_backend if has_messages else "",
-        make_messages=message_backend.maker(options.p2p_backend, dist_backend_opts)
-        if has_messages
-        else None,
+        p2p_backend=_p2p_backend(options),
     )
-    _log.info(
-        "ringcomm group %s, rank %d of %d: %s",
-        dist_backend_opts.group_id,
-        dist_backend_opts.group_rank,
-        dist_backend_opts.group_size,
-        _C.transport_of(backend),
-    )
-    return backend
+
+
+def _p2p_backend(options: Options) -> str:
+    """What carries messages if it turns out that ranks share no memory; empty where nothing does.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if options.transport == "shm":
+        return ""
+    if options.transport is None and options.p2p_backend == "gloo" and not dist.is_gloo_available():
+        return ""  # a group on one host needs none
+    return message_backend.checked(options.p2p_backend)
+
+
+def _tuned(path: str | None, world_size: int) -> int:
+    """Where a tuning file ends one_shot for this many ranks; 0 where none says."""
+    return (tuning.load(path).one_shot_max_bytes(world_size) or 0) if path else 0
 
 
 def _whole(name: str, value: int) -> int:
@@ -103,9 +139,11 @@ def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[
         group: count one group of backend "ringcomm"; None counts all that this process has had.
 
     Returns:
-        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096}, ...}; what was never called
-        is missing. `sent_bytes` are the bytes that the peers consumed from this rank: for a ring or
-        two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a one-shot one (N-1) S.
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...};
+        what was never called is missing. `sent_bytes` are the bytes that the peers consumed from
+        this rank: for a ring or two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a
+        one-shot one (N-1) S. `copied_bytes` are those that this rank wrote where its peers read
+        them, and copied from there, or from its own input, into its results.
 
     Raises:
         ValueError: the group's backend for CPU tensors is another one, or it has none, or this rank

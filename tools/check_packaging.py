@@ -40,7 +40,8 @@ for module in (ringcomm, ringcomm.kernels):
     assert module.__path__[0].startswith(sys.prefix), module.__path__
 assert util.find_spec("kernels") is None, "kernels is importable as a package of its own"
 points = metadata.distribution("ringcomm").entry_points
-assert [(p.group, p.name) for p in points] == [("torch.backends", "ringcomm")], points
+expected = {("torch.backends", "ringcomm"), ("console_scripts", "ringcomm")}
+assert {(p.group, p.name) for p in points} == expected, points
 """
 
 
@@ -91,7 +92,7 @@ def check_wheel(folder: Path) -> Path:
     ours = [path for name in ("ringcomm", "kernels") for path in (ROOT / name).rglob("*.py*")]
     paths = [str(path.relative_to(ROOT)) for path in ours if path.suffix in (".py", ".pyi")]
     wanted = {f"ringcomm/{name}" if name.startswith("kernels/") else name for name in paths}
-    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed"}
+    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed", "ringcomm/bench/flag_latency.c"}
     extension = {name for name in names if name.startswith("ringcomm/_C.") and name.endswith(".so")}
     demand_same(wheel.name, names, wanted | (extension or {"ringcomm/_C.*.so"}))
     return wheel
@@ -108,6 +109,7 @@ def check_install(wheel: Path, folder: Path) -> None:
     (Path(site) / "torch_of_the_caller.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
     run(python, "-c", GROUP_PROGRAM, str(folder / "store"), cwd=folder)
     run(python, "-c", IMPORT_PROGRAM, cwd=folder)
+    run(str(folder / "env" / "bin" / "ringcomm"), "doctor", "--json", "--seconds", "0", cwd=folder)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <exception>
@@ -10,6 +12,9 @@
 #include <vector>
 
 #include "bindings/python_errors.h"
+#include "core/errors.h"
+
+namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
@@ -134,6 +139,24 @@ void C10dMessages::abort() {
     backend_->abort();
   } catch (const std::exception&) {
     // As above: what cannot be ended ends with its connection.
+  }
+}
+
+std::unique_ptr<MessageTransport> make_c10d_messages(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     int rank, int size,
+                                                     const GroupOptions& options) {
+  const py::gil_scoped_acquire acquired;
+  try {
+    const py::object backend =
+        py::module_::import("ringcomm.message_backend")
+            .attr("make")(options.engine.p2p_backend, store, rank, size, options.timeout,
+                          options.group_name, options.global_ranks_in_group);
+    return std::make_unique<C10dMessages>(backend.cast<c10::intrusive_ptr<c10d::Backend>>());
+  } catch (const std::exception& error) {
+    throw Error(
+        {.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
+        "ringcomm: " + options.engine.p2p_backend +
+            ", which was to carry the group's messages, could not be made: " + error.what());
   }
 }
 

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <list>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "bindings/group_options.h"
 #include "transport/messages/message_transport.h"
 
 namespace ringcomm {
@@ -39,5 +41,11 @@ class C10dMessages final : public MessageTransport {
   bool is_aborted_ = false;
   std::list<c10::intrusive_ptr<c10d::Work>> works_;  // of all messages that live
 };
+
+/// The messages of a group by a new backend, options.engine.p2p_backend, which
+/// ringcomm.message_backend makes. Collective over the group; takes the GIL. Throws Error.
+std::unique_ptr<MessageTransport> make_c10d_messages(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     int rank, int size,
+                                                     const GroupOptions& options);
 
 }  // namespace ringcomm

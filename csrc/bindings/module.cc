@@ -1,16 +1,18 @@
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <map>
-#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
-#include "bindings/c10d_messages.h"
 #include "bindings/process_group.h"
+#include "bindings/shared_tensors.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
-#include "core/errors.h"
 #include "device/reduce_op.h"
+#include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
 
@@ -21,7 +23,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
     std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const std::string& p2p_backend, const py::object& make_messages) {
+    const std::string& transport, const std::string& p2p_backend, const std::string& group_name,
+    const std::vector<uint64_t>& global_ranks) {
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
   options.is_rank_ordered = is_rank_ordered;
@@ -30,22 +33,10 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   options.one_shot_max_bytes = one_shot_max_bytes;
   options.transport = transport;
   options.p2p_backend = p2p_backend;
-  MakeMessages make;
-  if (!make_messages.is_none())
-    make = [&make_messages] {
-      const py::gil_scoped_acquire acquired;
-      try {
-        return std::make_unique<C10dMessages>(
-            make_messages().cast<c10::intrusive_ptr<c10d::Backend>>());
-      } catch (const std::exception& error) {
-        throw Error({.kind = ErrorKind::kSystem, .op = "init"},
-                    std::string("ringcomm: the backend that was to carry the group's messages "
-                                "could not be made: ") +
-                        error.what());
-      }
-    };
-  const py::gil_scoped_release released;
-  return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, options, timeout, make);
+  auto group_options = c10::make_intrusive<GroupOptions>(options, timeout);
+  group_options->group_name = group_name;
+  group_options->global_ranks_in_group = global_ranks;
+  return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
 }
 
 std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
@@ -55,8 +46,22 @@ std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Bac
   return group->communicator();
 }
 
-// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called is not
-// there.
+// What the process holds of memory that its peers can map.
+py::dict shared_memory_usage() {
+  const shm::SharedArena* arena = shm::SharedArena::find();
+  const shm::SharedArena::Usage usage =
+      arena != nullptr ? arena->usage() : shm::SharedArena::Usage{};
+  py::dict result;
+  result["num_blocks"] = usage.num_blocks;
+  result["allocated_bytes"] = usage.allocated_bytes;
+  result["kept_bytes"] = usage.kept_bytes;
+  result["num_regions"] = usage.num_regions;
+  result["mapped_bytes"] = usage.mapped_bytes;
+  return result;
+}
+
+// {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, ...}, ...}; what was never called
+// is not there.
 py::dict counts_of(const Stats& stats) {
   py::dict result;
   for (int op = 0; op < kNumOpKinds; ++op) {
@@ -75,16 +80,54 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
+// The types of c10d must be known: ours are their children.
+void bind_classes(py::module_& m) {
+  py::module_::import("torch.distributed");
+  const auto copy = [](const GroupOptions& options, const py::object&) {
+    return c10::make_intrusive<GroupOptions>(options);
+  };
+  py::class_<GroupOptions, c10d::Backend::Options, c10::intrusive_ptr<GroupOptions>>(m,
+                                                                                     "GroupOptions")
+      .def("__deepcopy__", copy)
+      .def_property_readonly("algorithm",
+                             [](const GroupOptions& options) {
+                               return std::string(name_of(options.engine.algorithm));
+                             })
+      .def_property_readonly(
+          "is_rank_ordered",
+          [](const GroupOptions& options) { return options.engine.is_rank_ordered; })
+      .def_property_readonly("num_slots",
+                             [](const GroupOptions& options) { return options.engine.num_slots; })
+      .def_property_readonly("slot_bytes",
+                             [](const GroupOptions& options) { return options.engine.slot_bytes; })
+      .def_property_readonly(
+          "one_shot_max_bytes",
+          [](const GroupOptions& options) { return options.engine.one_shot_max_bytes; })
+      .def_property_readonly("transport",
+                             [](const GroupOptions& options) { return options.engine.transport; })
+      .def_property_readonly(
+          "p2p_backend", [](const GroupOptions& options) { return options.engine.p2p_backend; });
+  // Its destructor waits for threads without Python's lock, whoever holds it.
+  py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
+      m, "ProcessGroupRingcomm")
+      .def_property_readonly("options", &ProcessGroupRingcomm::options)
+      .def("get_error", &ProcessGroupRingcomm::getError)
+      // Asked of ranks that a group made by splitting leaves out: they have no part in it.
+      .def("perform_nocolor_split", [](const ProcessGroupRingcomm&, const py::object&) {});
+}
+
 }  // namespace
 }  // namespace ringcomm
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
+  bind_classes(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("p2p_backend"), py::arg("make_messages"));
+        py::arg("transport"), py::arg("p2p_backend"), py::arg("group_name"),
+        py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());
@@ -95,5 +138,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });
+  m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
+  m.def("is_shared", &is_shared, py::arg("tensor"));
+  m.def("shared_memory_usage", &shared_memory_usage);
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

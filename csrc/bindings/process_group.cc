@@ -3,29 +3,38 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 #include <utility>
 
+#include "bindings/c10d_messages.h"
+#include "bindings/coalesced_work.h"
+#include "bindings/monitored_barrier.h"
 #include "bindings/python_errors.h"
 #include "bindings/store_adapter.h"
-#include "bindings/tensors.h"
+#include "core/errors.h"
 
 namespace ringcomm {
 namespace {
 
 // A deadline far enough not to matter and near enough to be added to a clock.
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 
 }  // namespace
 
 ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                           int size, const CommunicatorOptions& options,
-                                           std::chrono::milliseconds timeout,
-                                           const MakeMessages& make_messages)
-    : Backend(rank, size), timeout_(timeout) {
+                                           int size, c10::intrusive_ptr<GroupOptions> options)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   StoreAdapter adapter(store);
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
-        adapter, rank, size, options, std::min(timeout, kLongestTimeout), make_messages);
+        adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
+        options_->engine.p2p_backend.empty()
+            ? MakeMessages{}
+            : [&] { return make_c10d_messages(store, rank, size, *options_); });
   });
 }
 
@@ -62,7 +71,89 @@ void ProcessGroupRingcomm::shutdown() {
 }
 
 std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseconds timeout) const {
-  return std::min(timeout <= kNoTimeout ? timeout_ : timeout, kLongestTimeout);
+  return std::min(timeout <= kNoTimeout ? options_->timeout : timeout, kLongestTimeout);
+}
+
+c10d::ErrorType ProcessGroupRingcomm::getError() {
+  const std::shared_ptr<Communicator> engine = communicator();
+  const std::exception_ptr cause = engine->failure().first_cause();
+  if (cause == nullptr) return c10d::ErrorType::SUCCESS;
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error& error) {
+    switch (error.info().kind) {
+      case ErrorKind::kTimeout:
+        return c10d::ErrorType::TIMEOUT;
+      case ErrorKind::kPeerDied:
+        return c10d::ErrorType::REMOTE_ERROR;
+      default:
+        break;
+    }
+  } catch (...) {
+  }
+  return c10d::ErrorType::COMM_ERROR;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& opts) {
+  const auto own = std::find(ranks.begin(), ranks.end(), getRank());
+  if (own == ranks.end()) return nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (last_split_name_ == opts->group_name)
+      if (const auto last = last_split_.lock(); last != nullptr) return last;
+  }
+  // A copy: c10d hands the same options to every split.
+  const auto* given = dynamic_cast<const GroupOptions*>(opts.get());
+  auto options = c10::make_intrusive<GroupOptions>(given != nullptr ? *given : *options_);
+  options->timeout = opts->timeout;
+  options->group_name = opts->group_name;
+  options->global_ranks_in_group.clear();
+  for (const int rank : ranks)
+    if (const auto idx = static_cast<std::size_t>(rank);
+        idx < options_->global_ranks_in_group.size())
+      options->global_ranks_in_group.push_back(options_->global_ranks_in_group[idx]);
+  auto group = c10::make_intrusive<ProcessGroupRingcomm>(
+      store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()), options);
+  const std::lock_guard lock(mutex_);
+  last_split_name_ = opts->group_name;
+  last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(group);
+  return group;
+}
+
+void ProcessGroupRingcomm::startCoalescing() {
+  const std::lock_guard lock(mutex_);
+  is_coalescing_ = true;
+  coalesced_works_.clear();  // of a block that an exception left
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::endCoalescing() {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
+  is_coalescing_ = false;
+  return c10::make_intrusive<CoalescedWork>(getRank(), std::exchange(coalesced_works_, {}));
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::coalesced(Work work) {
+  const std::lock_guard lock(mutex_);
+  if (!is_coalescing_) return work;
+  // A block that an exception has left open must not keep all that comes after it.
+  if (coalesced_works_.size() >= kMaxFinishedWorks)
+    std::erase_if(coalesced_works_,
+                  [](const Work& other) { return other->isCompleted() && other->isSuccess(); });
+  coalesced_works_.push_back(work);
+  return work;
+}
+
+CommsEvent ProcessGroupRingcomm::event_of(const char* title) const {
+  return {.seq = static_cast<std::int64_t>(communicator()->next_seq()),
+          .group = {getGroupUid(), getGroupDesc()},
+          .rank = getRank(),
+          .world_size = getSize(),
+          .global_ranks = &options_->global_ranks_in_group,
+          // Without "ringcomm:".
+          .name = std::string(std::strchr(title, ':') + 1)};
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, const char* title,
@@ -70,6 +161,22 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, con
                                                        std::vector<at::Tensor> results,
                                                        std::chrono::milliseconds timeout,
                                                        bool is_async) {
+  const auto run = [&] {
+    return coalesced(
+        start_collective(op_type, title, std::move(calls), std::move(results), timeout, is_async));
+  };
+  if (!is_profiled()) return run();
+  CommsEvent event = event_of(title);
+  event.is_async = is_async;
+  event.describe(calls, results);
+  if (!calls.empty() && calls.front().call.op == OpKind::kAllReduce)
+    event.name += std::string("/") + name_of(communicator()->algorithm_of(calls.front().call));
+  return event.around(run);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_collective(
+    c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
+    std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async) {
   const std::shared_ptr<Communicator> engine = communicator();
   auto work = c10::make_intrusive<CollectiveWork>(engine, op_type, title, std::move(calls),
                                                   std::move(results));
@@ -86,8 +193,16 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::barrier(const c10d::BarrierOpti
                opts.asyncOp);
 }
 
-void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions&, bool) {
-  not_there_yet("monitored_barrier");
+void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
+  const bool has_own = opts.timeout != c10d::kUnsetTimeout;
+  const std::chrono::milliseconds patience = effective(c10d::kUnsetTimeout);
+  with_python_errors([&] {
+    monitored_barrier(
+        communicator(), num_monitored_barriers_,
+        has_own ? std::min(opts.timeout, kLongestTimeout) : patience,
+        has_own ? std::max(patience, std::min(2 * opts.timeout, kLongestTimeout)) : patience,
+        waitAllRanks);
+  });
 }
 
 }  // namespace ringcomm

@@ -1,16 +1,32 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
+#include "bindings/comms_event.h"
+#include "bindings/group_options.h"
 #include "bindings/work.h"
 #include "collectives/communicator.h"
 
 namespace ringcomm {
+
+/// What a reduce_scatter_update_all_gather works on: parameters and gradient whole, and of the
+/// state this rank's shard. In fp32 but for parameters and gradient.
+struct UpdateTensors {
+  const at::Tensor& param;
+  const at::Tensor& grad;
+  std::optional<at::Tensor> master;
+  /// By name, in the order of ShardUpdate's states.
+  std::vector<std::pair<const char*, std::optional<at::Tensor>>> states;
+};
 
 /// ringcomm as a backend of torch.distributed: c10d's calls in terms of the engine's. Names and
 /// signatures are c10d's.
@@ -18,17 +34,26 @@ namespace ringcomm {
 /// Synchronous calls (asyncOp false) run in the caller's thread and return a finished Work.
 class ProcessGroupRingcomm final : public c10d::Backend {
  public:
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
   /// Collective over the group.
   ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       const CommunicatorOptions& options, std::chrono::milliseconds timeout,
-                       const MakeMessages& make_messages);
+                       c10::intrusive_ptr<GroupOptions> options);
   ~ProcessGroupRingcomm() override;
 
   const std::string getBackendName() const override { return "ringcomm"; }
   /// The engine; throws once the group has been destroyed.
   std::shared_ptr<Communicator> communicator() const;
 
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  const c10::intrusive_ptr<GroupOptions>& options() const { return options_; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  /// A group of `ranks` of this one, made by them alone; null on other ranks. c10d calls it once
+  /// for each type of device, and gets one group for all.
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                    const std::vector<int>& ranks,
+                                    const c10::intrusive_ptr<Options>& opts) override;
   void setSequenceNumberForGroup() override {}  // both sides count from 0
   uint64_t getSequenceNumberForGroup() override { return communicator()->next_seq(); }
 
@@ -80,18 +105,30 @@ class ProcessGroupRingcomm final : public c10d::Backend {
                                                std::vector<int64_t>& outputSplitSizes,
                                                std::vector<int64_t>& inputSplitSizes,
                                                const c10d::AllToAllOptions& opts) override;
-  void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) override;
 
+  bool supportsTensorAlloc(c10::DeviceIndex deviceIdx) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  /// What is started in between is on its way as ever, and also part of the work that
+  /// endCoalescing() returns. Batches of sends and receives need no coalescing, since none of them
+  /// waits for another; so supportsCoalescing() is false, and each has a work of its own.
+  void startCoalescing() override;
+  Work endCoalescing() override;
+
+  /// The group has ended, and why; SUCCESS while it has not.
+  c10d::ErrorType getError() override;
+  /// Both may be called again, and in any order.
   void abort() override;
   void shutdown() override;
 
   /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
   /// group's.
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
+  /// Blocks. `spec` lacks what follows from the tensors.
+  void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
-
   Work start(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
              std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async);
   TensorCall all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
@@ -103,9 +140,24 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   Work start_p2p(P2pOp::Kind kind, const at::Tensor& tensor, int peer, int tag);
   std::chrono::milliseconds effective(std::chrono::milliseconds timeout) const;
 
-  mutable std::mutex mutex_;  // guards communicator_, which several threads may end
+  Work start_collective(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
+                        std::vector<at::Tensor> results, std::chrono::milliseconds timeout,
+                        bool is_async);
+  Work start_message(P2pOp::Kind kind, const char* title, const at::Tensor& tensor, int peer,
+                     int tag);
+  CommsEvent event_of(const char* title) const;
+  /// Notes a work for endCoalescing(), if that is to come.
+  Work coalesced(Work work);
+
+  c10::intrusive_ptr<GroupOptions> options_;
+  std::atomic<std::uint64_t> num_monitored_barriers_ = 0;
+
+  mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
-  std::chrono::milliseconds timeout_;
+  bool is_coalescing_ = false;
+  std::vector<Work> coalesced_works_;
+  std::string last_split_name_;
+  c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };
 
 }  // namespace ringcomm

@@ -21,6 +21,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::broadcast(std::vector<at::Tenso
                .element_name = element_name_of(tensor),
                .root = root,
                .num_elems = tensor.nbytes()};
+  item.profiled = {tensor};
   item.inputs = {data};
   item.outputs = {data};
   std::vector<TensorCall> calls;
@@ -101,16 +102,14 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allgather_coalesced(
                     "ringcomm: all_gather_coalesced wants one list of outputs for each of the ",
                     getSize(), " ranks, got ", outputTensorLists.size());
   for (const std::vector<at::Tensor>& outputs : outputTensorLists)
-    TORCH_CHECK_VALUE(outputs.size() == inputTensors.size(),
-                      "ringcomm: all_gather_coalesced got ", inputTensors.size(),
-                      " inputs, and a list of ", outputs.size(), " outputs");
+    TORCH_CHECK_VALUE(outputs.size() == inputTensors.size(), "ringcomm: all_gather_coalesced got ",
+                      inputTensors.size(), " inputs, and a list of ", outputs.size(), " outputs");
   std::vector<TensorCall> calls;
   std::vector<at::Tensor> results;
   for (std::size_t i = 0; i < inputTensors.size(); ++i) {
     check_tensor(inputTensors[i], "all_gather_coalesced");
     std::vector<at::Tensor> of_ranks;
-    for (const std::vector<at::Tensor>& outputs : outputTensorLists)
-      of_ranks.push_back(outputs[i]);
+    for (const std::vector<at::Tensor>& outputs : outputTensorLists) of_ranks.push_back(outputs[i]);
     calls.push_back(all_gather_list_call(of_ranks, inputTensors[i]));
     results.insert(results.end(), of_ranks.begin(), of_ranks.end());
   }

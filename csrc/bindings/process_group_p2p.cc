@@ -17,13 +17,27 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_p2p(P2pOp::Kind kind,
   TORCH_CHECK_VALUE(peer != getRank(), "ringcomm: rank ", peer, " cannot ",
                     is_send ? "send to" : "receive from", " itself");
   TORCH_CHECK_VALUE(getSize() > 1, "ringcomm: there is nobody to receive from in a group of one");
-  const auto op_type = is_send    ? c10d::OpType::SEND
-                       : peer < 0 ? c10d::OpType::RECVANYSOURCE
-                                  : c10d::OpType::RECV;
+  if (!is_send) check_no_overlap(tensor);
   const char* title = is_send    ? "ringcomm:send"
                       : peer < 0 ? "ringcomm:recvAnySource"
                                  : "ringcomm:recv";
-  if (!is_send) check_no_overlap(tensor);
+  const auto run = [&] { return coalesced(start_message(kind, title, tensor, peer, tag)); };
+  if (!is_profiled()) return run();
+  CommsEvent event = event_of(title);
+  event.is_p2p = true;
+  event.is_async = true;
+  const auto num_bytes = static_cast<std::int64_t>(tensor.nbytes());
+  (is_send ? event.input_bytes : event.output_bytes) = num_bytes;
+  (is_send ? event.inputs : event.outputs) = {tensor};
+  return event.around(run);
+}
+
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_message(P2pOp::Kind kind, const char* title,
+                                                               const at::Tensor& tensor, int peer,
+                                                               int tag) {
+  const auto op_type = kind == P2pOp::Kind::kSend ? c10d::OpType::SEND
+                       : peer < 0                 ? c10d::OpType::RECVANYSOURCE
+                                                  : c10d::OpType::RECV;
   const std::shared_ptr<Communicator> engine = communicator();
   auto work = c10::make_intrusive<P2pWork>(engine, op_type, title, tensor);
   P2pWork::post(work, *engine,

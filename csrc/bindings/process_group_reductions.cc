@@ -5,10 +5,21 @@
 #include <cstdint>
 #include <utility>
 
+#include "bindings/premul_sum.h"
 #include "bindings/process_group.h"
+#include "bindings/sparse_all_reduce.h"
 #include "bindings/tensors.h"
 
 namespace ringcomm {
+namespace {
+
+// What a call that writes into `buffer` reads: `buffer` itself, or a copy times a factor.
+const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorCall& item) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return buffer.data_ptr();
+  return readable(premultiplied(buffer, op), item);
+}
+
+}  // namespace
 
 TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
                                                  const c10d::ReduceOp& op) const {
@@ -18,15 +29,20 @@ TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
                .dtype = reduced_dtype(buffer, "all_reduce"),
                .reduction = reduction_of(op, "all_reduce"),
                .num_elems = num_elems_of(buffer)};
-  item.inputs = {buffer.data_ptr()};
+  item.inputs = {input_of(buffer, op, item)};
   item.outputs = {buffer.data_ptr()};
   return item;
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce(std::vector<at::Tensor>& tensors,
                                                            const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   std::vector<TensorCall> calls;
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) {
+    calls.push_back(sparse_all_reduce_call(tensors[0], opts.reduceOp, getRank(), getSize()));
+    return start(c10d::OpType::_ALLREDUCE_SPARSE, "ringcomm:sparse_all_reduce", std::move(calls),
+                 tensors, opts.timeout, opts.asyncOp);
+  }
+  const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
   calls.push_back(all_reduce_call(tensor, opts.reduceOp));
   return start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), tensors,
                opts.timeout, opts.asyncOp);
@@ -54,8 +70,8 @@ void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num
   calls[0].call.algorithm = Algorithm::kRing;
   calls[0].call.ring_num_slots = static_cast<std::uint32_t>(num_slots);
   calls[0].call.ring_slot_bytes = static_cast<std::uint64_t>(slot_bytes);
-  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor}, timeout_,
-        false);
+  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor},
+        options_->timeout, false);
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>& tensors,
@@ -66,13 +82,14 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce(std::vector<at::Tensor>&
   const bool is_root = root == getRank();
   const at::Tensor buffer =
       as_real(is_root ? Writable(tensor, item, true).buffer() : plain(tensor), opts.reduceOp);
-  item.kept.push_back(buffer);
   item.call = {.op = OpKind::kReduce,
                .dtype = reduced_dtype(buffer, "reduce"),
                .reduction = reduction_of(opts.reduceOp, "reduce"),
                .root = root,
                .num_elems = num_elems_of(buffer)};
-  item.inputs = {buffer.data_ptr()};
+  item.kept.push_back(buffer);
+  item.profiled = {tensor};
+  item.inputs = {input_of(buffer, opts.reduceOp, item)};
   item.outputs = {buffer.data_ptr()};
   std::vector<TensorCall> calls;
   calls.push_back(std::move(item));
@@ -97,7 +114,7 @@ TensorCall ProcessGroupRingcomm::reduce_scatter_call(const at::Tensor& output,
                .reduction = reduction_of(op, "reduce_scatter_tensor"),
                .num_elems = num_elems_of(buffer)};
   item.outputs = {buffer.data_ptr()};
-  void* data = const_cast<void*>(readable(input, item));
+  void* data = const_cast<void*>(readable(premultiplied(input, op), item));
   for (std::size_t rank = 0; rank < static_cast<std::size_t>(getSize()); ++rank)
     item.inputs.push_back(offset(data, rank * output.nbytes()));
   return item;
@@ -137,7 +154,9 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::reduce_scatter(
                .reduction = reduction_of(opts.reduceOp, "reduce_scatter"),
                .num_elems = num_elems_of(buffer)};
   item.outputs = {buffer.data_ptr()};
-  add_inputs(inputs, buffer.element_size(), item);
+  std::vector<at::Tensor> scaled;
+  for (const at::Tensor& input : inputs) scaled.push_back(premultiplied(input, opts.reduceOp));
+  add_inputs(scaled, buffer.element_size(), item);
   std::vector<TensorCall> calls;
   calls.push_back(std::move(item));
   return start(c10d::OpType::REDUCE_SCATTER, "ringcomm:reduce_scatter", std::move(calls),

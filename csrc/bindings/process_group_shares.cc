@@ -96,8 +96,8 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::alltoall_base(
   item.take_even_size();
   std::vector<TensorCall> calls;
   calls.push_back(std::move(item));
-  return start(c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", std::move(calls),
-               {outputTensor}, opts.timeout, opts.asyncOp);
+  return start(c10d::OpType::ALLTOALL_BASE, "ringcomm:all_to_all", std::move(calls), {outputTensor},
+               opts.timeout, opts.asyncOp);
 }
 
 }  // namespace ringcomm

@@ -39,6 +39,7 @@ void TensorCall::link() {
   call.outputs = outputs.data();
   call.input_elems = input_elems.empty() ? nullptr : input_elems.data();
   call.output_elems = output_elems.empty() ? nullptr : output_elems.data();
+  call.update = update.get();
 }
 
 void TensorCall::take_even_size() {
@@ -61,7 +62,7 @@ int checked_rank(int64_t rank, int world_size, const char* what) {
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op) {
   if (!tensor.is_complex()) return tensor;
   TORCH_CHECK_VALUE(c10d::isComplexViewAsRealAllowed(op),
-                    "ringcomm: complex tensors can be summed and averaged only");
+                    "ringcomm: complex tensors can be summed, averaged and premultiplied only");
   return at::view_as_real(tensor);
 }
 
@@ -83,6 +84,7 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
                                : at::empty_like(tensor, at::MemoryFormat::Contiguous)) {
   check_no_overlap(tensor);
   item.kept.push_back(tensor);
+  if (is_input_too) item.profiled.push_back(tensor);
   if (buffer_.is_same(tensor)) return;
   item.kept.push_back(buffer_);
   item.finish = [previous = std::move(item.finish), tensor, buffer = buffer_] {
@@ -92,6 +94,7 @@ Writable::Writable(const at::Tensor& tensor, TensorCall& item, bool is_input_too
 }
 
 const void* readable(const at::Tensor& tensor, TensorCall& item) {
+  item.profiled.push_back(tensor);
   item.kept.push_back(plain(tensor));
   return item.kept.back().data_ptr();
 }
@@ -129,18 +132,19 @@ void add_rows(const at::Tensor& buffer, const std::vector<int64_t>& splits, int 
                     "ringcomm: all_to_all_single wants one split size of its ", what,
                     " for each of the ", world_size, " ranks, got ", rows.size());
   int64_t begin_row = 0;
-  const std::size_t row_bytes = num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
+  const std::size_t row_bytes =
+      num_rows == 0 ? 0 : buffer.nbytes() / static_cast<std::size_t>(num_rows);
   for (const int64_t share_rows : rows) {
     TORCH_CHECK_VALUE(share_rows >= 0 && share_rows <= num_rows - begin_row,
-                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ", at::IntArrayRef(rows),
-                      ", are no way to cut ", num_rows, " rows");
+                      "ringcomm: all_to_all_single: the split sizes of its ", what, ", ",
+                      at::IntArrayRef(rows), ", are no way to cut ", num_rows, " rows");
     add(offset(buffer.data_ptr(), static_cast<std::size_t>(begin_row) * row_bytes),
         static_cast<std::size_t>(share_rows) * row_bytes);
     begin_row += share_rows;
   }
   TORCH_CHECK_VALUE(begin_row == num_rows, "ringcomm: all_to_all_single: the split sizes of its ",
-                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row, ", but there are ", num_rows,
-                    " rows");
+                    what, ", ", at::IntArrayRef(rows), ", add up to ", begin_row,
+                    ", but there are ", num_rows, " rows");
 }
 
 }  // namespace ringcomm

@@ -4,10 +4,11 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
-#include "collectives/collective.h"
+#include "collectives/communicator.h"
 
 namespace ringcomm {
 
@@ -17,11 +18,14 @@ struct TensorCall {
   Collective call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::vector<std::size_t> input_elems;   ///< empty, or of each share
-  std::vector<std::size_t> output_elems;  ///< empty, or of each share
-  std::vector<at::Tensor> kept;           ///< everything `inputs` and `outputs` point into
+  std::vector<std::size_t> input_elems;            ///< empty, or of each share
+  std::vector<std::size_t> output_elems;           ///< empty, or of each share
+  std::shared_ptr<const ShardUpdate> update = {};  ///< null where the call updates nothing
+  std::vector<at::Tensor> kept;      ///< everything `inputs`, `outputs` and `update` point into
+  std::vector<at::Tensor> profiled;  ///< what the caller gave as input; profilers show its shapes
   /// Copies results where the call could not put them; may be empty.
   std::function<void()> finish = {};
+  Communicator::Sequence sequence = {};  ///< if there is one, it is run in place of `call`
 
   /// Has `call` point to the vectors, which must stay where they are from then on.
   void link();

@@ -72,13 +72,13 @@ Reduction reduction_of(const c10d::ReduceOp& op, const char* name) {
       return Reduction::kBitOr;
     case c10d::ReduceOp::BXOR:
       return Reduction::kBitXor;
+    case c10d::ReduceOp::PREMUL_SUM:
+      return Reduction::kSum;  // of what premultiplied() gives
     default:
       break;
   }
-  C10_THROW_ERROR(NotImplementedError,
-                  std::string("ringcomm: ") + name +
-                      " with ReduceOp.PREMUL_SUM is not there yet; scale the tensor and "
-                      "use ReduceOp.SUM");
+  TORCH_CHECK_VALUE(false, "ringcomm: ", name, " got an unknown reduction, number ",
+                    static_cast<int>(op.op_));
 }
 
 void check_tensor(const at::Tensor& tensor, const char* op) {
@@ -111,10 +111,10 @@ void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
 
 const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
                                          bool has_list, const char* op) {
-  TORCH_CHECK_VALUE(lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
-                    has_list ? "one list of tensors, one for each rank"
-                             : "a list of tensors at its root only",
-                    ", got ", lists.size(), " lists");
+  TORCH_CHECK_VALUE(
+      lists.size() == (has_list ? 1 : 0), "ringcomm: ", op, " wants ",
+      has_list ? "one list of tensors, one for each rank" : "a list of tensors at its root only",
+      ", got ", lists.size(), " lists");
   return has_list ? &lists[0] : nullptr;
 }
 
@@ -126,10 +126,6 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op) 
 void copy_back(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView unseen;
   to.copy_(from);
-}
-
-void not_there_yet(const char* call) {
-  C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + call + " is not there yet");
 }
 
 }  // namespace ringcomm

@@ -28,7 +28,8 @@ const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char
 /// One tensor per rank, of any sizes, each as check_tensor() wants it and of `reference`'s dtype.
 void check_shares(const std::vector<at::Tensor>& tensors, int world_size,
                   const at::Tensor& reference, const char* op);
-/// The one list of a list of lists; or null where the list belongs to the root and this rank is not.
+/// The one list of a list of lists; or null where the list belongs to the root and this rank is
+/// not.
 const std::vector<at::Tensor>* only_list(const std::vector<std::vector<at::Tensor>>& lists,
                                          bool has_list, const char* op);
 void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
@@ -36,8 +37,5 @@ void check_same_dtype(const at::Tensor& a, const at::Tensor& b, const char* op);
 /// Copies a result to where the call could not put it. Like the engine's own writes unseen by
 /// autograd, so that it may be a parameter or made in inference mode; from any thread.
 void copy_back(const at::Tensor& to, const at::Tensor& from);
-
-/// The call is not there yet.
-[[noreturn]] void not_there_yet(const char* call);
 
 }  // namespace ringcomm

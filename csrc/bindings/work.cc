@@ -18,6 +18,17 @@ namespace {
                   " ms) gave up; it goes on, and may be waited for again");
 }
 
+std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
+  std::vector<at::Tensor> inputs;
+  for (TensorCall& item : calls) {
+    if (inputs.empty())
+      inputs = std::move(item.profiled);
+    else
+      inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
+  }
+  return inputs;
+}
+
 }  // namespace
 
 // ---- LazyFuture
@@ -67,8 +78,7 @@ void EngineWork::wait_for_finish() {
 CollectiveWork::CollectiveWork(const std::shared_ptr<Communicator>& communicator,
                                c10d::OpType op_type, const char* title,
                                std::vector<TensorCall> calls, std::vector<at::Tensor> results)
-    : EngineWork(communicator, op_type, title,
-                 calls.empty() ? std::vector<at::Tensor>{} : calls.front().kept),
+    : EngineWork(communicator, op_type, title, take_profiled(calls)),
       calls_(std::move(calls)),
       results_(std::move(results)),
       seq_(communicator->next_seq()) {
@@ -80,7 +90,10 @@ void CollectiveWork::run(Communicator& communicator, std::chrono::milliseconds t
   try {
     with_python_errors([&] {
       for (TensorCall& item : calls_) {
-        communicator.run(item.call, limits);
+        if (item.sequence)
+          communicator.run(item.sequence, limits);
+        else
+          communicator.run(item.call, limits);
         if (item.finish) item.finish();
       }
     });
@@ -98,11 +111,15 @@ void CollectiveWork::submit(const c10::intrusive_ptr<CollectiveWork>& self,
   // Asked beforehand: once the last call is submitted, another thread may end it and clear them.
   const std::size_t num_calls = self->calls_.size();
   with_python_errors([&] {
-    for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx)
-      self->last_ticket_ = communicator.submit(self->calls_[call_idx].call, limits,
-                                               [self, call_idx](const std::exception_ptr& error) {
-                                                 self->finish_call(call_idx, error);
-                                               });
+    for (std::size_t call_idx = 0; call_idx < num_calls; ++call_idx) {
+      const auto done = [self, call_idx](const std::exception_ptr& error) {
+        self->finish_call(call_idx, error);
+      };
+      TensorCall& item = self->calls_[call_idx];
+      self->last_ticket_ = item.sequence
+                               ? communicator.submit(std::move(item.sequence), limits, done)
+                               : communicator.submit(item.call, limits, done);
+    }
   });
   if (num_calls == 0) self->finish();
 }

@@ -70,7 +70,7 @@ class CollectiveWork final : public EngineWork {
 
   std::vector<TensorCall> calls_;
   std::vector<at::Tensor> results_;
-  uint64_t seq_ = 0;
+  uint64_t seq_;
   OrderedQueue::Ticket last_ticket_;
   std::exception_ptr first_error_;  // of the calls so far; touched in their order only
   LazyFuture future_;
@@ -89,6 +89,7 @@ class P2pWork final : public EngineWork {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return {tensor_}; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return 0; }  // messages have no common order
 
  private:
   void complete();

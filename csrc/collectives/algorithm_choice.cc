@@ -17,4 +17,9 @@ Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t o
   return num_bytes <= limit ? Algorithm::kOneShot : Algorithm::kTwoShot;
 }
 
+std::size_t min_direct_bytes(OpKind op, int world_size) {
+  if (op == OpKind::kBroadcast) return std::size_t{128} << 10;
+  return std::size_t{world_size <= 2 ? 8U : 64U} << 10;
+}
+
 }  // namespace ringcomm

@@ -16,4 +16,13 @@ namespace ringcomm {
 /// that limit where it is not 0.
 Algorithm choose_all_reduce(std::size_t num_bytes, int world_size, std::size_t one_shot_max_bytes);
 
+/// The bytes of a rank's share from which on a collective runs on the ranks' own buffers where all
+/// of them can be read.
+///
+/// It then has one hand-over more than staging, whose cost grows with the ranks per core, and moves
+/// half of the bytes or less; measured with 2 and 4 ranks on two cores (docs/experiments.md,
+/// "shared buffers"). In a broadcast the others learn of the root's buffer when they have begun to
+/// stage, and start again.
+std::size_t min_direct_bytes(OpKind op, int world_size);
+
 }  // namespace ringcomm

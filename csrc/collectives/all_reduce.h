@@ -21,7 +21,8 @@ std::uint64_t all_reduce_one_shot(Engine& engine, const Collective& call, const 
 std::uint64_t all_reduce_two_shot(Engine& engine, const Collective& call, const CallHeader& header);
 
 /// Reduce-scatter and all-gather around a ring of links, slice by slice through
-/// `header.ring_num_slots` slots.
+/// `header.ring_num_slots` slots; between the two the call's update, if there is one, so that this
+/// is also the ring of reduce_scatter_update_all_gather.
 std::uint64_t all_reduce_ring(Engine& engine, const Collective& call, const CallHeader& header);
 
 /// The ring for groups that want the order of the ranks: N - 1 times the bytes, as one_shot, the

@@ -1,4 +1,8 @@
+#include <algorithm>
+#include <optional>
+
 #include "collectives/all_reduce.h"
+#include "collectives/owner_update.h"
 #include "collectives/reduction.h"
 #include "collectives/ring_links.h"
 #include "core/chunk_layout.h"
@@ -7,7 +11,8 @@
 namespace ringcomm {
 namespace {
 
-// The buffer that goes around the ring.
+// The buffer that goes around the ring. With an update, gradients go around in the first half and
+// parameters in the second; their elements may differ in size.
 class Ring {
  public:
   Ring(Engine& engine, const Collective& call, const CallHeader& header)
@@ -16,7 +21,13 @@ class Ring {
         links_(engine, header),
         layout_(call.num_elems, engine.world_size()),
         op_(reduce_op_of(call)),
-        slice_elems_(header.ring_slot_bytes / element_bytes(call.dtype)) {}
+        output_bytes_(op_.element_bytes) {
+    if (call.update != nullptr) {
+      update_.emplace(call, engine.rank(), engine.world_size());
+      output_bytes_ = update_->param_bytes();
+    }
+    slice_elems_ = header.ring_slot_bytes / std::max(op_.element_bytes, output_bytes_);
+  }
 
   std::uint64_t run() {
     const std::size_t slices = num_slices(layout_.max_chunk_elems(), slice_elems_);
@@ -39,48 +50,61 @@ class Ring {
   void reduce_scatter(std::size_t slice_idx) {
     const int last_step = links_.schedule.num_steps() - 1;
     const Span first = span(links_.schedule.reduce_scatter_send_chunk(0), slice_idx);
-    Engine::check(send(engine_.arch(), links_.to_next, first.input, first.num_bytes));
-    sent_bytes_ += first.num_bytes;
-    for (int step = 0; step <= last_step; ++step) {
-      const Span own = span(links_.schedule.reduce_scatter_recv_chunk(step), slice_idx);
-      const int divisor = step == last_step ? divisor_of(call_, engine_.world_size()) : 1;
+    Engine::check(send(engine_.arch(), links_.to_next, first.input, first.input_bytes));
+    sent_bytes_ += first.input_bytes;
+    for (int step = 0; step < last_step; ++step) {
+      const Span part = span(links_.schedule.reduce_scatter_recv_chunk(step), slice_idx);
       const auto combine = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                                const std::byte* local, std::size_t num_bytes) {
         const void* sources[] = {received, local};
-        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, divisor);
+        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, 1);
       };
-      Engine::check(step < last_step ? recv_reduce_send(links_.from_previous, links_.to_next, own.input,
-                                                        own.num_bytes, combine)
-                                     : recv_reduce_copy_send(links_.from_previous, links_.to_next, own.output,
-                                                             own.input, own.num_bytes, combine));
-      sent_bytes_ += own.num_bytes;
+      Engine::check(
+          recv_reduce_send(links_.from_previous, links_.to_next, part.input, part.input_bytes, combine));
+      sent_bytes_ += part.input_bytes;
     }
+    const Span own = span(schedule_.reduce_scatter_recv_chunk(last_step), slice_idx);
+    const auto complete = [&](std::byte* to, std::byte* also_to, const std::byte* received,
+                              const std::byte* local, std::size_t num_bytes) {
+      const void* sources[] = {received, local};
+      if (update_)
+        update_->run(sources, 2, own.elems, also_to);
+      else
+        op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes,
+                    divisor_of(call_, engine_.world_size()));
+    };
+    Engine::check(recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input,
+                                        own.input_bytes, complete));
+    sent_bytes_ += own.output_bytes;
   }
 
   void all_gather(std::size_t slice_idx) {
     const int last_step = links_.schedule.num_steps() - 1;
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(links_.schedule.all_gather_recv_chunk(step), slice_idx);
-      Engine::check(
-          recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next, other.output, other.num_bytes));
-      sent_bytes_ += other.num_bytes;
-      received_bytes_ += other.num_bytes;
+      Engine::check(recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next, other.output,
+                                   other.output_bytes));
+      sent_bytes_ += other.output_bytes;
+      received_bytes_ += other.output_bytes;
     }
     const Span other = span(links_.schedule.all_gather_recv_chunk(last_step), slice_idx);
-    Engine::check(recv(engine_.arch(), links_.from_previous, other.output, other.num_bytes));
-    received_bytes_ += other.num_bytes;
+    Engine::check(recv(engine_.arch(), links_.from_previous, other.output, other.output_bytes));
+    received_bytes_ += other.output_bytes;
   }
 
   struct Span {
+    ElemRange elems;
     const std::byte* input;
+    std::size_t input_bytes;
     std::byte* output;
-    std::size_t num_bytes;
+    std::size_t output_bytes;
   };
   Span span(int chunk_idx, std::size_t slice_idx) const {
     const ElemRange slice = slice_of(layout_.chunk(chunk_idx), slice_idx, slice_elems_);
-    return {at(call_.inputs[0], slice.begin_elems, op_.element_bytes),
-            at(call_.outputs[0], slice.begin_elems, op_.element_bytes),
-            slice.num_elems * op_.element_bytes};
+    return {slice, at(call_.inputs[0], slice.begin_elems, op_.element_bytes),
+            slice.num_elems * op_.element_bytes,
+            at(call_.outputs[0], slice.begin_elems, output_bytes_),
+            slice.num_elems * output_bytes_};
   }
 
   Engine& engine_;
@@ -88,7 +112,9 @@ class Ring {
   RingLinks links_;
   ChunkLayout layout_;
   const ReduceOp& op_;
-  std::size_t slice_elems_;
+  std::optional<OwnerUpdate> update_;
+  std::size_t output_bytes_;
+  std::size_t slice_elems_ = 0;
   std::uint64_t sent_bytes_ = 0;      // all of them staged
   std::uint64_t received_bytes_ = 0;  // copied into the output
 };

@@ -32,8 +32,7 @@ class OrderedRing {
     for (std::size_t slice_idx = 0; slice_idx < slices; ++slice_idx)
       reduce(slice_of({0, call_.num_elems}, slice_idx, slice_elems_));
     Engine::check(links_.to_next.wait_drained(0));
-    const auto passed =
-        static_cast<std::uint64_t>(links_.schedule.num_steps()) * call_.num_bytes();
+    const auto passed = static_cast<std::uint64_t>(links_.schedule.num_steps()) * call_.num_bytes();
     engine_.count_copied(2 * passed);  // staged, and kept
     return passed;
   }
@@ -49,8 +48,8 @@ class OrderedRing {
     for (int step = 0; step < num_steps; ++step) {
       // Who wrote it: the schedule of an all-gather, in which chunk r is rank r's slice.
       const int owner = links_.schedule.all_gather_recv_chunk(step);
-      std::byte* kept = at(received_.data(), static_cast<std::size_t>(step) * slice_elems_,
-                           op_.element_bytes);
+      std::byte* kept =
+          at(received_.data(), static_cast<std::size_t>(step) * slice_elems_, op_.element_bytes);
       sources_[static_cast<std::size_t>(owner)] = kept;
       Engine::check(step + 1 < num_steps
                         ? recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next, kept,
@@ -67,7 +66,7 @@ class OrderedRing {
   RingLinks links_;
   const ReduceOp& op_;
   std::size_t slice_elems_;
-  std::vector<std::byte> received_;  // by step
+  std::vector<std::byte> received_;   // by step
   std::vector<const void*> sources_;  // by rank
 };
 

@@ -60,11 +60,11 @@ std::uint64_t all_gather(Engine& engine, const Collective& call, const CallHeade
                    engine.stage(phase.open(), input, piece.num_elems * bytes);
                    engine.publish();
                    engine.copy_result(at(call.outputs[rank], piece.begin_elems, bytes), input,
-                               piece.num_elems * bytes, result_bytes);
+                                      piece.num_elems * bytes, result_bytes);
                    for (int distance = 1; distance < world_size; ++distance) {
                      const int peer = (rank + distance) % world_size;
-                     engine.copy_result(at(call.outputs[peer], piece.begin_elems, bytes), phase.wait(peer),
-                                 piece.num_elems * bytes, result_bytes);
+                     engine.copy_result(at(call.outputs[peer], piece.begin_elems, bytes),
+                                        phase.wait(peer), piece.num_elems * bytes, result_bytes);
                    }
                  });
   return static_cast<std::uint64_t>(world_size - 1) * call.num_bytes();
@@ -76,21 +76,21 @@ std::uint64_t broadcast(Engine& engine, const Collective& call, const CallHeader
   const bool is_root = engine.rank() == call.root;
 
   const std::size_t max_elems = engine.phase_bytes() / 2 / bytes;
-  for_each_piece(engine, header, call.num_elems, max_elems,
-                 [&](const ElemRange& piece, const Phase& phase) {
-                   if (is_root) {
-                     engine.stage(phase.open(), at(call.inputs[0], piece.begin_elems, bytes),
-                                  piece.num_elems * bytes);
-                   } else if (phase.is_first) {
-                     phase.open();
-                   }
-                   engine.publish();
-                   for (int peer = 0; phase.is_first && peer < engine.world_size(); ++peer)
-                     if (peer != engine.rank()) phase.wait(peer);
-                   if (!is_root)
-                     engine.copy_result(at(call.outputs[0], piece.begin_elems, bytes),
-                                 phase.wait(call.root), piece.num_elems * bytes, call.num_bytes());
-                 });
+  for_each_piece(
+      engine, header, call.num_elems, max_elems, [&](const ElemRange& piece, const Phase& phase) {
+        if (is_root) {
+          engine.stage(phase.open(), at(call.inputs[0], piece.begin_elems, bytes),
+                       piece.num_elems * bytes);
+        } else if (phase.is_first) {
+          phase.open();
+        }
+        engine.publish();
+        for (int peer = 0; phase.is_first && peer < engine.world_size(); ++peer)
+          if (peer != engine.rank()) phase.wait(peer);
+        if (!is_root)
+          engine.copy_result(at(call.outputs[0], piece.begin_elems, bytes), phase.wait(call.root),
+                             piece.num_elems * bytes, call.num_bytes());
+      });
   return is_root ? static_cast<std::uint64_t>(engine.world_size() - 1) * call.num_bytes() : 0;
 }
 

@@ -33,6 +33,7 @@ struct Mismatched {
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t copied_bytes = 0;
+  Algorithm algorithm = Algorithm::kDirect;  ///< what ran: where buffers lie may allow a better one
 };
 
 /// What moves the data of a group: shared memory, messages, or both. The Communicator sees to order
@@ -48,6 +49,10 @@ class Carrier {
   /// Whether run() is quick and polls, so that the caller's thread may run it. Otherwise a thread
   /// of the group does, and the caller sleeps.
   virtual bool runs_in_caller() const = 0;
+
+  /// Whether run() knows reduce_scatter_update_all_gather. Otherwise the Communicator makes it of a
+  /// reduce_scatter and an all_gather of uneven shares.
+  virtual bool fuses_updates() const { return false; }
 
   /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;

@@ -25,6 +25,8 @@ const char* name_of(OpKind op) {
       return "scatter";
     case OpKind::kAllToAll:
       return "all_to_all";
+    case OpKind::kReduceUpdateGather:
+      return "reduce_scatter_update_all_gather";
     case OpKind::kSend:
       return "send";
     case OpKind::kRecv:
@@ -34,7 +36,8 @@ const char* name_of(OpKind op) {
 }
 
 bool is_reduction(OpKind op) {
-  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
+  return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter ||
+         op == OpKind::kReduceUpdateGather;
 }
 
 const char* name_of(Algorithm algorithm) {
@@ -69,6 +72,7 @@ Algorithm algorithm_from_name(const std::string& name) {
 }
 
 bool Collective::is_uneven(int world_size) const {
+  if (input_elems == nullptr && output_elems == nullptr) return false;
   for (int rank = 0; rank < world_size; ++rank)
     if (input_share(rank) != num_elems || output_share(rank) != num_elems) return true;
   return false;
@@ -97,6 +101,7 @@ std::string describe(const CallHeader& header) {
     text << ", " << name_of(header.algorithm);
   if (header.algorithm == Algorithm::kRing)
     text << " with " << header.ring_num_slots << " slots of " << header.ring_slot_bytes << " bytes";
+  if (header.update.optimizer != Optimizer::kNone) text << "; " << describe(header.update);
   text << ")";
   return text.str();
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/types.h"
+#include "device/update_op.h"
 
 namespace ringcomm {
 
@@ -19,10 +20,11 @@ enum class OpKind : std::uint8_t {
   kGather,
   kScatter,
   kAllToAll,
+  kReduceUpdateGather,
   kSend,
   kRecv
 };
-inline constexpr int kNumOpKinds = 11;
+inline constexpr int kNumOpKinds = 12;
 
 /// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
 enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect, kHierarchical };
@@ -41,6 +43,14 @@ Algorithm algorithm_from_name(const std::string& name);
 /// between the ranks, and shown. Padded with zeros; empty where DType says it.
 using ElementName = std::array<char, 16>;
 
+/// What the owner of a chunk does to it in reduce_scatter_update_all_gather: a step of an
+/// optimizer, and this rank's shard of its state, as long as the chunk.
+struct ShardUpdate {
+  UpdateSpec spec;
+  float* master = nullptr;  ///< null unless spec.has_master
+  std::array<float*, 2> states = {};
+};
+
 /// One call of a collective, as one rank makes it.
 ///
 /// `num_elems` is what one rank contributes or receives: the whole buffer of all_reduce, reduce and
@@ -54,6 +64,10 @@ using ElementName = std::array<char, 16>;
 /// `inputs` and `outputs`: both in all_to_all (whose num_elems is then 0), input_elems in
 /// reduce_scatter and scatter, output_elems in all_gather and gather. Which sizes must fit is
 /// checked pair by pair.
+///
+/// reduce_scatter_update_all_gather has the gradient as its input and the parameters as its output,
+/// num_elems of each and equal on all ranks before; `dtype` is the gradient's. Rank r owns chunk r
+/// of ChunkLayout(num_elems, world_size), whatever the algorithm.
 struct Collective {
   OpKind op = OpKind::kBarrier;
   DType dtype = DType::kByte;
@@ -68,6 +82,7 @@ struct Collective {
   const std::size_t* output_elems = nullptr;  ///< null: num_elems each
   std::uint32_t ring_num_slots = 0;           ///< 0: the group's
   std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
+  const ShardUpdate* update = nullptr;        ///< of reduce_scatter_update_all_gather
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
   /// Elements of the share for, or from, a rank.
@@ -81,8 +96,8 @@ struct Collective {
   bool is_uneven(int world_size) const;
 };
 
-/// What must be equal on all ranks of a collective, but for the sizes where shares may differ. Stands
-/// in front of the data of its first phase.
+/// What must be equal on all ranks of a collective, but for the sizes where shares may differ.
+/// Stands in front of the data of its first phase.
 struct CallHeader {
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;
@@ -94,7 +109,15 @@ struct CallHeader {
   Reduction reduction = Reduction::kSum;
   Algorithm algorithm = Algorithm::kAuto;
   bool is_uneven = false;  ///< this rank's shares differ in size, and follow in the first phase
+  bool has_update = false;
   ElementName element_name = {};
+  UpdateSpec update = {};  ///< of reduce_scatter_update_all_gather, and of its parts
+
+  /// What must be told to the peers: of most calls not the last member, which would cost a cache
+  /// line.
+  std::size_t told_bytes() const {
+    return has_update ? sizeof(CallHeader) : offsetof(CallHeader, update);
+  }
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };

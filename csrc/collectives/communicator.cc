@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "collectives/owner_update.h"
+#include "collectives/reduce_update_gather.h"
 #include "collectives/reduction.h"
 
 namespace ringcomm {
@@ -33,8 +35,13 @@ void check_own_share(const Collective& call, int rank) {
                                 std::to_string(taken * element_bytes(call.dtype)));
 }
 
-// In a group of one every output is its input.
+// In a group of one every output is its input, or that updated.
 void run_alone(const Collective& call) {
+  if (call.op == OpKind::kReduceUpdateGather) {
+    const void* grad = call.inputs[0];
+    OwnerUpdate(call, 0, 1).run(&grad, 1, {0, call.num_elems}, nullptr);
+    return;
+  }
   if (call.op == OpKind::kBarrier) return;
   const std::size_t num_bytes = call.input_share(0) * element_bytes(call.dtype);
   if (num_bytes == 0 || call.inputs[0] == call.outputs[0]) return;
@@ -61,13 +68,14 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
 
 Communicator::~Communicator() = default;
 
-void Communicator::run(const Collective& call, const WaitLimits& limits) {
-  validate(call);
+template <typename Body>
+void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   failure_->rethrow_if_any();
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
   std::exception_ptr error;
   const auto task = [&] {
     try {
-      execute(call, limits);
+      body();
     } catch (...) {
       error = std::current_exception();
     }
@@ -79,14 +87,14 @@ void Communicator::run(const Collective& call, const WaitLimits& limits) {
   if (error != nullptr) std::rethrow_exception(error);
 }
 
-OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
-                                          Done done) {
-  validate(call);
+template <typename Body>
+OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
   failure_->rethrow_if_any();
-  return queue_.submit([this, call, limits, done = std::move(done)] {
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
+  return queue_.submit([body = std::move(body), done = std::move(done)] {
     std::exception_ptr error;
     try {
-      execute(call, limits);
+      body();
     } catch (...) {
       error = std::current_exception();
     }
@@ -94,15 +102,46 @@ OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimi
   });
 }
 
+void Communicator::run(const Collective& call, const WaitLimits& limits) {
+  validate(call);
+  run_in_order([&] { execute(call, limits); }, limits);
+}
+
+void Communicator::run(const Sequence& sequence, const WaitLimits& limits) {
+  run_in_order([&] { execute(sequence, limits); }, limits);
+}
+
+OrderedQueue::Ticket Communicator::submit(const Collective& call, const WaitLimits& limits,
+                                          Done done) {
+  validate(call);
+  return submit_in_order([this, call, limits] { execute(call, limits); }, std::move(done));
+}
+
+OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& limits, Done done) {
+  return submit_in_order(
+      [this, sequence = std::move(sequence), limits] { execute(sequence, limits); },
+      std::move(done));
+}
+
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
   check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
+  if (call.op == OpKind::kReduceUpdateGather) {
+    if (call.update == nullptr) throw std::invalid_argument("an update has an optimizer");
+    host::make_update_op(call.update->spec, call.dtype);
+  }
   options_.check_ring(call);
 }
 
+Algorithm Communicator::algorithm_of(const Collective& call) const {
+  CallHeader header{.algorithm = Algorithm::kDirect};
+  if (carrier_ != nullptr) carrier_->plan(call, header);
+  return header.algorithm;
+}
+
 CallHeader Communicator::header_of(const Collective& call) {
-  CallHeader header{.seq = next_seq_.fetch_add(1, std::memory_order_relaxed),
+  CallHeader header{.seq = num_run_++,
                     .num_elems = call.num_elems,
                     .root = call.root,
                     .op = call.op,
@@ -110,7 +149,9 @@ CallHeader Communicator::header_of(const Collective& call) {
                     .reduction = call.reduction,
                     .algorithm = Algorithm::kDirect,
                     .is_uneven = call.is_uneven(world_size_),
-                    .element_name = call.element_name};
+                    .has_update = call.update != nullptr,
+                    .element_name = call.element_name,
+                    .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
 }
@@ -120,7 +161,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   const CallHeader header = header_of(call);
   if (carrier_ == nullptr) {
     run_alone(call);
-    count(header, {});
+    count(header.op, {});
     return;
   }
   const auto activity = [&] {
@@ -130,7 +171,13 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    count(header, carrier_->run(call, header, limits));
+    if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
+      count(header.op,
+            reduce_update_gather_in_parts(call, rank_, world_size_, [&](const Collective& part) {
+              return carrier_->run(part, header_of(part), limits);
+            }));
+    else
+      count(header.op, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
@@ -148,9 +195,34 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   }
 }
 
-void Communicator::count(const CallHeader& header, const Traffic& traffic) {
+void Communicator::execute(const Sequence& sequence, const WaitLimits& limits) {
+  Steps steps(*this, limits);
+  try {
+    sequence(steps);
+  } catch (const Error&) {  // from a step, which has ended the group
+    throw;
+  } catch (const std::exception& error) {
+    // Wherever this rank has stopped, the others have gone on.
+    failure_->abort(error.what());
+    throw;
+  }
+}
+
+void Communicator::Steps::run(const Collective& call) {
+  communicator_.validate(call);
+  communicator_.execute(call, limits_);
+}
+
+void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference) {
+  const auto seq = static_cast<std::int64_t>(communicator_.num_run_) - 1;
+  communicator_.failure_->raise_mismatch(
+      peer, difference,
+      {.op = op, .seq = seq, .description = std::string(op) + " #" + std::to_string(seq)});
+}
+
+void Communicator::count(OpKind op, const Traffic& traffic) {
   for (Stats* stats : {&stats_, &Stats::process_wide()})
-    stats->count(header.op, header.algorithm, traffic.sent_bytes, traffic.copied_bytes);
+    stats->count(op, traffic.algorithm, traffic.sent_bytes, traffic.copied_bytes);
 }
 
 }  // namespace ringcomm

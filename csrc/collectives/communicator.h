@@ -31,6 +31,27 @@ class Communicator {
  public:
   using Done = std::function<void(std::exception_ptr)>;
 
+  /// What a sequence may do.
+  class Steps {
+   public:
+    /// Runs a collective to its end. Throws Error.
+    void run(const Collective& call);
+    /// `peer` called `op` with other arguments than this rank; `difference` says both. Ends the
+    /// group.
+    [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference);
+
+   private:
+    friend class Communicator;
+    Steps(Communicator& communicator, const WaitLimits& limits)
+        : communicator_(communicator), limits_(limits) {}
+
+    Communicator& communicator_;
+    const WaitLimits& limits_;
+  };
+  /// Collectives whose arguments depend on what those before them brought. They take one place in
+  /// the group's order. What a sequence throws ends the group.
+  using Sequence = std::function<void(Steps&)>;
+
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessages& make_messages = {});
@@ -43,8 +64,10 @@ class Communicator {
   int world_size() const { return world_size_; }
   const CommunicatorOptions& options() const { return options_; }
   const Stats& stats() const { return stats_; }
-  /// The number of the next collective.
-  std::uint64_t next_seq() const { return next_seq_.load(std::memory_order_relaxed); }
+  /// The number of the collective that will be called next, though others may be queued before it.
+  std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
+  /// The algorithm that a call gets.
+  Algorithm algorithm_of(const Collective& call) const;
   /// What moves the bytes, and why it is that: for people.
   const std::string& transport() const { return transport_; }
   /// Bytes of shared memory mapped for the group, touched or not.
@@ -58,6 +81,11 @@ class Communicator {
   /// which happens once, on any thread, with the error or null. Throws std::invalid_argument, and
   /// what ended the group.
   OrderedQueue::Ticket submit(const Collective& call, const WaitLimits& limits, Done done);
+
+  /// The same for a sequence.
+  void run(const Sequence& sequence, const WaitLimits& limits);
+  OrderedQueue::Ticket submit(Sequence sequence, const WaitLimits& limits, Done done);
+
   OrderedQueue& queue() { return queue_; }
 
   /// Sends and receives; null in a group of one.
@@ -72,9 +100,14 @@ class Communicator {
 
  private:
   void validate(const Collective& call) const;
+  template <typename Body>
+  void run_in_order(const Body& body, const WaitLimits& limits);
+  template <typename Body>
+  OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
+  void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  void count(const CallHeader& header, const Traffic& traffic);
+  void count(OpKind op, const Traffic& traffic);
 
   int rank_;
   int world_size_;
@@ -84,8 +117,9 @@ class Communicator {
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;
-  std::atomic<std::uint64_t> next_seq_ = 0;
-  OrderedQueue queue_;  // last, so first to go: it runs what is left
+  std::atomic<std::uint64_t> num_issued_ = 0;
+  std::uint64_t num_run_ = 0;  // counted where they run, which is in one order on all ranks
+  OrderedQueue queue_;         // last, so first to go: it runs what is left
 };
 
 }  // namespace ringcomm

@@ -10,6 +10,13 @@ namespace {
 // Below, they cost what they save.
 constexpr std::size_t kStreamedResultBytes = std::size_t{16} << 20;
 
+CallHeader header_at(const std::byte* place) {
+  CallHeader header;
+  std::memcpy(&header, place, header.told_bytes());
+  if (header.has_update) std::memcpy(&header, place, header.told_bytes());
+  return header;
+}
+
 }  // namespace
 
 std::byte* Engine::open() {
@@ -25,22 +32,46 @@ const std::byte* Engine::wait(int peer) {
 }
 
 std::byte* Engine::open_first(const CallHeader& header) {
-  std::byte* payload = open();
-  std::memcpy(payload - kHeaderBytes, &header, sizeof(header));
-  return payload;
+  return are_headers_known_ ? open() : open_with_header(header, {});
 }
 
 const std::byte* Engine::wait_header(int peer, CallHeader& theirs) {
   const std::byte* payload = wait(peer);
-  std::memcpy(&theirs, payload - kHeaderBytes, sizeof(theirs));
+  theirs = header_at(payload - kHeaderBytes);
   return payload;
 }
 
 const std::byte* Engine::wait_first(int peer, const CallHeader& header) {
-  CallHeader theirs;
-  const std::byte* payload = wait_header(peer, theirs);
-  if (!(theirs == header)) throw Mismatched{peer, theirs};
+  const std::byte* payload = wait(peer);
+  if (!are_headers_known_ && check_header(peer, payload, header).is_given()) throw BuffersNoted{};
   return payload;
+}
+
+void Engine::publish_note(const CallHeader& header, const BufferNote& note) {
+  open_with_header(header, note);
+  publish();
+}
+
+void Engine::read_notes(const CallHeader& header, const BufferNote& mine, BufferNote* notes) {
+  for (int peer = 0; peer < world_size(); ++peer)
+    notes[peer] = peer == rank() ? mine : check_header(peer, wait(peer), header);
+  are_headers_known_ = true;
+}
+
+std::byte* Engine::open_with_header(const CallHeader& header, const BufferNote& note) {
+  std::byte* payload = open();
+  std::memcpy(payload - kHeaderBytes, &header, header.told_bytes());
+  std::memcpy(payload - kHeaderBytes + kNoteOffsetBytes, &note, sizeof(note));
+  return payload;
+}
+
+BufferNote Engine::check_header(int peer, const std::byte* payload,
+                                const CallHeader& header) const {
+  const CallHeader theirs = header_at(payload - kHeaderBytes);
+  if (!(theirs == header)) throw Mismatched{peer, theirs};
+  BufferNote note;
+  std::memcpy(&note, payload - kHeaderBytes + kNoteOffsetBytes, sizeof(note));
+  return note;
 }
 
 void Engine::exchange_headers(const CallHeader& header) {

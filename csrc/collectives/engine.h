@@ -14,8 +14,23 @@
 #include "device/reduce_op.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
+#include "transport/shm/shared_arena.h"
 
 namespace ringcomm {
+
+/// Where the buffers of a rank's call lie in memory that its peers can map. Stands beside the
+/// call's header, and is not compared. A rank that says so stages no data in its first phase.
+struct BufferNote {
+  shm::ArenaLocation input;
+  shm::ArenaLocation output;
+
+  bool is_given() const { return input.is_somewhere(); }
+};
+
+/// Thrown out of the first phase of a staged collective: a peer has put no data there, since its
+/// buffers can be read where they lie. Every rank sees the same notes, so all go on alike
+/// (DirectCollectives).
+struct BuffersNoted {};
 
 /// The state in which collectives of one group run, one after another, on one thread at a time.
 ///
@@ -39,12 +54,24 @@ class Engine {
   /// Bytes of data that one phase can carry.
   std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
 
+  /// Starts a collective: its first phase will be one with headers.
+  void begin() { are_headers_known_ = false; }
+
   /// Opens the first phase of `header`'s collective: room for its first data.
   std::byte* open_first(const CallHeader& header);
-  /// The data of `peer` in the first phase; throws Mismatched when it made another call.
+  /// The data of `peer` in the first phase; throws Mismatched when it made another call, and
+  /// BuffersNoted.
   const std::byte* wait_first(int peer, const CallHeader& header);
   /// The same for whoever compares the headers.
   const std::byte* wait_header(int peer, CallHeader& theirs);
+
+  /// A first phase that carries `note` and no data.
+  void publish_note(const CallHeader& header, const BufferNote& note);
+  /// The notes of all ranks; throws Mismatched. From then on the collective's headers are known,
+  /// and the first phase of what follows is one like any other.
+  void read_notes(const CallHeader& header, const BufferNote& mine, BufferNote* notes);
+  /// Ends the use of buffers that ranks lent each other; see Board.
+  void rejoin() { check(board_.rejoin()); }
 
   /// The same for later phases.
   std::byte* open();
@@ -73,10 +100,14 @@ class Engine {
   }
 
  private:
-  // The header's room in front of every region: two lines, so that data starts aligned for any
-  // vector.
-  static constexpr std::size_t kHeaderBytes = kLineBytes;
-  static_assert(sizeof(CallHeader) <= kHeaderBytes);
+  // The header's and the note's room in front of every region: whole lines, so that data starts
+  // aligned for any vector.
+  static constexpr std::size_t kNoteOffsetBytes = kLineBytes;
+  static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
+  static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);
+
+  std::byte* open_with_header(const CallHeader& header, const BufferNote& note);
+  BufferNote check_header(int peer, const std::byte* payload, const CallHeader& header) const;
 
   shm::Group& group_;
   Arch arch_;
@@ -84,6 +115,7 @@ class Engine {
   Board<Arch> board_;
   StoreKindChooser store_kinds_;
   std::uint64_t copied_bytes_ = 0;
+  bool are_headers_known_ = false;
 };
 
 }  // namespace ringcomm

@@ -28,7 +28,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
     case Stop::kTimeout:
       raise(ErrorKind::kTimeout, peer,
             "waited for " + who + " for " + std::to_string(activity.timeout.count()) +
-                " ms; read what that rank says, or raise `timeout=` of init_process_group",
+                " ms; read what that rank says, or raise the timeout of init_process_group",
             activity, false);
     case Stop::kPeerDied:
       raise(ErrorKind::kPeerDied, peer, who + " died" + (detail.empty() ? "" : ": " + detail),

@@ -44,7 +44,7 @@ void HostsEngine::begin(MessageWatch::Operation& operation, const CallHeader& he
   header_ = &header;
   limits_ = &limits;
   deadline_ = deadline_after(limits.timeout);
-  traffic_ = {};
+  traffic_ = {.algorithm = header.algorithm};
   all_.begin(operation);
   if (leaders_ != nullptr) leaders_->begin(operation);
 }

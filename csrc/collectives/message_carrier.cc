@@ -33,7 +33,7 @@ Traffic MessageCarrier::run(const Collective& call, const CallHeader& header,
   try {
     const std::uint64_t sent_bytes = run_message_collective(engine_, call, header);
     engine_.finish();
-    return {.sent_bytes = sent_bytes};
+    return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
   } catch (...) {
     // Messages on their way would go on using the call's buffers, which end with it.
     transport_->abort();

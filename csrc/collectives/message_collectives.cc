@@ -62,7 +62,7 @@ std::uint64_t reduce_scatter(MessageEngine& engine, const Collective& call,
       MessageShares::of_reduce_scatter(call, engine.rank(), engine.world_size());
   if (header.algorithm != Algorithm::kRing) return direct_reduce_scatter(engine, header, shares);
   greet_neighbours(engine, header, shares.table());
-  return ring_reduce_scatter(engine, shares, engine.cut().num_slots, engine.cut().slot_bytes);
+  return ring_reduce_scatter(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
 }
 
 std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const CallHeader& header) {
@@ -70,7 +70,7 @@ std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const Ca
       MessageShares::of_all_gather(call, engine.rank(), engine.world_size());
   if (header.algorithm != Algorithm::kRing) return direct_all_gather(engine, header, shares);
   greet_neighbours(engine, header, shares.table());
-  return ring_all_gather(engine, shares, engine.cut().num_slots, engine.cut().slot_bytes);
+  return ring_all_gather(engine, shares, header.ring_num_slots, header.ring_slot_bytes);
 }
 
 }  // namespace
@@ -86,23 +86,23 @@ void plan_message_collective(const MessageEngine& engine, const Collective& call
       if (header.algorithm == Algorithm::kAuto)
         header.algorithm = choose_all_reduce_of_messages(num_bytes, engine.world_size(),
                                                          options.one_shot_max_bytes);
-      if (header.algorithm == Algorithm::kRing) {
-        const CommunicatorOptions cut = options.ring_options(call);
-        header.ring_num_slots = cut.num_slots;
-        header.ring_slot_bytes = cut.slot_bytes;
-      }
-      return;
+      break;
     case OpKind::kReduce:
     case OpKind::kReduceScatter:
       if (is_large && !engine.cut().is_rank_ordered) header.algorithm = Algorithm::kRing;
-      return;
+      break;
     case OpKind::kAllGather:
     case OpKind::kBroadcast:
       // Between two ranks either form is the same message; in one piece it starts once.
       if (is_large && engine.world_size() > 2) header.algorithm = Algorithm::kRing;
-      return;
+      break;
     default:
-      return;
+      break;
+  }
+  if (header.algorithm == Algorithm::kRing) {
+    const CommunicatorOptions cut = options.ring_options(call);
+    header.ring_num_slots = cut.num_slots;
+    header.ring_slot_bytes = cut.slot_bytes;
   }
 }
 
@@ -129,8 +129,7 @@ std::uint64_t run_message_collective(MessageEngine& engine, const Collective& ca
       return direct_scatter(engine, call, header);
     case OpKind::kAllToAll:
       return direct_all_to_all(engine, call, header);
-    case OpKind::kSend:
-    case OpKind::kRecv:
+    default:
       break;
   }
   throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");

@@ -87,7 +87,8 @@ void MessageP2p::check(const P2pOp& op) const {
     throw std::invalid_argument("the peer of a send or receive is another rank of the group's " +
                                 std::to_string(transport_.world_size()) + ", got " +
                                 std::to_string(op.peer));
-  if (op.tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
+  if (!MessageTags::is_internal(op.tag) &&
+      op.tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
     throw std::invalid_argument("tags over the p2p transport are 0 to " +
                                 std::to_string(MessageTransport::kFirstReservedTag - 1) + ", got " +
                                 std::to_string(static_cast<std::int32_t>(op.tag)));
@@ -129,7 +130,7 @@ std::unique_ptr<MessageP2p::Item> MessageP2p::start(const P2pOpPtr& op) {
   auto item = std::make_unique<Item>(op);
   Envelope& envelope = item->envelope;
   auto* bytes = reinterpret_cast<std::byte*>(&envelope);
-  const auto tag = static_cast<int>(op->tag);
+  const int tag = MessageTags::of(op->tag);
   if (op->kind == P2pOp::Kind::kRecv) {
     item->envelope_message = transport_.irecv(op->peer, tag, bytes, sizeof(envelope));
     return item;

@@ -170,9 +170,9 @@ std::uint64_t reduce_scatter_uneven(Engine& engine, const Collective& call,
     const ElemRange elems = exchange.slice(rank, rank, piece_idx);
     if (elems.num_elems == 0) return;
     for (int peer = 0; peer < engine.world_size(); ++peer)
-      sources[static_cast<std::size_t>(peer)] = peer == rank
-                                                    ? at(call.inputs[rank], elems.begin_elems, bytes)
-                                                    : exchange.received(peer, piece_idx);
+      sources[static_cast<std::size_t>(peer)] =
+          peer == rank ? at(call.inputs[rank], elems.begin_elems, bytes)
+                       : exchange.received(peer, piece_idx);
     op.combine(at(call.outputs[0], elems.begin_elems, bytes), nullptr, sources.data(),
                engine.world_size(), elems.num_elems, divisor_of(call, engine.world_size()));
   });

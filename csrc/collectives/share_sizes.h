@@ -12,10 +12,10 @@ namespace ringcomm {
 /// How many elements each rank has for each other one, in a collective in which that may differ.
 ///
 /// A rank knows its own sizes only, and a mistake concerns two ranks at once. So every rank tells
-/// all its sizes in the first phase, in front of the data: a table of one 64-bit count per rank (two
-/// tables in all_to_all, what it gives and what it expects), or nothing where the header's num_elems
-/// says it. Then every rank compares all pairs, and all fail alike, with the same words, where one
-/// does not fit; nobody has to tell the others.
+/// all its sizes in the first phase, in front of the data: a table of one 64-bit count per rank
+/// (two tables in all_to_all, what it gives and what it expects), or nothing where the header's
+/// num_elems says it. Then every rank compares all pairs, and all fail alike, with the same words,
+/// where one does not fit; nobody has to tell the others.
 ///
 /// The room for the tables is there even where they are not filled: ranks with even and with uneven
 /// shares may be of one call, and must agree on where data begins.

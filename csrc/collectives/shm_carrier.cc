@@ -7,6 +7,7 @@
 #include "collectives/all_reduce.h"
 #include "collectives/board_collectives.h"
 #include "collectives/p2p_engine.h"
+#include "collectives/reduce_update_gather.h"
 #include "collectives/share_exchange.h"
 
 namespace ringcomm {
@@ -41,14 +42,16 @@ ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
     : options_(options),
       group_(store, identity_of(rank, world_size, options), segment_config(options), timeout),
       scope_(group_),
-      engine_(group_, scope_) {}
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
 
 ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
                        const CommunicatorOptions& options)
     : options_(options),
       group_(rendezvous, identity_of(rank, world_size, options), segment_config(options)),
       scope_(group_),
-      engine_(group_, scope_) {}
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
 
 std::size_t ShmCarrier::shared_bytes(int world_size, const CommunicatorOptions& options) {
   return shm::SegmentLayout(world_size, segment_config(options)).num_bytes();
@@ -60,11 +63,13 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
-  if (call.op != OpKind::kAllReduce) return;
-  header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (header.algorithm == Algorithm::kAuto)
+  const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing) header.algorithm = asked;
+  if (call.op == OpKind::kAllReduce)
     header.algorithm =
-        choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
+        asked != Algorithm::kAuto
+            ? asked
+            : choose_all_reduce(call.num_bytes(), group_.world_size(), options_.one_shot_max_bytes);
   if (header.algorithm == Algorithm::kRing) {
     const CommunicatorOptions cut = options_.ring_options(call);
     header.ring_num_slots = cut.num_slots;
@@ -79,8 +84,10 @@ Traffic ShmCarrier::run(const Collective& call, const CallHeader& header,
   engine_.take_copied_bytes();  // of a call that failed
   try {
     const std::uint64_t sent_bytes = dispatch_explained(call, header);
-    engine_.store_kinds().end();
-    return {.sent_bytes = sent_bytes, .copied_bytes = engine_.take_copied_bytes()};
+    if (!direct_.was_direct()) engine_.store_kinds().end();
+    return {.sent_bytes = sent_bytes,
+            .copied_bytes = engine_.take_copied_bytes(),
+            .algorithm = direct_.was_direct() ? Algorithm::kDirect : header.algorithm};
   } catch (Stopped& stopped) {
     stopped.peer = scope_.awaited_peer();
     throw;
@@ -92,14 +99,17 @@ std::uint64_t ShmCarrier::dispatch_explained(const Collective& call, const CallH
     return dispatch(call, header);
   } catch (const Mismatched& mismatched) {
     // The headers do not show the sizes of a peer whose shares are uneven.
-    if (is_same_call(header, mismatched.theirs) && !header.is_uneven &&
-        mismatched.theirs.is_uneven)
+    if (is_same_call(header, mismatched.theirs) && !header.is_uneven && mismatched.theirs.is_uneven)
       explain_mismatch(engine_, call, header);
     throw;
   }
 }
 
 std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& header) {
+  return direct_.run(call, header, [&] { return run_staged(call, header); });
+}
+
+std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& header) {
   switch (call.op) {
     case OpKind::kBarrier:
       return barrier(engine_, header);
@@ -129,6 +139,9 @@ std::uint64_t ShmCarrier::dispatch(const Collective& call, const CallHeader& hea
         default:
           return all_reduce_two_shot(engine_, call, header);
       }
+    case OpKind::kReduceUpdateGather:
+      return header.algorithm == Algorithm::kRing ? all_reduce_ring(engine_, call, header)
+                                                  : reduce_update_gather(engine_, call, header);
     case OpKind::kSend:
     case OpKind::kRecv:
       break;

@@ -4,6 +4,7 @@
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
+#include "collectives/direct_collectives.h"
 #include "collectives/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/shm/group.h"
@@ -27,6 +28,7 @@ class ShmCarrier final : public Carrier {
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return true; }
+  bool fuses_updates() const override { return true; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
@@ -34,11 +36,13 @@ class ShmCarrier final : public Carrier {
  private:
   std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
+  std::uint64_t run_staged(const Collective& call, const CallHeader& header);
 
   CommunicatorOptions options_;
   shm::Group group_;
   shm::WaitScope scope_;
   Engine engine_;
+  DirectCollectives direct_;
 };
 
 }  // namespace ringcomm

@@ -40,6 +40,10 @@ struct BoardGeometry {
 /// No other credit is needed, and each byte is written once however many ranks read it. A phase in
 /// which a rank writes nothing needs no open(): it publishes to say that it has finished the phases
 /// before.
+///
+/// What a rank lends its peers outside of the boards, its own buffers, they may use from the
+/// publication that says so on until they publish next. So a rank takes it back with rejoin(), and
+/// gives nothing of it back to its caller before.
 template <Arch A>
 class Board {
  public:
@@ -54,12 +58,8 @@ class Board {
 
   /// Waits until this rank's region of the coming phase may be filled, and hands it out.
   Stop open(std::byte*& region) {
-    for (int peer = 0; peer < geometry_.world_size; ++peer) {
-      if (peer == rank_) continue;
-      if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
-    }
     region = geometry_.region(rank_, phase_);
-    return Stop::kNone;
+    return wait_all_published();
   }
 
   /// Ends the phases before and starts reading the coming one: what was filled is visible to all.
@@ -72,7 +72,21 @@ class Board {
     return Stop::kNone;
   }
 
+  /// Publishes a phase without data and waits for all: from then on no peer touches what any rank
+  /// has lent before, and what they wrote to it is visible.
+  Stop rejoin() {
+    publish();
+    return wait_all_published();
+  }
+
  private:
+  Stop wait_all_published() {
+    for (int peer = 0; peer < geometry_.world_size; ++peer) {
+      if (peer == rank_) continue;
+      if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
+    }
+    return Stop::kNone;
+  }
   Stop wait_published(int peer) {
     return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
   }

@@ -1,24 +1,22 @@
 """Starts the ranks of this machine, watches them, and leaves none behind.
 
-Ranks are forked, since a fork costs 0.4 s and a fresh interpreter with torch 3 to 14 s. That is
-safe because the parent has no threads: all that it computes with torch are the first weights, with
-one thread (see ``cli.main``).
+Ranks are forked. That is safe because the parent has no threads: all that it computes with torch
+are the first weights, with one thread (see ``cli.main``).
 Every rank dies with the parent (PR_SET_PDEATHSIG), whatever kills that.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-PR_SET_PDEATHSIG = 1
+from ringcomm.bench.fork import fork
+
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.02
 # From Ctrl-C to the SIGKILL of ranks that have not ended themselves: time for the step that is
@@ -58,31 +56,6 @@ def prepare_rank_signals(launched: bool) -> None:
     """
     signal.signal(signal.SIGINT, _request_stop if launched else signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _request_stop)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(EXIT_FAILED)
-
-
-def fork(main: Callable[[], int]) -> int:
-    """Forks a process that exits with what ``main`` returns and dies with this one; its pid."""
-    parent_pid = os.getpid()
-    pid = os.fork()
-    if pid != 0:
-        return pid
-    code = EXIT_FAILED
-    try:
-        _die_with_parent(parent_pid)
-        code = main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # no clean-up that belongs to the parent, no wait for foreign threads
 
 
 def _be_rank(rank: int, main: Callable[[int], int]) -> int:

@@ -7,13 +7,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ringcomm.bench.others import OtherPrograms, why_no_claim
+from ringcomm.bench.quantiles import median, quantile
 from training.job import Job
 from training.launch import Interrupted, stop_requested
 from training.learn import ASKED_TO_STOP, ENOUGH, GO_ON, system_bytes
-from training.machine import OtherPrograms, why_no_claim
 from training.model import PRESETS
 from training.options import PEAK_LR, RACE_TOKENS
-from training.quantiles import median, quantile
 from training.screen import LiveLine
 from training.systems import System, TrainState, build_system, why_impossible
 

@@ -16,10 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed these; 2.11 has only the old names, and the new torch warns about
-# them on every call.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 
 def all_reduce_bytes(buffer_bytes: int, world_size: int) -> float:

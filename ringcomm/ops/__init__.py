@@ -3,6 +3,7 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,
     all_reduce,
@@ -13,14 +14,29 @@ from ringcomm.ops.collectives import (
     reduce_scatter,
     ring_all_reduce_,
 )
+from ringcomm.ops.fused_update import (
+    SGD,
+    AdamW,
+    Lomo,
+    new_shard_state,
+    reduce_scatter_update_all_gather_,
+    shard_range,
+)
 
 __all__ = [
+    "SGD",
+    "AdamW",
+    "Lomo",
     "all_gather",
     "all_reduce",
     "all_reduce_",
     "broadcast",
     "broadcast_",
+    "monitored_barrier",
+    "new_shard_state",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_update_all_gather_",
     "ring_all_reduce_",
+    "shard_range",
 ]

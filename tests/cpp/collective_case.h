@@ -42,11 +42,16 @@ struct Case {
     std::ostringstream text;
     text << name_of(op) << ' ' << name_of(dtype) << ' ' << name_of(reduction) << ' '
          << name_of(algorithm) << " root " << root << ", " << num_elems << " elements"
-         << (is_in_place ? " in place" : "") << (is_uneven ? " uneven" : "") << ", slots " << ring_num_slots << " of "
-         << ring_slot_bytes << ", salt " << salt;
+         << (is_in_place ? " in place" : "") << (is_uneven ? " uneven" : "") << ", slots "
+         << ring_num_slots << " of " << ring_slot_bytes << ", salt " << salt;
     return text.str();
   }
 };
+
+inline bool rooted(OpKind op) {
+  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
+         op == OpKind::kScatter;
+}
 
 inline bool reduces(OpKind op) {
   return op == OpKind::kAllReduce || op == OpKind::kReduce || op == OpKind::kReduceScatter;
@@ -104,6 +109,19 @@ void append(oracle::Bytes& bytes, T value) {
   bytes.insert(bytes.end(), begin, begin + sizeof(value));
 }
 
+inline void append_float(oracle::Bytes& bytes, DType dtype, float value) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return append(bytes, oracle::kFormatFloat16.encode(value));
+    case DType::kBFloat16:
+      return append(bytes, oracle::kFormatBFloat16.encode(value));
+    case DType::kFloat64:
+      return append(bytes, static_cast<double>(value));
+    default:
+      return append(bytes, value);
+  }
+}
+
 /// Small enough that no result of 8 ranks is rounded, even in bfloat16.
 inline void append_integer(oracle::Bytes& bytes, DType dtype, int value) {
   switch (dtype) {
@@ -153,8 +171,9 @@ inline oracle::Bytes input_of(const Case& c, int rank, int share) {
   std::mt19937 random(seed);
   for (std::size_t i = 0; i < num_elems; ++i) {
     if (c.is_random) {
-      append(bytes, std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F,
-                               static_cast<int>(random() % 20U)));
+      append_float(
+          bytes, c.dtype,
+          std::ldexp(static_cast<float>(random()) / 4e9F - 0.5F, static_cast<int>(random() % 14U)));
       continue;
     }
     const auto value = static_cast<int>(mixed(seed + static_cast<std::uint32_t>(i)) % 7U);
@@ -304,6 +323,28 @@ inline void run_case(Communicator& communicator, const Case& c) {
   CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
   communicator.run(buffers.call(), kPatient);
   buffers.check();
+}
+
+/// Runs `ops` with every count, in place and not, on groups of 1 to 8 ranks.
+template <class Ops, class CountsOf>
+void run_cases_of_worlds(const Ops& ops, const CountsOf& counts_of, bool is_uneven) {
+  for (int world_size = 1; world_size <= 8; ++world_size) {
+    run_ranks(world_size, [&](Communicator& communicator) {
+      std::uint32_t salt = 0;
+      for (const OpKind op : ops)
+        for (const std::size_t num_elems : counts_of(world_size))
+          for (const bool is_in_place : {false, true}) {
+            ++salt;
+            run_case(communicator, {.op = op,
+                                    .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
+                                    .num_elems = num_elems,
+                                    .is_in_place = is_in_place,
+                                    .salt = salt,
+                                    .is_uneven = is_uneven});
+          }
+      barrier(communicator);
+    });
+  }
 }
 
 }  // namespace ringcomm::testing

@@ -17,6 +17,7 @@ using namespace ringcomm;
 using testing::Case;
 using testing::expect;
 using testing::kPhaseBytes;
+using testing::rooted;
 using testing::run_case;
 using testing::run_ranks;
 
@@ -29,11 +30,6 @@ constexpr OpKind kOthers[] = {OpKind::kReduce,    OpKind::kReduceScatter, OpKind
 std::set<std::size_t> small_counts(int world_size) {
   const auto world = static_cast<std::size_t>(world_size);
   return {0, 1, world - 1, world, world + 1, 1001};
-}
-
-bool rooted(OpKind op) {
-  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
-         op == OpKind::kScatter;
 }
 
 TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
@@ -72,23 +68,7 @@ TEST_CASE("all_reduce of every reduction and dtype that has one") {
 }
 
 TEST_CASE("the other collectives, worlds 1 to 8") {
-  for (int world_size = 1; world_size <= 8; ++world_size) {
-    CAPTURE(world_size);
-    run_ranks(world_size, [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
-      for (const OpKind op : kOthers)
-        for (const std::size_t num_elems : small_counts(world_size))
-          for (const bool is_in_place : {false, true}) {
-            ++salt;
-            run_case(communicator, {.op = op,
-                                    .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
-                                    .num_elems = num_elems,
-                                    .is_in_place = is_in_place,
-                                    .salt = salt});
-          }
-      testing::barrier(communicator);
-    });
-  }
+  testing::run_cases_of_worlds(kOthers, small_counts, false);
 }
 
 TEST_CASE("the other collectives in bytes, in halves, and averaged") {
@@ -190,6 +170,28 @@ TEST_CASE("random floats have the same bits on all ranks") {
   }
 }
 
+TEST_CASE("in rank order every algorithm gives the left-to-right sum, to the last bit") {
+  // 16-bit types in the oracle round once per step; test_rank_order.py has one that does not.
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64})
+    for (const int world_size : {2, 3, 5}) {
+      run_ranks(world_size,
+                [&](Communicator& communicator) {
+                  std::uint32_t salt = 0;
+                  for (const Algorithm algorithm : kAlgorithms)
+                    for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg})
+                      for (const std::size_t num_elems : {0U, 1U, 31U, 257U, 1001U})
+                        run_case(communicator, {.dtype = dtype,
+                                                .reduction = reduction,
+                                                .algorithm = algorithm,
+                                                .num_elems = num_elems,
+                                                .is_in_place = salt % 2 == 0,
+                                                .is_random = true,
+                                                .salt = ++salt});
+                },
+                {.is_rank_ordered = true, .slot_bytes = 256});
+    }
+}
+
 // ---- bytes
 
 std::uint64_t sent_by(Communicator& communicator, const Case& c, Algorithm counted) {
@@ -239,6 +241,39 @@ TEST_CASE("where the ranks do not divide the count, the bytes of all add up") {
       CHECK(total == 2 * 2 * num_elems * sizeof(float));
     }
   }
+}
+
+// What this rank copies: what it stages, and what it takes from there to its results.
+TEST_CASE("the copied bytes of a call are those of its formula") {
+  run_ranks(2, [&](Communicator& communicator) {
+    constexpr std::uint64_t kBytes = 4000;
+    const bool is_root = communicator.rank() == 0;
+    const auto check = [&](OpKind op, Algorithm algorithm, bool is_in_place,
+                           std::uint64_t expected) {
+      const Algorithm counted = op == OpKind::kAllReduce ? algorithm : Algorithm::kDirect;
+      const std::uint64_t before = communicator.stats().counts(op, counted).copied_bytes;
+      run_case(communicator, {.op = op,
+                              .algorithm = algorithm,
+                              .root = rooted(op) ? 0 : -1,
+                              .num_elems = kBytes / sizeof(float),
+                              .is_in_place = is_in_place});
+      const std::uint64_t copied = communicator.stats().counts(op, counted).copied_bytes - before;
+      expect(copied == expected, std::to_string(expected) + " bytes copied, not " +
+                                     std::to_string(copied) + ", of " + name_of(op));
+    };
+    check(OpKind::kAllReduce, Algorithm::kOneShot, false, kBytes);
+    check(OpKind::kAllReduce, Algorithm::kTwoShot, false, kBytes + kBytes / 2);
+    check(OpKind::kAllReduce, Algorithm::kRing, false, kBytes + kBytes / 2);
+    check(OpKind::kReduceScatter, Algorithm::kAuto, false, kBytes);
+    check(OpKind::kAllGather, Algorithm::kAuto, false, 3 * kBytes);
+    check(OpKind::kAllGather, Algorithm::kAuto, true, 2 * kBytes);
+    check(OpKind::kBroadcast, Algorithm::kAuto, false, kBytes);
+    check(OpKind::kReduce, Algorithm::kAuto, false, is_root ? 0 : kBytes);
+    check(OpKind::kGather, Algorithm::kAuto, false, is_root ? 2 * kBytes : kBytes);
+    check(OpKind::kScatter, Algorithm::kAuto, false, is_root ? 2 * kBytes : kBytes);
+    check(OpKind::kAllToAll, Algorithm::kAuto, false, 3 * kBytes);
+    check(OpKind::kAllToAll, Algorithm::kAuto, true, 2 * kBytes);
+  });
 }
 
 TEST_CASE("an all_reduce that asks for no algorithm gets one, and is counted under it") {

@@ -17,33 +17,16 @@ using testing::Case;
 using testing::expect;
 using testing::kPatient;
 using testing::kPhaseBytes;
+using testing::rooted;
 using testing::run_case;
 using testing::run_ranks;
 
 constexpr OpKind kUneven[] = {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
                               OpKind::kScatter, OpKind::kAllToAll};
 
-bool rooted(OpKind op) { return op == OpKind::kGather || op == OpKind::kScatter; }
-
 TEST_CASE("uneven shares, worlds 1 to 8") {
-  for (int world_size = 1; world_size <= 8; ++world_size) {
-    CAPTURE(world_size);
-    run_ranks(world_size, [&](Communicator& communicator) {
-      std::uint32_t salt = 0;
-      for (const OpKind op : kUneven)
-        for (const std::size_t num_elems : {1U, 3U, 500U})
-          for (const bool is_in_place : {false, true}) {
-            ++salt;
-            run_case(communicator, {.op = op,
-                                    .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
-                                    .num_elems = num_elems,
-                                    .is_in_place = is_in_place,
-                                    .salt = salt,
-                                    .is_uneven = true});
-          }
-      testing::barrier(communicator);
-    });
-  }
+  const auto counts_of = [](int) { return std::vector<std::size_t>{1, 3, 500}; };
+  testing::run_cases_of_worlds(kUneven, counts_of, true);
 }
 
 // Shares of no, some and many pieces beside each other; and after them calls of one size, which
@@ -147,9 +130,11 @@ TEST_CASE("sizes that do not fit are an error on every rank, which names both") 
                 {"rank 1 has 5 bytes for rank 2, which expects 6 bytes", "uint8"});
   expect_misfit(OpKind::kReduceScatter, -1, {even, {.num_elems = 4, .inputs = {4, 4, 5}}, even},
                 {"rank 1 has 5 bytes for rank 2, which expects 4 bytes"});
-  expect_misfit(OpKind::kGather, 1, {even, {.num_elems = 4, .outputs = {4, 4, 4}}, {.num_elems = 7}},
+  expect_misfit(OpKind::kGather, 1,
+                {even, {.num_elems = 4, .outputs = {4, 4, 4}}, {.num_elems = 7}},
                 {"rank 2 has 7 bytes for rank 1, which expects 4 bytes", "root 1"});
-  expect_misfit(OpKind::kScatter, 0, {{.num_elems = 4, .inputs = {4, 2, 3}}, even, {.num_elems = 3}},
+  expect_misfit(OpKind::kScatter, 0,
+                {{.num_elems = 4, .inputs = {4, 2, 3}}, even, {.num_elems = 3}},
                 {"rank 0 has 2 bytes for rank 1, which expects 4 bytes"});
 }
 

@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+INTS = [*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64]
 NUMBER_OPS = ["sum", "avg", "product", "min", "max"]
 BIT_OPS = ["band", "bor", "bxor"]
 
 
 def integers(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values of -2 to 2 but 0 (a product of zeros shows nothing); of bool and uint8 any."""
+    """Values of -2 to 2 but 0 (a product of zeros shows nothing), of unsigned types 0 to 255."""
     if num_elems == 0:  # numpy's empty arrays have strides that torch cannot view
         return torch.empty(0, dtype=dtype)
     rng = np.random.default_rng([seed, rank, num_elems])
     if dtype == torch.bool:
         return torch.from_numpy(rng.integers(0, 2, num_elems).astype(bool))
     values = rng.choice(np.array([-2, -1, 1, 2]), num_elems)
-    if dtype == torch.uint8:
+    if dtype in UNSIGNED:
         values = rng.integers(0, 256, num_elems)
     return torch.from_numpy(values).to(dtype)
 

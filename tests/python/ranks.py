@@ -23,7 +23,7 @@ from typing import Any
 
 import rank_server
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["Pool", "RankFailure", "Server", "run_ranks"]
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
@@ -35,7 +35,7 @@ class RankFailure(AssertionError):
     """What went wrong, of each rank."""
 
 
-class _Pool:
+class Pool:
     """Some ranks, and what they were told last."""
 
     def __init__(self, server: Server, env: Sequence[dict[str, str]]) -> None:
@@ -141,12 +141,12 @@ class _Pool:
 class Server:
     """This process's end of the server that forks ranks, and the pools."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = rank_server.import_ringcomm) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ringcomm-tests-"))
         self.sockets_seen: set[str] = set()
-        self._socket = rank_server.start_server(self.folder)
+        self._socket = rank_server.start_server(self.folder, prepare)
         self._requests = Connection(os.dup(self._socket.fileno()))
-        self._pools: dict[Any, _Pool] = {}
+        self._pools: dict[Any, Pool] = {}
 
     def _ask(self, *request: Any) -> None:
         self._requests.send_bytes(pickle.dumps(request))
@@ -168,12 +168,12 @@ class Server:
         self._ask("status", pid, timeout_s)
         return self._answer()
 
-    def pool(self, key: Any, make: Callable[[], _Pool]) -> _Pool:
+    def pool(self, key: Any, make: Callable[[], Pool]) -> Pool:
         if key not in self._pools:
             self._pools[key] = make()
         return self._pools[key]
 
-    def forget(self, pool: _Pool) -> None:
+    def forget(self, pool: Pool) -> None:
         self._pools = {key: other for key, other in self._pools.items() if other is not pool}
 
     def close_pools(self) -> None:
@@ -243,8 +243,8 @@ def run_ranks(
     __tracebackhide__ = True
     rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
 
-    def make() -> _Pool:
-        pool = _Pool(server(), rank_env)
+    def make() -> Pool:
+        pool = Pool(server(), rank_env)
         if backend is not None:
             pool.init_group(backend, pg_options, group_timeout_s)
         return pool

@@ -144,7 +144,7 @@ def check_users(rank: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(7.0 * 5).view(7, 5)
     rows = DTensor.from_local(
-        whole.tensor_split(world_size)[rank] if world_size == 1 else _chunk(whole, rank, 0),
+        _chunk(whole, rank, 0),
         mesh,
         [Shard(0)],
         shape=whole.shape,

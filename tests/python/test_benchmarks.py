@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import all_reduce
 import harness
-import machine
-import operations
 import races
 import table
-from interleave import Timings, labels_of
-from training.quantiles import quantile
+
+from ringcomm.bench import exit_codes, machine, operations, ranks
+from ringcomm.bench.interleave import Timings, labelled
+from ringcomm.bench.quantiles import quantile
+from ringcomm.bench.records import Recorder, read_records
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -47,7 +48,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records" / "sweep.jsonl"
-    assert run(path, "--sizes", "1024,1000000") == harness.EXIT_OK
+    assert run(path, "--sizes", "1024,1000000") == exit_codes.EXIT_OK
     records = lines_of(path)
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
     assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
@@ -82,7 +83,7 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             assert record["algorithms"]
     said = capfd.readouterr().out
     assert "time over ringcomm's" in said
-    assert table.main([str(path)]) == harness.EXIT_OK
+    assert table.main([str(path)]) == exit_codes.EXIT_OK
     markdown = capfd.readouterr().out
     assert "| bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in markdown
     assert "| 1 KiB |" in markdown
@@ -93,7 +94,7 @@ def test_every_operation_is_right(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     ops = ",".join(operations.OPERATIONS)
     # Not a multiple of the ranks: collectives that divide the buffer round down.
-    assert run(path, "--ops", ops, "--sizes", "1004", "--dtype", "bfloat16") == harness.EXIT_OK
+    assert run(path, "--ops", ops, "--sizes", "1004", "--dtype", "bfloat16") == exit_codes.EXIT_OK
     records = lines_of(path)
     assert [r["op"] for r in records[::2]] == list(operations.OPERATIONS)
     assert all(record["verified"] for record in records)
@@ -112,7 +113,7 @@ def test_one_wrong_element_is_seen(
     broken = dataclasses.replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
     monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
     path = tmp_path / "sweep.jsonl"
-    assert run(path, "--sizes", "1024") == harness.EXIT_WRONG_RESULTS
+    assert run(path, "--sizes", "1024") == exit_codes.EXIT_WRONG_RESULTS
     ours, gloo = lines_of(path)
     assert (ours["verified"], gloo["verified"]) == (False, True)
     assert ours["wrong_elems"] == 2  # one before the clocks ran, one after
@@ -131,14 +132,14 @@ def test_a_call_that_does_nothing_is_wrong(name: str) -> None:
     lazy = dataclasses.replace(operations.OPERATIONS[name], call=nothing)
     wrong: list[list[int]] = []
 
-    def main(team: harness.Team) -> None:
+    def main(team: ranks.Team) -> None:
         place = operations.Place(team.rank, 2, 64, torch.float32, torch.device("cpu"))
         mine = lazy.verify(lazy, lazy.setup(place), None, team)  # type: ignore[arg-type]
         counts = team.share(mine)
         if team.rank == 0:
             team.report(counts)
 
-    harness.run_ranks(2, main, wrong.append)
+    ranks.run_ranks(2, main, wrong.append)
     assert sum(wrong[0]) > 0
 
 
@@ -146,20 +147,20 @@ def test_a_barrier_that_does_not_wait_is_wrong() -> None:
     lazy = dataclasses.replace(operations.OPERATIONS["barrier"], call=lambda _buffers, _group: None)
     wrong: list[list[int]] = []
 
-    def main(team: harness.Team) -> None:
+    def main(team: ranks.Team) -> None:
         place = operations.Place(team.rank, 2, 0, torch.float32, torch.device("cpu"))
         mine = lazy.verify(lazy, lazy.setup(place), None, team)  # type: ignore[arg-type]
         counts = team.share(mine)
         if team.rank == 0:
             team.report(counts)
 
-    harness.run_ranks(2, main, wrong.append)
+    ranks.run_ranks(2, main, wrong.append)
     assert sum(wrong[0]) > 0
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
 def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str) -> None:
-    def main(team: harness.Team) -> None:
+    def main(team: ranks.Team) -> None:
         (tmp_path / str(os.getpid())).touch()
         team.share(None)
         if team.rank == 1 and how == "raises":
@@ -171,8 +172,8 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str
     expected = (
         "(?s)rank 1 failed.*on purpose" if how == "raises" else "rank 1 was killed by SIGKILL"
     )
-    with pytest.raises(harness.RankError, match=expected):
-        harness.run_ranks(3, main, print)
+    with pytest.raises(ranks.RankError, match=expected):
+        ranks.run_ranks(3, main, print)
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 3
     assert not any(Path("/proc", pid).exists() for pid in pids)
@@ -180,15 +181,58 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str
 
 def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """They lose it at once, and do not wait for it in vain."""
-    monkeypatch.setattr(harness, "SIDE_CHANNEL_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(ranks, "SIDE_CHANNEL_TIMEOUT_S", 20.0)
 
-    def main(team: harness.Team) -> None:
+    def main(team: ranks.Team) -> None:
         team.share(None)
         if team.rank != 1:
             team.share(None)
 
-    with pytest.raises(harness.RankError, match=r"ranks \[.*\] lost a rank that ended too early"):
-        harness.run_ranks(3, main, print)
+    with pytest.raises(ranks.RankError, match=r"ranks \[.*\] lost a rank that ended too early"):
+        ranks.run_ranks(3, main, print)
+
+
+def test_what_does_not_come_through_a_store(tmp_path: Path) -> None:
+    """In time is told from never: the process that holds a store has ended."""
+    file_store = dist.FileStore(str(tmp_path / "store"), 2)
+    assert not ranks._StoreChannel(file_store, 0, 1).poll(0.05)
+    other = ranks._StoreChannel(file_store, 1, 0)
+    other.send("late")
+    assert ranks._StoreChannel(file_store, 0, 1).poll(0.05)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    orphan = ranks._StoreChannel(client, 0, 1)
+    orphan.send("something")
+    del server
+    with pytest.raises(EOFError):
+        orphan.poll(5.0)
+    with pytest.raises(BrokenPipeError):
+        orphan.send("more")
+
+
+def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that a launcher has started agree through its store; here forked ones play them."""
+    store = tmp_path / "env store"
+    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    found: list[list[int]] = []
+
+    def main(team: ranks.Team) -> None:
+        os.environ["RANK"] = str(team.rank)
+        file_store = dist.FileStore(str(store), 3)
+        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(file_store, team.rank, 3)]))
+
+        def joined(inner: ranks.Team) -> None:
+            assert inner.agree(inner.rank) == 0
+            everything = inner.share({"rank": inner.rank})
+            assert everything == [{"rank": rank} for rank in range(3)]
+            if inner.rank == 0:
+                inner.report([entry["rank"] for entry in everything])
+
+        ranks.run_ranks(3, joined, team.report)
+
+    ranks.run_ranks(3, main, found.append)
+    assert found == [[0, 1, 2]]
 
 
 def test_ratio_is_paired() -> None:
@@ -204,7 +248,8 @@ def test_quantiles_interpolate() -> None:
 
 
 def test_a_backend_may_race_itself() -> None:
-    assert labels_of(["gloo", "ringcomm", "gloo"]) == ["gloo", "ringcomm", "gloo#2"]
+    labels = {"gloo": "gloo", "ringcomm": "ringcomm", "gloo#2": "gloo"}
+    assert labelled(["gloo", "ringcomm", "gloo"]) == labels
 
 
 def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
@@ -269,7 +314,7 @@ def race_records(tokens: str) -> list[dict[str, Any]]:
 def test_records_of_races(tmp_path: Path) -> None:
     path = tmp_path / "races.jsonl"
     for record in races.records_of(race_log("small"), is_verified=True):
-        harness.Recorder(path, FACTS).write(record)
+        Recorder(path, FACTS).write(record)
     first, second = lines_of(path)
     assert (first["system"], second["system"]) == ("LOMO", "DDP")
     assert (first["tokens"], first["rows_per_rank"], first["tokens_per_row"]) == ("small", 1, 64)
@@ -300,7 +345,7 @@ def test_tables_are_written_between_the_marks(
     ]
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
-    assert table.main(["--write", str(readme), *files]) == harness.EXIT_OK
+    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
     header = (
         "| operation | bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |\n"
         "|---|---:|---:|---:|---:|"
@@ -341,11 +386,11 @@ of pairs of neighbouring steps (10–90 %), the slowest rank counts:
 after
 """
     assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--write", str(readme), *files]) == harness.EXIT_OK
+    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
     assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--kind", "races", *files]) == harness.EXIT_OK
+    assert table.main(["--kind", "races", *files]) == exit_codes.EXIT_OK
     assert "| LOMO | 1.85× (1.62–2.10) |" in capsys.readouterr().out
-    assert table.main(["--kind", "waiting", *files]) == harness.EXIT_FAILED
+    assert table.main(["--kind", "waiting", *files]) == exit_codes.EXIT_FAILED
     with pytest.raises(ValueError, match="no line"):
         table.with_tables(f"{table.END}{table.BEGIN}", ["a table"])
 
@@ -354,7 +399,7 @@ def test_table_of_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     base = [record for world in (2, 4) for record in collective_records(world, "barrier", 0, 8.0)]
     records = [{**r, "kind": "waiting", "strangers": 1, "quiet": False} for r in base]
     path = write_records(tmp_path / "waiting.jsonl", records)
-    assert table.main(["--kind", "waiting", path]) == harness.EXIT_OK
+    assert table.main(["--kind", "waiting", path]) == exit_codes.EXIT_OK
     said = capsys.readouterr().out
     assert "| ranks | strangers | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in said
     assert "| 2 | 1 | 8 | 100 | 12.5× (9.70–104) * |\n| 4 | 1 | 8 |" in said
@@ -376,7 +421,7 @@ def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
     copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
     for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
         copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = table.readme_tables(harness.read_records(copies))
+    written = table.readme_tables(read_records(copies))
     if not written:
         pytest.skip("there are no records yet")
     readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
@@ -391,7 +436,7 @@ def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
         (["--backends", "nccl"], "--device cuda"),
         (["--sizes", "many"], "--sizes"),
         (["--ops", "all_reduce,juggle"], "juggle"),
-        (["--world", "0"], "at least 1"),
+        (["--world", "0"], "1 to 64"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

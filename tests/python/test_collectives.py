@@ -210,6 +210,20 @@ def check_layout(rank: int, name: str) -> None:
         _ = work.wait() if work is not None else None
         expected = oracle.reduced(values, "sum").view(template.shape) if rank == 1 else values[rank]
         oracle.assert_equal(tensor, expected)
+        outputs = [layouts()[name] for _ in range(world_size)]
+        work = dist.gather(own(), outputs if rank == 0 else None, 0, async_op=is_async)
+        _ = work.wait() if work is not None else None
+        for output, expected in zip(outputs if rank == 0 else [], values, strict=False):
+            oracle.assert_equal(output, expected)
+        output = layouts()[name]
+        work = dist.scatter(output, outputs if rank == 0 else None, 0, async_op=is_async)
+        _ = work.wait() if work is not None else None
+        oracle.assert_equal(output, values[rank])
+        outputs = [layouts()[name] for _ in range(world_size)]
+        work = dist.all_to_all(outputs, [own() for _ in range(world_size)], async_op=is_async)
+        _ = work.wait() if work is not None else None
+        for output, expected in zip(outputs, values, strict=True):
+            oracle.assert_equal(output, expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -265,20 +265,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "Float8",
     ),
-    "uint16_sum": (
-        lambda: dist.all_reduce(torch.zeros(2, dtype=torch.uint16)),
-        TypeError,
-        "UInt16",
-    ),
     "complex_max": (
         lambda: dist.all_reduce(torch.zeros(2, dtype=torch.complex64), dist.ReduceOp.MAX),
         ValueError,
         "complex|all_reduce does not support",
-    ),
-    "premul_sum": (
-        lambda: dist.all_reduce(t(2), dist._make_nccl_premul_sum(2.0)),
-        NotImplementedError,
-        "PREMUL_SUM is not there yet",
     ),
     "sparse": (
         lambda: dist.all_reduce(t(2, 2).to_sparse()),
@@ -380,11 +370,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: dist.all_to_all_single(t(4), t(4), [2, 2], [5, -1]),
         ValueError,
         "no way to cut",
-    ),
-    "monitored_barrier": (
-        lambda: dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=1)),  # type: ignore[union-attr]
-        NotImplementedError,
-        "monitored_barrier is not there yet",
     ),
 }
 

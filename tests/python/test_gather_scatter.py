@@ -231,6 +231,16 @@ def check_coalesced(rank: int, is_async: bool) -> None:
     for i, output in enumerate(gathered):
         oracle.assert_equal(output, torch.cat([own[i] for own in values]))
 
+    shares = [own[::3] for own in values]  # torch wants one dtype here
+    lists = [[torch.empty_like(tensor) for tensor in own] for own in shares]
+    finish(dist.all_gather_coalesced(lists, shares[rank], async_op=is_async))
+    for of_rank, own in zip(lists, shares, strict=True):
+        for output, tensor in zip(of_rank, own, strict=True):
+            oracle.assert_equal(output, tensor)
+    for wrong in (lists[1:], [*lists[1:], lists[0][1:]]):
+        with pytest.raises(ValueError, match="all_gather_coalesced"):
+            dist.all_gather_coalesced(wrong, shares[rank])
+
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("is_async", [False, True])

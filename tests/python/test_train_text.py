@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from training import cli
 from training.corpus import Batches, CorpusError, load_corpus
-from training.machine import OtherPrograms, why_no_claim
 from training.options import CONTEXT_BYTES, InputError
+
+from ringcomm.bench.others import OtherPrograms, why_no_claim
 
 CPU = torch.device("cpu")
 

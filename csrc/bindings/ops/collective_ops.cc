@@ -1,14 +1,13 @@
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <string>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "bindings/ops/op_support.h"
 #include "bindings/process_group.h"
 
 // torch.ops.ringcomm.*: collectives as torch operators, so that torch.compile sees them. Fakes,
@@ -22,10 +21,6 @@
 namespace ringcomm {
 namespace {
 
-c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_name) {
-  return c10d::resolve_process_group(group_name);
-}
-
 c10d::ReduceOp reduce_op_from(const std::string& name) {
   if (name == "sum") return c10d::ReduceOp::SUM;
   if (name == "avg") return c10d::ReduceOp::AVG;
@@ -37,18 +32,6 @@ c10d::ReduceOp reduce_op_from(const std::string& name) {
   if (name == "bxor") return c10d::ReduceOp::BXOR;
   TORCH_CHECK_VALUE(false, "ringcomm: unknown reduction '", name,
                     "'; known are sum, avg, product, min, max, band, bor and bxor");
-}
-
-// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.
-void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
-  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
-                    " writes into its input, which requires grad; use ", instead,
-                    ", or torch.no_grad()");
-}
-
-// What was overwritten has another version: a backward pass that saved the old one must not use it.
-void mark_written(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 template <class Options>
@@ -142,11 +125,7 @@ at::Tensor reduce(const at::Tensor& input, int64_t dst, const std::string& reduc
 void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, int64_t num_slots,
                       int64_t slot_bytes) {
   check_no_grad(input, "ring_all_reduce_", "all_reduce");
-  const auto backend = group_of(group_name)->getBackend(input.device().type());
-  auto* ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
-  TORCH_CHECK_VALUE(ringcomm != nullptr,
-                    "ringcomm: ring_all_reduce_ wants a group of backend ringcomm for ",
-                    input.device(), ", this one's is ", backend->getBackendName());
+  const auto ringcomm = ringcomm_group_of(group_name, input, "ring_all_reduce_");
   ringcomm->ring_all_reduce(input, num_slots, slot_bytes);
   mark_written(input);
 }

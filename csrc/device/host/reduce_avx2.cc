@@ -2,25 +2,11 @@
 
 #if defined(__x86_64__)
 
-// Everything of the standard library and of the compiler comes before the pragma; see vectors.h.
-#include <immintrin.h>
-
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
 #include "core/types.h"
 #include "device/host/simd_tables.h"
 
-// To the end of the file, because that is where templates are compiled.
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC target("avx2,f16c")
-#endif
-
 #define RINGCOMM_VECTOR_BYTES 32
-#include "device/host/vectors.h"
+#include "device/host/target_avx2.h"
 
 namespace ringcomm::host {
 namespace {

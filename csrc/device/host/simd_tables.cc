@@ -24,9 +24,11 @@ bool has_f16c() {
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
 }
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && has_f16c(); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
 
-// Every extension that reduce_avx512.cc names in its target pragma; first met together in
+// Every extension that target_avx512.h names; first met together in
 // Skylake-SP and Zen 4.
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

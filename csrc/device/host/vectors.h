@@ -25,6 +25,10 @@ struct VectorOf {
 template <class T>
 using Vec = typename VectorOf<T, kVectorBytes>::type;
 
+/// As many elements of half the width.
+template <class T>
+using HalfVec = typename VectorOf<T, kVectorBytes / 2>::type;
+
 template <class V>
 [[gnu::always_inline]] inline V load_bytes(const char* from) {
   V v;

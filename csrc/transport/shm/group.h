@@ -52,6 +52,11 @@ class Group final : public Membership {
   pid_t pid_of(int rank) const override;
   const std::string& host_of(int) const override { return host_; }
 
+  /// Where the hub of `peer`'s process listens.
+  const std::string& hub_address_of(int peer) const {
+    return processes_[static_cast<std::size_t>(peer)]->hub_address;
+  }
+
   /// Whether `peer` is there to wait for: kNone, kPeerDied, kPeerLeft or, for the whole group,
   /// kAborted.
   Stop state_of(int peer) const;

@@ -116,7 +116,11 @@ UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
                            std::chrono::milliseconds timeout) {
   const UniqueFd socket = connect_to(address);
   if (!socket) return UniqueFd();
-  send_text(socket.get(), key);
+  try {
+    send_text(socket.get(), key);
+  } catch (const Error&) {
+    return UniqueFd();  // it has ended since
+  }
   return recv_fd(socket.get(), timeout);
 }
 
@@ -129,6 +133,7 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
   Watch watch{
       .socket = connect_to(address), .pidfd = {}, .process = std::make_shared<PeerProcess>()};
   if (!watch.socket) return nullptr;
+  watch.process->hub_address = address;
   watch.process->pid = credentials_of_peer(watch.socket.get()).pid;
   send_text(watch.socket.get(), kWatchRequest);
   watch.pidfd = open_pidfd(watch.process->pid);

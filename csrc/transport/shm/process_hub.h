@@ -16,7 +16,8 @@ namespace ringcomm::shm {
 
 /// Another process, watched until it ends.
 struct PeerProcess {
-  pid_t pid = -1;  ///< in this process's numbering; 0 where another pid namespace hides it
+  pid_t pid = -1;           ///< in this process's numbering; 0 where another pid namespace hides it
+  std::string hub_address;  ///< of its ProcessHub; empty where it had ended before it was watched
   std::atomic<bool> is_dead = false;
 };
 

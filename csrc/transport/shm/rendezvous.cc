@@ -148,7 +148,7 @@ void Rendezvous::throw_timeout(int peer, const std::string& what) const {
   throw Error({.kind = ErrorKind::kTimeout, .rank = peer, .op = "init"},
               "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": " +
                   what + " in " + std::to_string(timeout_.count()) +
-                  " ms; read its error, or raise `timeout=` of init_process_group");
+                  " ms; read its error, or raise the timeout of init_process_group");
 }
 
 std::chrono::milliseconds Rendezvous::time_left() const {

@@ -30,8 +30,8 @@ SharedMemory::~SharedMemory() {
   if (data_ != nullptr) ::munmap(data_, num_bytes_);
 }
 
-UniqueFd create_memfd(std::size_t num_bytes) {
-  UniqueFd fd(::memfd_create("ringcomm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
+  UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_errno("memfd_create");
   if (::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
     throw_errno("ftruncate of a memfd to " + std::to_string(num_bytes) + " bytes");

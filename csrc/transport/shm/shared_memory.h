@@ -29,8 +29,8 @@ class SharedMemory {
 };
 
 /// A new memfd of `num_bytes`, zeroed and sealed against resizing, so that no rank can make
-/// another's access fault. Throws Error.
-UniqueFd create_memfd(std::size_t num_bytes);
+/// another's access fault. `name` is what /proc/PID/maps shows. Throws Error.
+UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 
 /// The size of a memfd. Throws Error.
 std::size_t size_of_memfd(int fd);

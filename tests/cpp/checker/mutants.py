@@ -35,6 +35,7 @@ WAIT_WAIT = (
     "Stop wait(int peer, const std::byte*& region) {\n"
     "    if (const Stop stop = wait_published(peer);"
 )
+REJOIN = "publish();\n    return wait_all_published();"
 PHASE_EARLY = "wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_ - (phase_ > 0), peer)"
 
 MUTANTS = (
@@ -170,7 +171,28 @@ MUTANTS = (
         "board_protocol.h",
         WAIT_WAIT,
         WAIT_WAIT.replace("wait_published(peer)", PHASE_EARLY),
-        (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
+        (
+            Run("board2", "unowned"),
+            Run("board2", "race", (NO_OWNER,)),
+            Run("lend2", "race"),
+            Run("lend3", "race"),
+        ),
+    ),
+    # Leaves before the peers have done with what was lent to them.
+    Mutant(
+        "rejoin_unwaited",
+        "board_protocol.h",
+        REJOIN,
+        "publish();\n    return Stop::kNone;",
+        (Run("lend2", "race"), Run("lend3", "race")),
+    ),
+    # Waits, but does not say that it has done itself.
+    Mutant(
+        "rejoin_unpublished",
+        "board_protocol.h",
+        REJOIN,
+        "return wait_all_published();",
+        (Run("lend2", "race"), Run("lend3", "race")),
     ),
     Mutant(
         "board_wrong_region",

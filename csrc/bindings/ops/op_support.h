@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings/process_group.h"
+
+namespace ringcomm {
+
+/// What the operators of torch.ops.ringcomm have in common.
+
+inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_name) {
+  return c10d::resolve_process_group(group_name);
+}
+
+/// ringcomm's own backend of a group, for operators that c10d has no name for.
+inline c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
+                                                                  const at::Tensor& tensor,
+                                                                  const char* op) {
+  const auto backend = group_of(group_name)->getBackend(tensor.device().type());
+  auto* ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
+  TORCH_CHECK_VALUE(ringcomm != nullptr, "ringcomm: ", op,
+                    " wants a group of backend ringcomm for ", tensor.device(), ", this one's is ",
+                    backend->getBackendName());
+  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+}
+
+/// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.
+/// `instead` is the form that has one, or "".
+inline void check_no_grad(const at::Tensor& tensor, const char* op, const char* instead) {
+  TORCH_CHECK_VALUE(!(tensor.requires_grad() && at::GradMode::is_enabled()), "ringcomm: ", op,
+                    " writes into its input, which requires grad; use ", instead,
+                    *instead != '\0' ? ", or " : "", "torch.no_grad()");
+}
+
+/// What was overwritten has another version: a backward pass that saved the old one must not use
+/// it.
+inline void mark_written(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,22 @@
+#include <c10/util/Exception.h>
+
+#include "bindings/process_group.h"
+#include "bindings/shared_tensors.h"
+
+// c10d's hook for memory that suits a backend best: FSDP2 asks it for the buffers of its
+// collectives.
+
+namespace ringcomm {
+
+// c10d asks by the device's index alone: -1 is torch.device("cpu"), which carries none.
+bool ProcessGroupRingcomm::supportsTensorAlloc(c10::DeviceIndex deviceIdx) { return deviceIdx < 0; }
+
+at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(size >= 0, "ringcomm: allocate_tensor got a negative size, ", size);
+  if (!options.device().is_cpu())
+    C10_THROW_ERROR(NotImplementedError, c10::str("ringcomm: allocate_tensor on ", options.device(),
+                                                  " is not there yet; shared memory is the CPU's"));
+  return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "core/chunk_layout.h"
+#include "device/reduce_op.h"
+#include "device/update_op.h"
+
+namespace ringcomm {
+
+/// What the owner of a chunk does in a reduce_scatter_update_all_gather: the one hook by which
+/// every algorithm carries the update. Reduces gradients, and updates parameters and state with the
+/// result before that has left the innermost cache; the reduced gradient is never stored anywhere
+/// else.
+///
+/// The reduced gradient is rounded to its dtype in between, so that the result is that of a
+/// reduce_scatter followed by the update, to the last bit.
+class OwnerUpdate {
+ public:
+  /// `call` must live as long, and its state be that of `rank`'s chunk.
+  OwnerUpdate(const Collective& call, int rank, int world_size);
+
+  /// Reduces `num_srcs` arrays of gradients left to right, divides if the call averages, and
+  /// updates the elements `elems` of the call's buffer (this rank's own) that they belong to. The
+  /// new parameters go to the call's output, and to `also_to` unless that is null.
+  void run(const void* const* srcs, int num_srcs, const ElemRange& elems, std::byte* also_to);
+
+  std::size_t grad_bytes() const { return grad_bytes_; }    ///< of one element
+  std::size_t param_bytes() const { return param_bytes_; }  ///< of one element
+  const ElemRange& own() const { return own_; }
+
+ private:
+  UpdateArrays arrays_at(std::size_t begin_elems) const;
+
+  const Collective& call_;
+  const ReduceOp& reduce_op_;
+  UpdateOp update_op_;
+  int divisor_;
+  ElemRange own_;
+  std::size_t grad_bytes_;
+  std::size_t param_bytes_;
+  std::vector<const void*> block_srcs_;
+};
+
+}  // namespace ringcomm

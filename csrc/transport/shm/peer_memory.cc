@@ -1,0 +1,45 @@
+#include "transport/shm/peer_memory.h"
+
+#include "core/errors.h"
+#include "transport/shm/process_hub.h"
+
+namespace ringcomm::shm {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<PeerMemory>> memories;  // by the hub's address
+};
+constinit PerProcess<Registry> registries;
+
+}  // namespace
+
+std::shared_ptr<PeerMemory> PeerMemory::of(const std::string& hub_address) {
+  Registry& registry = registries.get();
+  const std::lock_guard lock(registry.mutex);
+  std::erase_if(registry.memories, [](const auto& item) { return item.second.expired(); });
+  std::weak_ptr<PeerMemory>& known = registry.memories[hub_address];
+  std::shared_ptr<PeerMemory> memory = known.lock();
+  if (memory == nullptr) known = memory = std::make_shared<PeerMemory>(hub_address);
+  return memory;
+}
+
+std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes,
+                            std::chrono::milliseconds patience) {
+  const std::lock_guard lock(mutex_);
+  auto region = regions_.find(location.region_id);
+  if (region == regions_.end()) {
+    const UniqueFd fd = ProcessHub::instance().fetch(
+        hub_address_, SharedArena::key_of(location.region_id), patience);
+    if (!fd) return nullptr;
+    region =
+        regions_.emplace(location.region_id, SharedMemory(fd.get(), size_of_memfd(fd.get()))).first;
+  }
+  const std::size_t region_bytes = region->second.num_bytes();
+  if (location.offset_bytes > region_bytes || num_bytes > region_bytes - location.offset_bytes)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a peer's buffer does not lie in the memory that it shares");
+  return region->second.data() + location.offset_bytes;
+}
+
+}  // namespace ringcomm::shm

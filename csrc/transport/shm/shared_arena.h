@@ -1,0 +1,119 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_set>
+
+#include "transport/per_process.h"
+#include "transport/shm/block_list.h"
+#include "transport/shm/shared_memory.h"
+
+namespace ringcomm::shm {
+
+/// Where a buffer lies in the shared memory of its process. Goes between processes.
+struct ArenaLocation {
+  std::uint64_t region_id = 0;  ///< counted from 1; 0 is nowhere
+  std::uint64_t offset_bytes = 0;
+
+  bool is_somewhere() const { return region_id != 0; }
+};
+
+/// The memory of this process that other processes of the host can map: buffers are allocated from
+/// it one by one, peers map it region by region (PeerMemory).
+///
+/// A region is a memfd that the ProcessHub offers. Each is as large as all before it together, so
+/// there are few: one descriptor each, and a peer that has mapped it finds every later buffer in
+/// it. Regions stay as long as the process; what is given back to the system are their pages.
+///
+/// All functions may be called from any thread. A forked child has an arena of its own; blocks that
+/// it inherited belong to the parent, and are shared with it.
+class SharedArena {
+ public:
+  /// What the arena holds.
+  struct Usage {
+    std::size_t num_blocks = 0;
+    std::size_t allocated_bytes = 0;  ///< in blocks
+    std::size_t kept_bytes = 0;       ///< free, and perhaps not given back to the system yet
+    std::size_t num_regions = 0;
+    std::size_t mapped_bytes = 0;  ///< of regions; address space, of which touched pages count
+  };
+
+  /// The arena of this process.
+  static SharedArena& instance() { return arenas_.get(); }
+  /// Null where nothing was ever allocated: the question costs nothing then.
+  static SharedArena* find() { return arenas_.find(); }
+
+  /// `num_bytes` > 0 of memory, zeroed or not, aligned to 64 bytes at least, to a page from 4 KiB
+  /// on. Throws OutOfMemory.
+  void* allocate(std::size_t num_bytes);
+  /// Nothing happens where the block is not this arena's: it came here by a fork.
+  void deallocate(void* block);
+
+  /// Where `num_bytes` from `data` on lie; nowhere when they are not in the arena.
+  ArenaLocation locate(const void* data, std::size_t num_bytes) const;
+  std::byte* address_of(const ArenaLocation& location) const;
+
+  /// Never hands out the block around `location` again: a peer that was told of it, in a collective
+  /// that failed, may still be writing.
+  void retire(const ArenaLocation& location);
+
+  Usage usage() const;
+
+  /// Under what the ProcessHub of a process offers a region.
+  static std::string key_of(std::uint64_t region_id);
+
+  SharedArena() = default;  // for PerProcess
+  SharedArena(const SharedArena&) = delete;
+  SharedArena& operator=(const SharedArena&) = delete;
+
+ private:
+  // Sizes double from kMinRegionBytes on, so that more cannot be addressed.
+  static constexpr std::size_t kMaxRegions = 40;
+
+  struct Region {
+    explicit Region(SharedMemory mapping)
+        : memory(std::move(mapping)), blocks(memory.num_bytes()) {}
+
+    std::byte* begin() const { return memory.data(); }
+    bool contains(const void* data) const {
+      return data >= memory.data() && data < memory.data() + memory.num_bytes();
+    }
+
+    SharedMemory memory;
+    BlockList blocks;
+    std::unordered_set<std::size_t> retired;  // offsets of blocks
+  };
+
+  Region* region_of(const void* data) const;
+  Region& add_region(std::size_t num_bytes);
+  void give_back_pages();
+
+  static PerProcess<SharedArena> arenas_;
+
+  // Only grows, so that locate() needs no lock: a region is complete before it is counted.
+  std::array<std::unique_ptr<Region>, kMaxRegions> regions_;
+  std::atomic<std::size_t> num_regions_ = 0;
+
+  mutable std::mutex mutex_;  // guards what follows, and the regions' lists
+  std::size_t allocated_bytes_ = 0;
+  std::size_t kept_bytes_ = 0;
+  std::size_t mapped_bytes_ = 0;
+};
+
+/// The system has no memory of that size.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
+  const char* what() const noexcept override { return what_.c_str(); }
+
+ private:
+  std::string what_;
+};
+
+}  // namespace ringcomm::shm

@@ -1,0 +1,331 @@
+"""The collectives that are compared: what each needs, how it is called, how it is verified.
+
+Bytes mean, as in nccl-tests, the larger of input and output on one rank; bus bandwidth is bytes
+over time, multiplied by the share of them that has to cross between ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm.bench.mpi import Communicator
+from ringcomm.bench.ranks import Team
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+Index = torch.Tensor
+# Elements that are filled or compared at a time: the checks need little memory beside the buffers.
+PIECE_ELEMS = 1 << 20
+# In outputs before a call: no result is negative.
+UNTOUCHED = -1
+# How far apart the ranks enter a barrier that is verified.
+BARRIER_STAGGER_S = 0.005
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a buffer lives: the rank, how many there are, and the tensors' kind.
+
+    ``num_elems`` is a multiple of world_size where the collective divides it.
+    """
+
+    rank: int
+    world_size: int
+    num_elems: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A rank's tensors, used by all backends in turn; in-place collectives have one twice."""
+
+    place: Place
+    input: torch.Tensor
+    output: torch.Tensor
+
+    @cached_property
+    def output_array(self) -> Any:
+        """The output as numpy's, for libraries that know no tensors."""
+        return self.output.numpy()
+
+    def clear(self) -> None:
+        """Zeros, so that sums which are made again and again in place neither grow nor end."""
+        self.input.zero_()
+        self.output.zero_()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective.
+
+    Attributes:
+        setup: makes a rank's buffers.
+        call: runs the collective once; blocks until this rank's part is done (on a GPU: enqueued).
+        verify: runs it once, as its first argument, on known integers; returns how many elements
+            of this rank are wrong.
+        call_mpi: the same as `call` over a communicator of mpi4py; None where nobody asked yet.
+        bus_factor: bus bandwidth over algorithm bandwidth, by world_size.
+        is_divided: whether each rank owns a part of the larger buffer.
+        has_data: without, there is one point of 0 bytes.
+    """
+
+    setup: Callable[[Place], Buffers]
+    call: Callable[[Buffers, dist.ProcessGroup], None]
+    verify: Callable[[Callable[[], None], Buffers, Team], int]
+    bus_factor: Callable[[int], float]
+    call_mpi: Callable[[Buffers, Communicator], None] | None = None
+    is_divided: bool = False
+    has_data: bool = True
+
+    def bound(
+        self, buffers: Buffers, group: dist.ProcessGroup | Communicator
+    ) -> Callable[[], None]:
+        """The call, ready to be made. Raises ValueError where there is none over MPI."""
+        if isinstance(group, dist.ProcessGroup):
+            return partial(self.call, buffers, group)
+        if self.call_mpi is None:
+            raise ValueError("this operation is not measured over MPI")
+        return partial(self.call_mpi, buffers, group)
+
+    def num_elems(self, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
+        """Elements of the larger buffer for about ``num_bytes``: at least 1, or 1 per rank."""
+        if not self.has_data:
+            return 0
+        unit = world_size if self.is_divided else 1
+        return max(unit, num_bytes // dtype.itemsize // unit * unit)
+
+
+def _modulus(place: Place) -> int:
+    """Values below it are exact in the dtype, and so is their sum over the ranks."""
+    if place.dtype.is_floating_point:
+        largest = round(2 / torch.finfo(place.dtype).eps)
+    else:
+        largest = torch.iinfo(place.dtype).max
+    return max(2, min(largest, 1 << 22) // place.world_size)
+
+
+def _value(rank: int | Index, index: Index, place: Place) -> torch.Tensor:
+    """The integer at ``index`` of ``rank``'s data: neighbours differ, and so do ranks."""
+    scattered = (index * 40503 + 12289) * (2 * rank + 3) + index // 64
+    return scattered % 1048573 % _modulus(place)
+
+
+def _total(index: Index, place: Place) -> torch.Tensor:
+    values = [_value(rank, index, place) for rank in range(place.world_size)]
+    return torch.stack(values).sum(0)
+
+
+def _indices(num_elems: int) -> Iterator[tuple[slice, Index]]:
+    for begin in range(0, num_elems, PIECE_ELEMS):
+        end = min(begin + PIECE_ELEMS, num_elems)
+        yield slice(begin, end), torch.arange(begin, end)
+
+
+def _verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callable[..., int]:
+    """A verify for data: ``expected`` gives the output's integers at the given positions."""
+
+    def verify(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
+        place = buffers.place
+        buffers.output.fill_(UNTOUCHED)
+        for piece, index in _indices(buffers.input.numel()):
+            buffers.input[piece] = _value(place.rank, index, place).to(buffers.input)
+        team.share(None)  # a call that does not wait for the others would read stale inputs
+        call()
+        return sum(
+            int((buffers.output[piece].cpu() != expected(index, place).to(place.dtype)).sum())
+            for piece, index in _indices(buffers.output.numel())
+        )
+
+    return verify
+
+
+def _verify_barrier(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
+    """1 on a rank that left before the last one came, which comes milliseconds late."""
+    team.share(None)
+    time.sleep(BARRIER_STAGGER_S * (team.world_size - team.rank))
+    entered = time.monotonic_ns()
+    call()
+    left = time.monotonic_ns()
+    return int(left < max(team.share(entered)))
+
+
+def _in_place(place: Place) -> Buffers:
+    buffer = torch.zeros(place.num_elems, dtype=place.dtype, device=place.device)
+    return Buffers(place, buffer, buffer)
+
+
+def _apart(*, whole_input: bool, whole_output: bool) -> Callable[[Place], Buffers]:
+    """Two buffers, each of num_elems or of a rank's part of them."""
+
+    def setup(place: Place) -> Buffers:
+        part = place.num_elems // place.world_size
+        input_, output = (
+            torch.zeros(place.num_elems if whole else part, dtype=place.dtype, device=place.device)
+            for whole in (whole_input, whole_output)
+        )
+        return Buffers(place, input_, output)
+
+    return setup
+
+
+def _call_all_reduce(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(buffers.output, group=group)
+
+
+def _call_all_reduce_mpi(buffers: Buffers, communicator: Communicator) -> None:
+    communicator.all_reduce(communicator.in_place, buffers.output_array)
+
+
+def _call_reduce_scatter(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    reduce_scatter_single(buffers.output, buffers.input, group=group)
+
+
+def _call_all_gather(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    all_gather_single(buffers.output, buffers.input, group=group)
+
+
+def _call_broadcast(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    dist.broadcast(buffers.output, src=0, group=group)
+
+
+def _call_all_to_all(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(buffers.output, buffers.input, group=group)
+
+
+def _call_barrier(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    dist.barrier(group=group)
+
+
+def _call_sendrecv(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    """Each rank sends to the next and receives from the one before."""
+    rank, world_size = buffers.place.rank, buffers.place.world_size
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    if buffers.place.device.type == "cuda":  # NCCL wants the two in one group of calls
+        pair = [
+            dist.P2POp(dist.isend, buffers.input, after, group),
+            dist.P2POp(dist.irecv, buffers.output, before, group),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        return
+    sending = dist.isend(buffers.input, after, group=group)
+    dist.recv(buffers.output, before, group=group)
+    assert sending is not None
+    sending.wait()
+
+
+def _call_round_trip(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    """Rank 0 sends to rank 1, which sends it back; the others look on."""
+    rank = buffers.place.rank
+    if rank == 0:
+        dist.send(buffers.input, 1, group=group)
+        dist.recv(buffers.output, 1, group=group)
+    elif rank == 1:
+        dist.recv(buffers.output, 0, group=group)
+        dist.send(buffers.output, 0, group=group)
+
+
+def _expect_part_of_total(index: Index, place: Place) -> torch.Tensor:
+    return _total(index + place.rank * (place.num_elems // place.world_size), place)
+
+
+def _expect_all(index: Index, place: Place) -> torch.Tensor:
+    part = place.num_elems // place.world_size
+    return _value(index // part, index % part, place)
+
+
+def _expect_first(index: Index, place: Place) -> torch.Tensor:
+    return _value(0, index, place)
+
+
+def _expect_transposed(index: Index, place: Place) -> torch.Tensor:
+    part = place.num_elems // place.world_size
+    return _value(index // part, index % part + place.rank * part, place)
+
+
+def _expect_round_trip(index: Index, place: Place) -> torch.Tensor:
+    return _value(0, index, place) if place.rank < 2 else torch.full_like(index, UNTOUCHED)
+
+
+def _expect_previous(index: Index, place: Place) -> torch.Tensor:
+    return _value((place.rank - 1) % place.world_size, index, place)
+
+
+def _one(world_size: int) -> float:
+    return 1.0
+
+
+def _twice(world_size: int) -> float:
+    return 2.0
+
+
+def _all_but_one(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+def _twice_all_but_one(world_size: int) -> float:
+    return 2 * _all_but_one(world_size)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": Operation(
+        setup=_in_place,
+        call=_call_all_reduce,
+        verify=_verify_elements(_total),
+        bus_factor=_twice_all_but_one,
+        call_mpi=_call_all_reduce_mpi,
+    ),
+    "reduce_scatter": Operation(
+        setup=_apart(whole_input=True, whole_output=False),
+        call=_call_reduce_scatter,
+        verify=_verify_elements(_expect_part_of_total),
+        bus_factor=_all_but_one,
+        is_divided=True,
+    ),
+    "all_gather": Operation(
+        setup=_apart(whole_input=False, whole_output=True),
+        call=_call_all_gather,
+        verify=_verify_elements(_expect_all),
+        bus_factor=_all_but_one,
+        is_divided=True,
+    ),
+    "broadcast": Operation(
+        setup=_in_place,
+        call=_call_broadcast,
+        verify=_verify_elements(_expect_first),
+        bus_factor=_one,
+    ),
+    "all_to_all": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_all_to_all,
+        verify=_verify_elements(_expect_transposed),
+        bus_factor=_all_but_one,
+        is_divided=True,
+    ),
+    "round_trip": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_round_trip,
+        verify=_verify_elements(_expect_round_trip),
+        bus_factor=_twice,
+    ),
+    "sendrecv": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_sendrecv,
+        verify=_verify_elements(_expect_previous),
+        bus_factor=_one,
+    ),
+    "barrier": Operation(
+        setup=_in_place,
+        call=_call_barrier,
+        verify=_verify_barrier,
+        bus_factor=_one,
+        has_data=False,
+    ),
+}

@@ -1,0 +1,79 @@
+"""The command `ringcomm`, or `python -m ringcomm`.
+
+A sub-command is a module of `ringcomm.cli.commands` named after it, found by being there:
+
+    HELP = "one line"
+    def add_arguments(parser): ...
+    def run(options) -> int: ...       # the exit status; imports what it needs
+
+What `bench` can measure are modules of `ringcomm.cli.benches`, of the same form, with NAMES for the
+operations that each serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import NoReturn
+
+__all__ = ["OneLineParser", "main", "modules_of", "run"]
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong; `--help` says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def modules_of(package: ModuleType) -> list[ModuleType]:
+    """The modules in a package, by name."""
+    found = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return [import_module(f"{package.__name__}.{name}") for name in found]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line; the chosen sub-command's parser and run() are among the options."""
+    from ringcomm import __version__
+    from ringcomm.cli import commands
+
+    parser = OneLineParser(
+        prog="ringcomm", description="Measures, tunes and examines ringcomm on this machine."
+    )
+    parser.add_argument("--version", action="version", version=f"ringcomm {__version__}")
+    choices = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in modules_of(commands):
+        name = command.__name__.rpartition(".")[2]
+        sub = choices.add_parser(name, help=command.HELP, description=command.__doc__)
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.set_defaults(parser=sub, run=command.run)
+        command.add_arguments(sub)
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line; its exit status. Raises SystemExit where it makes no sense."""
+    options = make_parser().parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[
+            0
+        ] != "rich":  # which tables need, and communicating does not
+            raise
+        options.parser.error("tables need the package rich: pip install rich")
+    return status
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
+    from ringcomm.bench.script import run_main
+
+    try:
+        return run_main("ringcomm", run)
+    finally:
+        sys.stdout.flush()

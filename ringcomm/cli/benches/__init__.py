@@ -1,0 +1,1 @@
+"""One module per kind of operation that `ringcomm bench` measures; see ringcomm.cli."""

@@ -1,0 +1,131 @@
+"""Measures the algorithms of all_reduce on this machine and writes what groups may be made with.
+
+Per number of ranks: the cost model (alpha per hand-over, beta per MiB) and the size up to which
+one_shot is the faster one. The machine should have nothing else to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ringcomm.bench.wording import as_option, byte_counts, whole_numbers
+
+HELP = "measure where all_reduce's algorithms cross, and write it to a file"
+DEFAULT_SIZES = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
+# As many as the cost model has coefficients, counting both algorithms of each size.
+MIN_SIZES = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which numbers of ranks and sizes, how long, and where to."""
+    add = parser.add_argument
+    add(
+        "--world-sizes",
+        type=as_option(whole_numbers),
+        default="2,4",
+        help="numbers of ranks, 2 to 64 (default: %(default)s)",
+    )
+    add(
+        "--sizes",
+        type=as_option(byte_counts),
+        default=DEFAULT_SIZES,
+        help="bytes of the buffers (default: %(default)s)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=0.6,
+        help="per size and number of ranks (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help="of a size, at most, while the machine is disturbed (default: %(default)s)",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=Path("ringcomm-tuning.json"),
+        help="written anew (default: %(default)s)",
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    from ringcomm.bench.ranks import joined_world_size
+    from ringcomm.tuning import MAX_WORLD_SIZE
+
+    error = options.parser.error
+    for world_size in options.world_sizes:
+        if not 2 <= world_size <= MAX_WORLD_SIZE:
+            error(f"--world-sizes are 2 to {MAX_WORLD_SIZE}, got {world_size}")
+    if len(set(options.sizes)) < MIN_SIZES:
+        error(f"--sizes: {MIN_SIZES} different ones at least make a model")
+    if options.seconds < 0 or options.repeats < 0:
+        error("--seconds and --repeats are not negative")
+    if not options.json.absolute().parent.is_dir():
+        error(f"--json: there is no folder {str(options.json.absolute().parent)!r}")
+    if joined_world_size() is not None:
+        error("it starts its own ranks: run it without torchrun")
+
+
+def _print_world(console: Any, world: Any, times: list[Any]) -> None:
+    from ringcomm.bench.fit import NEVER_BYTES
+    from ringcomm.bench.screen import make_table
+    from ringcomm.bench.wording import byte_count, factor, microseconds
+
+    chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
+    if world.one_shot_max_bytes == NEVER_BYTES:
+        chosen = "one_shot never wins"
+    names = [point.algorithm for point in times[0].points]
+    table = make_table(
+        ["bytes", *(f"{name} µs" for name in names), "two_shot / one_shot", "others %"],
+        f"{chosen}. alpha {world.alpha_us:.3g} µs per"
+        f" hand-over, beta {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per"
+        f" call; the model is off by a factor of {world.worst_fit:.2f} at worst.",
+    )
+    for size in times:
+        table.add_row(
+            byte_count(size.points[0].bytes),
+            *(microseconds(point.p50_us) for point in size.points),
+            factor(size.ratio),
+            f"{size.others_percent:.0f}",
+        )
+    console.print(f"{world.world_size} ranks, float32; medians, the slowest rank counts")
+    console.print(table)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures every number of ranks and writes the file."""
+    _check(options)
+    import torch
+
+    import ringcomm
+    from ringcomm.bench.algorithms import measure_algorithms, world_of
+    from ringcomm.bench.machine import identity
+    from ringcomm.bench.records import utc_now
+    from ringcomm.bench.screen import make_console
+    from ringcomm.tuning import Tuning, save
+
+    console = make_console()
+    worlds = []
+    for world_size in sorted(set(options.world_sizes)):
+        sizes = sorted(set(options.sizes))
+        times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
+        worlds.append(world_of(world_size, times))
+        _print_world(console, worlds[-1], times)
+    tuning = Tuning(
+        date=utc_now().isoformat(),
+        machine=identity(),
+        torch=torch.__version__,
+        ringcomm=ringcomm.__version__,
+        worlds=tuple(worlds),
+    )
+    save(tuning, options.json)
+    if not all(world.quiet for world in worlds):
+        console.print("other programs disturbed this: tune again on a quiet machine")
+    console.print(f"written: {options.json}")
+    return 0

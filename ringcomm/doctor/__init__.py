@@ -1,0 +1,1 @@
+"""`ringcomm doctor`: what this machine offers, and what ringcomm makes of it."""

@@ -1,0 +1,274 @@
+"""The fused update of csrc/bindings/ops/fused_update_ops.cc: its fakes, wrapper and optimizers.
+
+ZeRO stage 1 (Rajbhandari et al. 2020) in one pass: gradients are reduced chunk by chunk, the rank
+that owns a chunk updates its parameters while the sum is in cache, and the new parameters go
+around. docs/design/fused_update.md has the steps.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcomm.backend import resolve_group
+
+_ops: Any = torch.ops.ringcomm
+
+
+# ---- the optimizers
+
+
+def _check(name: str, value: float, limit: float = math.inf) -> None:
+    if not 0 <= value < limit:
+        raise ValueError(f"{name} is a number in [0, {limit:g}), got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGD:
+    """torch.optim.SGD: W <- W - lr * d, with d = g + weight_decay * W, or its running sum.
+
+    State: "momentum_buffer", where momentum is not 0.
+
+    Raises:
+        ValueError: a value is out of its range, or nesterov lacks a momentum or has a dampening.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check("lr", self.lr)
+        _check("momentum", self.momentum)
+        _check("weight_decay", self.weight_decay)
+        if not math.isfinite(self.dampening):
+            raise ValueError(f"dampening is a finite number, got {self.dampening!r}")
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum and no dampening")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The keys of the state, torch.optim's own."""
+        return ("momentum_buffer",) if self.momentum != 0 else ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """torch.optim.AdamW (Loshchilov and Hutter 2019): decoupled decay, biases corrected by step.
+
+    State: "exp_avg" and "exp_avg_sq".
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        _check("lr", self.lr)
+        _check("betas[0]", self.betas[0], 1.0)
+        _check("betas[1]", self.betas[1], 1.0)
+        _check("eps", self.eps)
+        _check("weight_decay", self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The keys of the state, torch.optim's own."""
+        return ("exp_avg", "exp_avg_sq")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lomo:
+    """LOMO (Lv et al. 2023): W <- (1 - lr * weight_decay) * W - lr * clamp(g, +-clip_value).
+
+    No state. Clipping by norm is a factor, and goes into grad_scale.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    lr: float
+    weight_decay: float = 0.0
+    clip_value: float | None = None
+
+    def __post_init__(self) -> None:
+        _check("lr", self.lr)
+        _check("weight_decay", self.weight_decay)
+        if self.clip_value is not None and not self.clip_value > 0:
+            raise ValueError(f"clip_value is positive or None, got {self.clip_value!r}")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """No keys."""
+        return ()
+
+
+# ---- the shards
+
+
+def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The elements [begin, end) of a flat buffer that `rank` owns.
+
+    Shards are contiguous, in rank order, and differ by one element at most, the longer ones first;
+    they depend on nothing else, whichever algorithm moves the data.
+
+    Raises:
+        ValueError: `rank` is not one of `world_size`, or there are less than 0 elements.
+    """
+    if not 0 <= rank < world_size or num_elems < 0:
+        raise ValueError(f"no shard of rank {rank} of {world_size} in {num_elems} elements")
+    base, num_longer = divmod(num_elems, world_size)
+    begin = rank * base + min(rank, num_longer)
+    return begin, begin + base + (rank < num_longer)
+
+
+def new_shard_state(
+    param: Tensor,
+    optimizer: SGD | AdamW | Lomo,
+    group: dist.ProcessGroup | None = None,
+    *,
+    master: bool = False,
+) -> dict[str, Tensor]:
+    """This rank's shard of the optimizer's state before the first step.
+
+    Args:
+        param: the whole parameters; equal on all ranks.
+        optimizer: whose state.
+        group: None for the default group.
+        master: add "master", this rank's shard of `param` in fp32, for parameters of 16 bits: the
+            updates then go there, and `param` is what it rounds to.
+
+    Returns:
+        One-dimensional float32 tensors by name, zeros but for "master". Their keys, apart from that
+        one, are those of torch.optim's state.
+
+    Raises:
+        ValueError: master is wanted of float32 parameters, or of Lomo, which keeps no state.
+
+    Not collective.
+    """
+    if master and (param.dtype == torch.float32 or isinstance(optimizer, Lomo)):
+        raise ValueError(
+            f"no master weights for {type(optimizer).__name__} on {param.dtype} parameters"
+        )
+    resolved = resolve_group(group)
+    begin, end = shard_range(param.numel(), resolved.size(), resolved.rank())
+    shard = param.detach().reshape(-1)[begin:end]
+    state = {name: torch.zeros_like(shard, dtype=torch.float32) for name in optimizer.state_names}
+    if master:
+        state["master"] = shard.float()
+    return state
+
+
+# ---- reduce_scatter_update_all_gather_
+
+
+def reduce_scatter_update_all_gather_(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    optimizer: SGD | AdamW | Lomo,
+    step: int,
+    group: dist.ProcessGroup | None = None,
+    average: bool = True,
+    grad_scale: float = 1.0,
+) -> Tensor:
+    """Reduces the gradient over the ranks and updates the parameters with it, in place.
+
+    Equal to the last bit on all ranks, and to reduce_scatter, the update of this rank's shard and
+    all_gather one after the other; within 2 ulp of torch.optim in every step. Infinities and NaN
+    in a gradient go into parameters and state, as in torch.optim; look for them before.
+
+    Args:
+        param: any shape, contiguous, float32, float16 or bfloat16; the same on all ranks. It may
+            require grad: this counts as a step of an optimizer.
+        grad: this rank's gradient, of the same shape; one of the three dtypes, the same on all
+            ranks. 16-bit gradients are summed in fp32 and rounded once.
+        state: this rank's shard of the optimizer's state, as `new_shard_state` makes it; updated in
+            place. With "master" the weights are kept there in fp32.
+        optimizer: the update and its hyper-parameters; equal on all ranks.
+        step: the number of this update, from 1 on; equal on all ranks.
+        group: a group of backend "ringcomm"; None for the default group.
+        average: divide the sum by the number of ranks.
+        grad_scale: multiplies the reduced gradient: the inverse of a loss scale, a factor that
+            clips the norm. Equal on all ranks.
+
+    Returns:
+        `param`.
+
+    Raises:
+        ValueError: a tensor has the wrong shape, strides or device, shares memory with another, is
+            missing or not wanted; a hyper-parameter is out of range; the group's backend is another
+            one. Nothing has been exchanged.
+        TypeError: a tensor's dtype is another one.
+        MismatchError: ranks differ in what must be equal.
+        RingcommError: a rank failed or called something else.
+
+    Collective; blocks until the result is there.
+    """
+    names = set(state) - {"master"}
+    if names != set(optimizer.state_names):
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
+            f"perhaps 'master', got {sorted(state)}"
+        )
+    packet = _ops.reduce_scatter_update_all_gather_
+    name = resolve_group(group).group_name
+    master = state.get("master")
+    common = {
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "average": average,
+        "grad_scale": grad_scale,
+    }
+    with torch.no_grad():
+        if isinstance(optimizer, SGD):
+            packet.sgd(
+                param,
+                grad,
+                state.get("momentum_buffer"),
+                master,
+                name,
+                momentum=optimizer.momentum,
+                dampening=optimizer.dampening,
+                nesterov=optimizer.nesterov,
+                step=step,
+                **common,
+            )
+        elif isinstance(optimizer, AdamW):
+            packet.adamw(
+                param,
+                grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                master,
+                name,
+                beta1=optimizer.betas[0],
+                beta2=optimizer.betas[1],
+                eps=optimizer.eps,
+                step=step,
+                **common,
+            )
+        else:
+            if master is not None:
+                raise ValueError("Lomo keeps no state, and no 'master'")
+            packet.lomo(param, grad, name, clip_value=optimizer.clip_value, **common)
+    return param
+
+
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+for _overload in ("sgd", "adamw", "lomo"):
+    torch.library.register_fake(f"ringcomm::reduce_scatter_update_all_gather_.{_overload}", _fake)

@@ -1,0 +1,333 @@
+// reduce_scatter_update_all_gather against the same update of the whole buffer by one rank, with
+// gradients whose sums are exact; and against its parts, with any.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "collectives/reduce_update_gather.h"
+#include "core/chunk_layout.h"
+#include "device/update_op.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+
+namespace {
+
+using namespace ringcomm;
+using oracle::Bytes;
+using testing::Case;
+using testing::expect;
+using testing::Guarded;
+using testing::kPatient;
+using testing::run_ranks;
+
+constexpr DType kF32 = DType::kFloat32;
+constexpr std::uint32_t kNumSteps = 2;
+
+UpdateSpec adamw() {
+  return {.lr = 0.1,
+          .weight_decay = 0.1,
+          .coefficients = {0.9, 0.99, 1e-8},
+          .optimizer = Optimizer::kAdamW};
+}
+UpdateSpec momentum_sgd() {
+  return {.lr = 0.1, .grad_scale = 0.5, .coefficients = {0.9}, .optimizer = Optimizer::kSgd};
+}
+UpdateSpec lomo() {
+  return {.lr = 0.1, .weight_decay = 0.1, .coefficients = {1.5}, .optimizer = Optimizer::kLomo};
+}
+
+struct UpdateCase {
+  UpdateSpec spec = adamw();
+  DType grad_dtype = kF32;
+  Algorithm algorithm = Algorithm::kAuto;
+  Reduction reduction = Reduction::kAvg;
+  std::size_t num_elems = 0;
+  bool is_random = false;
+  std::uint64_t ring_slot_bytes = 0;
+
+  Case gradients(std::uint32_t step) const {
+    return {.dtype = grad_dtype,
+            .reduction = reduction,
+            .num_elems = num_elems,
+            .is_random = is_random,
+            .salt = step};
+  }
+  std::string to_text() const {
+    std::ostringstream text;
+    text << describe(spec) << ", gradient " << name_of(grad_dtype) << ", " << name_of(algorithm)
+         << ", " << num_elems << " elements";
+    return text.str();
+  }
+};
+
+/// Parameters and state of `range`, as one rank or a single process holds them.
+struct Model {
+  Model(const UpdateCase& c, const ElemRange& shard)
+      : param(c.num_elems * element_bytes(c.spec.param_dtype), 0),
+        master(shard.num_elems, 0),
+        states{{{shard.num_elems * 4, 4}, {shard.num_elems * 4, 4}}} {
+    Bytes values;
+    for (std::size_t i = 0; i < c.num_elems; ++i) {
+      const float value = static_cast<float>(testing::mixed(static_cast<std::uint32_t>(i))) / 4e9F;
+      const bool is_half = c.spec.param_dtype == DType::kFloat16;
+      if (c.spec.param_dtype == kF32)
+        testing::append(values, value);
+      else
+        testing::append(values,
+                        (is_half ? oracle::kFormatFloat16 : oracle::kFormatBFloat16).encode(value));
+      if (i >= shard.begin_elems && i < shard.end_elems()) master[i - shard.begin_elems] = value;
+    }
+    param.fill(values);
+    for (Guarded& state : states) state.fill(Bytes(shard.num_elems * 4));
+  }
+
+  ShardUpdate update(const UpdateSpec& spec, std::uint32_t step) {
+    ShardUpdate update{.spec = spec, .master = spec.has_master ? master.data() : nullptr};
+    update.spec.step = step;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(num_states(spec)); ++i)
+      update.states[i] = static_cast<float*>(states[i].data());
+    return update;
+  }
+
+  Guarded param;
+  std::vector<float> master;
+  std::array<Guarded, 2> states;
+};
+
+/// All of it, updated by one rank with the oracle's sums.
+Model expected_model(const UpdateCase& c, int world_size) {
+  Model model(c, {0, c.num_elems});
+  for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
+    const Bytes grad = testing::reduced(c.gradients(step), world_size, 0);
+    const ShardUpdate update = model.update(c.spec, step);
+    const UpdateOp op = host::make_update_op(update.spec, c.grad_dtype);
+    op.apply(op.scalars,
+             {.param = model.param.data(),
+              .grad = grad.data(),
+              .master = update.master,
+              .states = update.states},
+             c.num_elems);
+  }
+  return model;
+}
+
+using RunCall = std::function<void(const Collective&)>;
+
+/// All steps on one rank.
+Model run_steps(const UpdateCase& c, int rank, int world_size, const RunCall& run) {
+  Model model(c, ChunkLayout(c.num_elems, world_size).chunk(rank));
+  for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
+    const Bytes grad = testing::input_of(c.gradients(step), rank, 0);
+    Bytes grad_kept = grad;
+    const ShardUpdate update = model.update(c.spec, step);
+    const void* const input = grad_kept.data();
+    void* const output = model.param.data();
+    run({.op = OpKind::kReduceUpdateGather,
+         .dtype = c.grad_dtype,
+         .reduction = c.reduction,
+         .algorithm = c.algorithm,
+         .num_elems = c.num_elems,
+         .inputs = &input,
+         .outputs = &output,
+         .ring_slot_bytes = c.ring_slot_bytes,
+         .update = &update});
+    expect(grad_kept == grad, "an unchanged gradient of " + c.to_text());
+  }
+  expect(model.param.is_guarded() && model.states[0].is_guarded() && model.states[1].is_guarded(),
+         "untouched guards of " + c.to_text());
+  return model;
+}
+
+void run_update_case(Communicator& communicator, const UpdateCase& c) {
+  const int world_size = communicator.world_size();
+  const Model model = run_steps(c, communicator.rank(), world_size,
+                                [&](const Collective& call) { communicator.run(call, kPatient); });
+  const Model whole = expected_model(c, world_size);
+  expect(model.param.holds(whole.param.content()),
+         "the single rank's parameters of " + c.to_text());
+  const ElemRange shard = ChunkLayout(c.num_elems, world_size).chunk(communicator.rank());
+  for (int k = 0; k < 2; ++k) {
+    const Bytes all = whole.states[static_cast<std::size_t>(k)].content();
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(shard.begin_elems * 4);
+    expect(model.states[static_cast<std::size_t>(k)].holds(
+               {begin, begin + static_cast<std::ptrdiff_t>(shard.num_elems * 4)}),
+           "this rank's shard of the state of " + c.to_text());
+  }
+}
+
+TEST_CASE("updates of every optimizer on boards and rings, worlds 1 to 8") {
+  for (int world_size = 1; world_size <= 8; ++world_size) {
+    CAPTURE(world_size);
+    const auto world = static_cast<std::size_t>(world_size);
+    // Nothing; fewer elements than ranks; one each; a longer chunk; many, and odd.
+    const std::set<std::size_t> counts = {0, 1, world - 1, world, world + 1, 1001};
+    run_ranks(world_size, [&](Communicator& communicator) {
+      for (const UpdateSpec& spec : {adamw(), momentum_sgd(), lomo()})
+        for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kRing})
+          for (const std::size_t num_elems : counts)
+            run_update_case(communicator,
+                            {.spec = spec, .algorithm = algorithm, .num_elems = num_elems});
+    });
+  }
+}
+
+// Elements of the two halves differ in size, both ways.
+TEST_CASE("updates of 16-bit parameters and gradients") {
+  run_ranks(3, [](Communicator& communicator) {
+    for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kRing})
+      for (const DType param_dtype : {kF32, DType::kFloat16, DType::kBFloat16})
+        for (const DType grad_dtype : {kF32, DType::kFloat16, DType::kBFloat16})
+          for (const bool has_master : {false, true}) {
+            UpdateSpec spec = adamw();
+            spec.param_dtype = param_dtype;
+            spec.has_master = has_master && param_dtype != kF32;
+            run_update_case(communicator, {.spec = spec,
+                                           .grad_dtype = grad_dtype,
+                                           .algorithm = algorithm,
+                                           .reduction = Reduction::kSum,
+                                           .num_elems = 2003});
+          }
+  });
+}
+
+// Slices: one, one element more or less, several and a rest.
+TEST_CASE("updates in one slice and in several") {
+  run_ranks(3, [](Communicator& communicator) {
+    constexpr std::size_t kSliceElems = (256 << 10) / sizeof(float) * 3;
+    for (const std::size_t num_elems :
+         {kSliceElems - 1, kSliceElems, kSliceElems + 1, 3 * kSliceElems + 5})
+      run_update_case(communicator, {.num_elems = num_elems});
+    for (const std::size_t num_elems : {47U, 48U, 49U, 1000U})
+      for (const DType grad_dtype : {kF32, DType::kBFloat16})
+        run_update_case(communicator, {.grad_dtype = grad_dtype,
+                                       .algorithm = Algorithm::kRing,
+                                       .num_elems = num_elems,
+                                       .ring_slot_bytes = 64});
+  });
+}
+
+// ---- the parts
+
+/// A collective of uneven shares by means of an even one, for which the shares are filled up.
+std::uint64_t run_padded(Communicator& communicator, const Collective& part) {
+  const bool is_scatter = part.op == OpKind::kReduceScatter;
+  const auto world = static_cast<std::size_t>(communicator.world_size());
+  const auto own = static_cast<std::size_t>(communicator.rank());
+  const std::size_t* elems = is_scatter ? part.input_elems : part.output_elems;
+  const std::size_t longest = *std::max_element(elems, elems + world);
+  const std::size_t bytes = element_bytes(part.dtype);
+  std::vector<Bytes> shares(world, Bytes(longest * bytes));
+  Bytes single(longest * bytes);
+  std::vector<void*> pointers;
+  for (std::size_t i = 0; i < world; ++i) {
+    pointers.push_back(shares[i].data());
+    if (is_scatter && elems[i] > 0) std::memcpy(shares[i].data(), part.inputs[i], elems[i] * bytes);
+  }
+  if (!is_scatter && elems[own] > 0) std::memcpy(single.data(), part.inputs[0], elems[own] * bytes);
+  void* const one = single.data();
+  const std::vector<const void*> inputs(pointers.begin(), pointers.end());
+  const void* const const_one = one;
+  Collective even = part;
+  even.num_elems = longest;
+  even.inputs = is_scatter ? inputs.data() : &const_one;
+  even.outputs = is_scatter ? &one : pointers.data();
+  even.input_elems = even.output_elems = nullptr;
+  communicator.run(even, kPatient);
+  if (is_scatter && elems[own] > 0) std::memcpy(part.outputs[0], one, elems[own] * bytes);
+  for (std::size_t i = 0; !is_scatter && i < world; ++i)
+    if (elems[i] > 0) std::memcpy(part.outputs[i], shares[i].data(), elems[i] * bytes);
+  return 1;
+}
+
+TEST_CASE("the fused update has the bits of its parts, and of every other rank") {
+  constexpr int kWorld = 4;
+  for (const std::size_t num_elems : {3U, 20'011U})
+    for (const UpdateSpec& spec : {adamw(), momentum_sgd(), lomo()}) {
+      const UpdateCase c{.spec = spec, .num_elems = num_elems, .is_random = true};
+      UpdateCase on_ring = c;
+      on_ring.algorithm = Algorithm::kRing;
+      std::array<Bytes, kWorld> params, ring_params;
+      run_ranks(kWorld, [&](Communicator& communicator) {
+        const int rank = communicator.rank();
+        const auto fused = [&](const Collective& call) { communicator.run(call, kPatient); };
+        const auto in_parts = [&](const Collective& call) {
+          const auto padded = [&](const Collective& part) {
+            return run_padded(communicator, part);
+          };
+          expect(reduce_update_gather_in_parts(call, rank, kWorld, padded) == 2, "bytes added up");
+        };
+        const Model one = run_steps(c, rank, kWorld, fused);
+        const Model two = run_steps(c, rank, kWorld, in_parts);
+        expect(one.param.content() == two.param.content(), "parameters of " + c.to_text());
+        for (std::size_t k = 0; k < 2; ++k)
+          expect(one.states[k].content() == two.states[k].content(), "state of " + c.to_text());
+        params[static_cast<std::size_t>(rank)] = one.param.content();
+        ring_params[static_cast<std::size_t>(rank)] =
+            run_steps(on_ring, rank, kWorld, fused).param.content();
+      });
+      for (std::size_t rank = 1; rank < kWorld; ++rank) {
+        CHECK(params[rank] == params[0]);
+        CHECK(ring_params[rank] == ring_params[0]);
+      }
+    }
+}
+
+// ---- bytes, and errors
+
+TEST_CASE("the bytes of an update are the gradients of the others and the parameters for them") {
+  for (const Algorithm algorithm : {Algorithm::kDirect, Algorithm::kRing}) {
+    std::atomic<std::uint64_t> total = 0;
+    constexpr std::size_t kNumElems = 3 * 1000 + 1;
+    run_ranks(3, [&](Communicator& communicator) {
+      UpdateSpec spec = adamw();
+      spec.param_dtype = DType::kBFloat16;
+      run_update_case(communicator, {.spec = spec, .algorithm = algorithm, .num_elems = kNumElems});
+      const Stats::Counts counts =
+          communicator.stats().counts(OpKind::kReduceUpdateGather, algorithm);
+      expect(counts.num_calls == kNumSteps, "every call counted under its algorithm");
+      total += counts.sent_bytes;
+    });
+    CHECK(total == kNumSteps * 2 * kNumElems * (4 + 2));
+  }
+}
+
+TEST_CASE("an update that is none is refused, and the group works on") {
+  run_ranks(2, [](Communicator& communicator) {
+    UpdateCase wrong{.num_elems = 10};
+    wrong.spec.lr = -1;
+    for (const bool has_update : {true, false}) {
+      try {
+        run_steps(wrong, communicator.rank(), 2, [&](Collective call) {
+          if (!has_update) call.update = nullptr;
+          communicator.run(call, kPatient);
+        });
+        throw std::logic_error("expected: an error");
+      } catch (const std::invalid_argument& error) {
+        const std::string text = has_update ? "lr is a finite" : "has an optimizer";
+        expect(std::string(error.what()).find(text) != std::string::npos, error.what());
+      }
+    }
+    run_update_case(communicator, {.num_elems = 10});
+  });
+}
+
+TEST_CASE("ranks that differ in the step get both texts") {
+  for (const Algorithm algorithm : {Algorithm::kAuto, Algorithm::kRing}) {
+    run_ranks(2, [&](Communicator& communicator) {
+      UpdateCase c{.algorithm = algorithm, .num_elems = 10};
+      c.spec.lr = communicator.rank() == 0 ? 0.25 : 0.5;
+      const Error error = testing::error_of([&] { run_update_case(communicator, c); });
+      testing::expect_error(error, ErrorKind::kMismatch,
+                            {"reduce_scatter_update_all_gather", "lr=0.25", "lr=0.5", "adamw"});
+    });
+  }
+}
+
+}  // namespace

@@ -1,0 +1,257 @@
+"""Process groups of ringcomm: subgroups, meshes, many at once, again and again; objects in them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def sum_of(group: Any, value: float) -> float:
+    tensor = torch.tensor([value])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def resources() -> tuple[int, int, int]:
+    """Descriptors, threads, and mappings of shared memory."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return (
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        sum("memfd:" in line for line in maps),
+    )
+
+
+def assert_back_to(expected: tuple[int, int, int]) -> None:
+    """A joined thread may still be listed for a moment."""
+    deadline = time.monotonic() + 10
+    while resources() != expected and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert resources() == expected
+
+
+# ---- one backend for each device
+
+
+def check_device_form(rank: int) -> None:
+    """One object serves several devices; beside another backend it serves its own."""
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert backend.name() == "ringcomm"
+    assert sum_of(None, rank) == 1
+    dist.barrier()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, rank)
+    assert everyone == [0, 1]
+    assert sum_of(dist.new_group([0, 1]), 2) == 4
+
+
+NEEDS_NCCL = pytest.mark.skipif(
+    not (dist.is_nccl_available() and torch.cuda.is_available()), reason="NCCL needs a CUDA device"
+)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "cpu:ringcomm",
+        "cpu:ringcomm,cuda:ringcomm",
+        "cpu:ringcomm,cuda:gloo",
+        pytest.param("cpu:ringcomm,cuda:nccl", marks=NEEDS_NCCL),
+    ],
+)
+def test_form_with_devices(backend: str) -> None:
+    run_ranks(2, check_device_form, backend=backend, fresh=True)
+
+
+# ---- subgroups
+
+
+def check_subgroups(rank: int) -> None:
+    """Overlapping ones, not starting at rank 0, in another order, of one; all in use at once."""
+    members = [[0, 1], [1, 2], [2, 3], [1, 3], [1, 2, 3], [0, 2, 3], [2], [0, 1, 2, 3]]
+    groups = [dist.new_group(ranks, backend="ringcomm") for ranks in members]
+    for _ in range(3):
+        for ranks, group in zip(members, groups, strict=True):
+            if rank not in ranks:
+                continue
+            tensor = torch.full((100,), float(rank))
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == sum(ranks)).all()
+            dist.broadcast(tensor.fill_(rank), ranks[-1], group=group)
+            assert (tensor == ranks[-1]).all()
+            outputs = [torch.empty(1) for _ in ranks]
+            dist.all_gather(outputs, torch.tensor([float(rank)]), group=group)
+            assert [int(output) for output in outputs] == ranks
+    dist.barrier()
+    for ranks, group in zip(members, groups, strict=True):
+        if rank in ranks:
+            dist.destroy_process_group(group)
+
+
+def test_subgroups() -> None:
+    run_ranks(4, check_subgroups)
+
+
+def check_ways_to_make_groups(rank: int) -> None:
+    pair, _ = dist.new_subgroups(2)
+    assert sum_of(pair, rank) == (1 if rank < 2 else 5)
+    crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])
+    assert sum_of(crossed, 10**rank) == (1001 if rank in (0, 3) else 110)
+    if rank in (1, 3):  # the other ranks do not even call
+        local = dist.new_group([1, 3], use_local_synchronization=True)
+        assert sum_of(local, rank) == 4
+        dist.destroy_process_group(local)
+    gloo = dist.new_group([0, 1, 3], backend="gloo")
+    if rank != 2:
+        assert dist.get_backend(gloo) == "gloo"
+        assert sum_of(gloo, rank) == 4
+    assert sum_of(None, rank) == 6
+
+
+def test_ways_to_make_groups() -> None:
+    run_ranks(4, check_ways_to_make_groups)
+
+
+def check_many_groups(rank: int) -> None:
+    before = resources()
+    groups = [dist.new_group(backend="ringcomm") for _ in range(64)]
+    works: list[Any] = []
+    tensors = []
+    for i, group in enumerate(groups):
+        tensors.append(torch.full((2000,), float(i)))
+        works.append(dist.all_reduce(tensors[-1], group=group, async_op=True))
+    for i in reversed(range(64)):
+        works[i].wait()
+        assert (tensors[i] == 2 * i).all()
+    for group in groups:
+        dist.destroy_process_group(group)
+    del works, groups, group
+    assert_back_to(before)
+
+
+def test_64_groups_at_once() -> None:
+    run_ranks(2, check_many_groups, fresh=True)
+
+
+def check_mesh(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    for name, expected in (("dp", rank % 2 * 2 + 2), ("cp", rank), ("tp", rank // 2 * 4 + 1)):
+        assert dist.get_backend(mesh.get_group(name)) == "ringcomm"
+        assert sum_of(mesh.get_group(name), rank) == expected
+    assert sum_of(mesh["dp", "tp"]["tp"].get_group(), rank) == rank // 2 * 4 + 1
+    assert sum_of(mesh["dp", "cp"]._flatten("all").get_group(), rank) == rank % 2 * 2 + 2
+    assert sum_of(mesh["dp", "cp", "tp"]._flatten("world").get_group(), rank) == 6
+
+
+def test_device_mesh() -> None:
+    run_ranks(4, check_mesh, fresh=True)
+
+
+# ---- groups come and go
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_init_again(rank: int, folder: str) -> None:
+    """After some turns, in which allocators and tables find their size, nothing grows."""
+    seen, resident = [], []
+    for turn in range(50):
+        store = dist.FileStore(f"{folder}/store{turn}", 2)
+        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, 1 - rank),
+                dist.P2POp(dist.irecv, torch.empty(10), 1 - rank),
+            ]
+        )[1].wait()
+        assert sum_of(dist.new_group(), 1) == 2
+        dist.destroy_process_group()
+        del store
+        seen.append(resources())
+        resident.append(resident_bytes())
+    assert_back_to(seen[3])
+    assert seen[3][2] == 0
+    assert resident[-1] - resident[10] < 2 << 20, resident
+
+
+def test_fifty_times_in_one_process(tmp_path: Path) -> None:
+    run_ranks(2, check_init_again, str(tmp_path), backend=None, fresh=True)
+
+
+# ---- objects
+
+
+def all_gather_objects(rank: int) -> list[Any]:
+    gathered: list[Any] = [None] * 3
+    dist.all_gather_object(gathered, make_object(rank))
+    return gathered
+
+
+def broadcast_objects(rank: int) -> list[Any]:
+    objects = [make_object(r) for r in range(3)] if rank == 1 else [None] * 3
+    dist.broadcast_object_list(objects, 1)
+    return objects
+
+
+def gather_objects(rank: int) -> list[Any] | None:
+    gathered: list[Any] | None = [None] * 3 if rank == 2 else None
+    dist.gather_object(make_object(rank), gathered, 2)
+    return gathered
+
+
+def scatter_objects(rank: int) -> list[Any]:
+    """Each rank's own, and its neighbours' by another way."""
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, [make_object(r) for r in range(3)] if rank == 0 else None, 0)
+    gathered: list[Any] = [None] * 3
+    dist.all_gather_object(gathered, mine[0])
+    return gathered
+
+
+def send_objects(rank: int) -> list[Any]:
+    """Around the ring, each adding its own."""
+    objects: list[Any] = [None] * 3
+    if rank > 0:
+        dist.recv_object_list(objects, rank - 1)
+    objects[rank] = make_object(rank)
+    dist.send_object_list(objects, (rank + 1) % 3)
+    if rank == 0:
+        dist.recv_object_list(objects, 2)
+    dist.broadcast_object_list(objects, 0)
+    return objects
+
+
+def make_object(rank: int) -> Any:
+    """Of another size on each rank."""
+    return {"rank": rank, "words": ["ring"] * 100 * rank, "none": None}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        all_gather_objects,
+        broadcast_objects,
+        send_objects,
+        gather_objects,
+        scatter_objects,
+    ],
+)
+def test_objects(program: Callable[[int], list[Any] | None]) -> None:
+    expected = [make_object(rank) for rank in range(3)]
+    results = run_ranks(3, program)
+    only_rank_2 = program is gather_objects
+    assert results == [expected if r == 2 or not only_rank_2 else None for r in range(3)]

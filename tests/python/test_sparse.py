@@ -1,0 +1,118 @@
+"""all_reduce of sparse tensors, and DDP with an embedding that has sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+import ringcomm
+
+ROWS, COLUMNS = 50, 3
+# How many entries each rank has: nobody, somebody or everybody; shares are padded to the largest.
+COUNTS = [[6], [0, 0], [7, 0], [30, 30], [0, 1, 40], [5, 0, 90, 2]]
+
+
+def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers at places of which some are there twice; not coalesced."""
+    generator = torch.Generator().manual_seed(rank)
+    places = torch.randint(0, ROWS, (1, num_entries), generator=generator)
+    numbers = torch.randint(0, 9, (num_entries, COLUMNS), generator=generator)
+    return torch.sparse_coo_tensor(places, numbers.to(dtype), (ROWS, COLUMNS))
+
+
+def check_sum(rank: int, counts: list[int], dtype: torch.dtype, is_async: bool) -> None:
+    all_entries = [entries(r, count, dtype) for r, count in enumerate(counts)]
+    total = torch.stack([own.to_dense().double() for own in all_entries]).sum(0)
+    tensor = all_entries[rank].clone()
+    ahead, behind = torch.ones(5), torch.ones(7)
+    works = [dist.all_reduce(each, async_op=is_async) for each in (ahead, tensor, behind)]
+    for work in works:
+        if work is not None:
+            work.wait()
+    assert ahead.eq(len(counts)).all()
+    assert behind.eq(len(counts)).all()
+    assert tensor.is_coalesced()
+    assert tensor.dtype == dtype
+    assert torch.equal(tensor.to_dense().double(), total)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_sum(counts: list[int], dtype: torch.dtype, is_async: bool) -> None:
+    run_ranks(len(counts), check_sum, counts, dtype, is_async)
+
+
+def check_many_sparse_dimensions(rank: int) -> None:
+    dense = torch.arange(24.0).reshape(2, 3, 4) * (torch.arange(24).reshape(2, 3, 4) % 2 == rank)
+    tensor = dense.to_sparse()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.to_dense(), torch.arange(24.0).reshape(2, 3, 4))
+
+
+def test_many_sparse_dimensions() -> None:
+    run_ranks(2, check_many_sparse_dimensions)
+
+
+def check_refused(rank: int) -> None:
+    tensor = entries(rank, 5, torch.float32)
+    with pytest.raises(NotImplementedError, match="SUM only"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    check_sum(rank, [5, 5], torch.float32, False)  # nothing was exchanged: the group is whole
+
+
+def test_refused_arguments() -> None:
+    run_ranks(2, check_refused)
+
+
+def check_mismatch(rank: int, kind: str) -> None:
+    tensor = entries(rank, 5, torch.float64 if (kind, rank) == ("dtype", 1) else torch.float32)
+    if rank == 1 and kind == "shape":
+        tensor = torch.sparse_coo_tensor(tensor._indices(), tensor._values(), (ROWS + 1, COLUMNS))
+    if rank == 1 and kind == "layout":
+        tensor = tensor.to_dense()
+    with pytest.raises(ringcomm.errors.MismatchError):
+        dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape", "layout"])
+def test_mismatch_is_told_to_every_rank(kind: str) -> None:
+    run_ranks(2, check_mismatch, kind, fresh=True)
+
+
+def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch), targets).backward()
+        optimizer.step()
+
+
+def check_ddp(rank: int) -> None:
+    """Two ranks with halves of each batch end where one process with all of it does."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(
+            torch.nn.EmbeddingBag(ROWS, 4, sparse=True), torch.nn.Linear(4, 1)
+        )
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, ROWS, (8, 5), generator=generator) for _ in range(4)]
+    targets = torch.randn(8, 1, generator=generator)
+    alone, model = build(), build()
+    train(alone, batches, targets)
+    mine = slice(4 * rank, 4 * rank + 4)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    train(ddp, [batch[mine] for batch in batches], targets[mine])
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_ddp_with_sparse_gradients() -> None:
+    run_ranks(2, check_ddp)

@@ -1,0 +1,260 @@
+"""Tuning files: what is written is read back, what is wrong is named; and the fit behind them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+import ringcomm
+from ringcomm import tuning
+from ringcomm.bench.fit import NEVER_BYTES, Median, cross_over_bytes, fit_cost, terms
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = [KIB << k for k in range(0, 13, 2)]  # 1 KiB to 4 MiB: several pieces of 1 MiB at the end
+
+
+def make_world(world_size: int, one_shot_max_bytes: int = 256 * KIB) -> tuning.World:
+    points = tuple(
+        tuning.Point(1024, name, 1.0, 2.0, 3.5, 100) for name in ("one_shot", "two_shot")
+    )
+    return tuning.World(world_size, 0.1, 90.0, 2.7, 1.2, True, one_shot_max_bytes, points)
+
+
+def make_tuning() -> tuning.Tuning:
+    machine = {"cpu": "a CPU", "cores": 2, "kernel": "6.18"}
+    worlds = (make_world(2), make_world(4, 48 * KIB))
+    return tuning.Tuning("2026-11-20T10:00:00+00:00", machine, "2.13.0", "0.1.0", worlds)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    tuning.save(make_tuning(), path)
+    assert tuning.load(path) == make_tuning()
+    assert tuning.load(str(path)).one_shot_max_bytes(2) == 256 * KIB
+    assert [make_tuning().one_shot_max_bytes(n) for n in (4, 3)] == [48 * KIB, None]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tuning.json"]
+
+
+def test_another_machine_is_told() -> None:
+    machine = {"cpu": "a CPU", "cores": 2, "kernel": "6.18"}
+    assert make_tuning().differences(machine) == []
+    told = make_tuning().differences({**machine, "cores": 8})
+    assert told == ["cores is 8, tuned was 2"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("schema",), 2, r"schema is 1 in files that this ringcomm reads, got 2"),
+        (("schema",), None, r"no field schema, a whole number"),
+        (("date",), 5, r"date is a text, got 5"),
+        (("machine",), [], r"machine is an object, got \[\]"),
+        (("worlds",), {}, r"worlds is a list of objects, got \{\}"),
+        (("worlds",), [], r"worlds is a list with one entry for each of one or more world sizes"),
+        (("worlds", 1), 7, r"worlds\[1\] is an object, got 7"),
+        (("worlds", 1, "world_size"), 2, r"worlds is a list with one entry .* got \[2, 2\]"),
+        (("worlds", 0, "world_size"), 1, r"worlds\[0\].world_size is a whole number from 2 to 64"),
+        (("worlds", 0, "world_size"), True, r"worlds\[0\].world_size is a whole number"),
+        (("worlds", 0, "one_shot_max_bytes"), 0, r"one_shot_max_bytes is a whole number from 1"),
+        (("worlds", 0, "one_shot_max_bytes"), 1.5, r"one_shot_max_bytes is .* got 1.5"),
+        (("worlds", 0, "one_shot_max_bytes"), None, r"no field worlds\[0\].one_shot_max_bytes"),
+        (("worlds", 0, "alpha_us"), -1, r"alpha_us is a number, not negative, got -1"),
+        (("worlds", 0, "beta_us_per_mib"), "x", r"beta_us_per_mib is a number, not negative"),
+        (("worlds", 0, "quiet"), 1, r"quiet is true or false, got 1"),
+        (("worlds", 0, "points", 1, "num_calls"), 0, r"worlds\[0\].points\[1\].num_calls is"),
+        (("worlds", 0, "points", 1, "algorithm"), None, r"no field worlds\[0\].points\[1\].algori"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    """With the file and what was expected; None removes the field."""
+    file = tmp_path / "tuning.json"
+    tuning.save(make_tuning(), file)
+    content = json.loads(file.read_text())
+    place = content
+    for step in path[:-1]:
+        place = place[step]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"tuning file '{file}': .*{message}"):
+        tuning.load(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON"),
+        (b'{"schema": 1', "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[1]", r"the file is an object, got \[1\]"),
+    ],
+)
+def test_what_is_no_tuning_file(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "tuning.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"tuning file '{file}': .*{message}"):
+        tuning.load(file)
+
+
+def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no tuning file .*`ringcomm tune"):
+        tuning.load(tmp_path / "nothing.json")
+
+
+def model_medians(
+    world_size: int, alpha: float, beta: float, overhead: float
+) -> dict[tuple[str, int], float]:
+    times = {}
+    for name in ("one_shot", "two_shot"):
+        for size in SIZES:
+            hand_overs, mib = terms(name, size, world_size)
+            times[(name, size)] = overhead + alpha * hand_overs + beta * mib
+    return times
+
+
+def as_medians(times: dict[tuple[str, int], float]) -> list[Median]:
+    return [Median(name, size, us) for (name, size), us in times.items()]
+
+
+def test_terms_are_those_of_the_design() -> None:
+    """docs/design/collectives.md: hand-overs per MiB; (N-1) S and 2 (N-1) / N S."""
+    assert terms("one_shot", 64 * KIB, 4) == (1, 3 / 16)
+    assert terms("two_shot", 64 * KIB, 4) == (2, 1.5 / 16)
+    assert terms("two_shot", 2 * MIB + 4, 2) == (6, 2 + 4 / MIB)
+    with pytest.raises(ValueError, match="no model of 'ring'"):
+        terms("ring", 1, 2)
+
+
+@given(
+    world_size=st.integers(2, 64),
+    alpha=st.floats(0.05, 50),
+    beta=st.floats(5, 500),
+    overhead=st.floats(0, 10),
+)
+def test_the_fit_finds_what_made_the_times(
+    world_size: int, alpha: float, beta: float, overhead: float
+) -> None:
+    cost = fit_cost(as_medians(model_medians(world_size, alpha, beta, overhead)), world_size)
+    found = (cost.alpha_us, cost.beta_us_per_mib, cost.overhead_us)
+    assert found == pytest.approx((alpha, beta, overhead), rel=1e-3, abs=1e-3)
+    assert cost.worst_fit == pytest.approx(1, abs=1e-3)
+
+
+def test_no_coefficient_is_negative() -> None:
+    """As measured beside other programs: two_shot was the faster one at every size."""
+    times = model_medians(2, 1.0, 80.0, 12.0)
+    disturbed = {key: us * (0.7 if key[0] == "two_shot" else 1) for key, us in times.items()}
+    cost = fit_cost(as_medians(disturbed), 2)
+    assert cost.alpha_us == 0
+    assert min(cost.beta_us_per_mib, cost.overhead_us) > 0
+    assert 1.1 < cost.worst_fit < 1.6
+
+
+def test_too_few_times_make_no_model() -> None:
+    with pytest.raises(ValueError, match="three measurements"):
+        fit_cost([Median("one_shot", 1, 1.0), Median("two_shot", 1, 1.0)], 2)
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([0.9, 0.8, 0.5], NEVER_BYTES),
+        ([2.0, 1.5, 1.1], 16 * KIB),  # nobody knows about more
+        ([2.0, 2.0, 0.5], 8 * KIB),  # in the middle of the logarithms
+        ([2.0, 1.25, 0.5], 5 * KIB),  # nearer to the size where it won by little
+        ([0.95, 2.0, 0.5], 8 * KIB),  # a disturbed first size moves nothing
+        ([2.0, 2.0, 1.0], 16 * KIB),
+    ],
+)
+def test_cross_over(gains: list[float], expected: int) -> None:
+    ratios = dict(zip((KIB, 4 * KIB, 16 * KIB), gains, strict=True))
+    found = cross_over_bytes(ratios)
+    assert found == pytest.approx(expected, rel=0.1)
+    assert found <= max(ratios)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
+def test_no_other_measured_size_would_choose_better(gains: list[float]) -> None:
+    """The oracle tries every threshold, and counts the time lost by each as a factor."""
+    ratios = {KIB << index: gain for index, gain in enumerate(gains)}
+
+    def lost(threshold: int) -> float:
+        product = 1.0
+        for size, ratio in ratios.items():
+            product *= max(1.0, 1 / ratio) if size <= threshold else max(1.0, ratio)
+        return product
+
+    best = min(map(lost, [NEVER_BYTES, *ratios]))
+    assert lost(cross_over_bytes(ratios)) == pytest.approx(best)
+
+
+# ---- groups
+
+
+def algorithm_used(rank: int) -> list[str]:
+    dist.all_reduce(torch.ones(1000))
+    return [name for op, name in ringcomm.stats(dist.group.WORLD) if op == "all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("tuned_world_size", "limit_bytes", "algorithm"),
+    [(2, 3999, "two_shot"), (2, 4000, "one_shot"), (3, 1, "one_shot")],
+)
+def test_a_group_takes_the_cross_over_for_its_size(
+    tmp_path: Path, tuned_world_size: int, limit_bytes: int, algorithm: str
+) -> None:
+    path = str(tmp_path / "tuning.json")
+    world = make_world(tuned_world_size, limit_bytes)
+    tuning.save(tuning.Tuning("", {}, "", "", (world,)), path)
+    options = ringcomm.Options(tuning=path)
+    assert run_ranks(2, algorithm_used, fresh=True, pg_options=options) == [[algorithm]] * 2
+    env = {"RINGCOMM_TUNING": path}
+    assert run_ranks(2, algorithm_used, fresh=True, env=env) == [[algorithm]] * 2
+
+
+def make_group_of_own_file(rank: int, folder: str) -> str:
+    path = f"{folder}/{rank}.json"
+    tuning.save(tuning.Tuning("", {}, "", "", (make_world(2, 1000 + rank),)), path)
+    store = dist.FileStore(f"{folder}/store", 2)
+    with pytest.raises(ringcomm.MismatchError) as error:
+        dist.init_process_group(
+            "ringcomm",
+            store=store,
+            rank=rank,
+            world_size=2,
+            pg_options=ringcomm.Options(tuning=path),
+        )
+    return str(error.value)
+
+
+def test_files_that_differ_between_ranks_make_no_group(tmp_path: Path) -> None:
+    for text in run_ranks(2, make_group_of_own_file, str(tmp_path), backend=None, fresh=True):
+        assert "one_shot_max_bytes=1000" in text
+        assert "one_shot_max_bytes=1001" in text
+
+
+def miss_the_file(rank: int, folder: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.json"):
+        dist.init_process_group(
+            "ringcomm",
+            store=dist.FileStore(f"{folder}/store", 1),
+            rank=0,
+            world_size=1,
+            pg_options=ringcomm.Options(tuning="nowhere.json"),
+        )
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    run_ranks(1, miss_the_file, str(tmp_path), backend=None, fresh=True)
