@@ -17,6 +17,7 @@ def create_process_group(
     slot_bytes: int,
     one_shot_max_bytes: int,
     transport: str,
+    p2p_backend: str,
     group_name: str,
     global_ranks: list[int],
 ) -> ProcessGroupRingcomm: ...
@@ -30,6 +31,7 @@ class GroupOptions:
     slot_bytes: int
     one_shot_max_bytes: int
     transport: str
+    p2p_backend: str
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm import _C, tuning
+from ringcomm import _C, message_backend, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -41,6 +41,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         slot_bytes=pg_options.slot_bytes,
         one_shot_max_bytes=pg_options.one_shot_max_bytes,
         transport=pg_options.transport,
+        p2p_backend=pg_options.p2p_backend,
         group_name=str(dist_backend_opts.group_id),
         # Empty of the default group, which has all ranks.
         global_ranks=list(
@@ -72,6 +73,9 @@ def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
         else _whole("slot_bytes", options.slot_bytes),
         one_shot_max_bytes=_tuned(options.tuning, world_size),
         transport=options.transport or "",
+        p2p_backend=message_backend.checked(options.p2p_backend)
+        if options.transport == "p2p"
+        else "",
     )
 
 

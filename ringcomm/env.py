@@ -12,6 +12,7 @@ __all__ = ["option"]
 _TEXTS = {
     "algorithm": "RINGCOMM_ALGORITHM",
     "deterministic": "RINGCOMM_DETERMINISTIC",
+    "p2p_backend": "RINGCOMM_P2P_BACKEND",
     "transport": "RINGCOMM_TRANSPORT",
     "tuning": "RINGCOMM_TUNING",
 }

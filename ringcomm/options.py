@@ -28,6 +28,8 @@ class Options:
         slot_bytes: bytes of a slot, a multiple of 64. None takes 262144.
         transport: "shm" (ranks on one host), "p2p" (messages of another backend of
             torch.distributed). None takes what reaches all ranks best.
+        p2p_backend: what carries those messages: "gloo", or the name of another backend registered
+            with torch.distributed that moves CPU tensors.
         tuning: a file that `ringcomm tune` has written; its cross-over between algorithms is taken.
     """
 
@@ -36,6 +38,7 @@ class Options:
     num_slots: int = 2
     slot_bytes: int | None = None
     transport: TransportName | None = None
+    p2p_backend: str = "gloo"
     tuning: str | None = None
 
     def with_environment(self) -> "Options":

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "bindings/c10d_messages.h"
 #include "bindings/coalesced_work.h"
 #include "bindings/monitored_barrier.h"
 #include "bindings/python_errors.h"
@@ -29,8 +30,9 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   StoreAdapter adapter(store);
   with_python_errors([&] {
-    communicator_ = std::make_shared<Communicator>(adapter, rank, size, options_->engine,
-                                                   std::min(options_->timeout, kLongestTimeout));
+    communicator_ = std::make_shared<Communicator>(
+        adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
+        [&] { return make_c10d_messages(store, rank, size, *options_); });
   });
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "transport/messages/message_transport.h"
 
 namespace py = pybind11;
 
@@ -87,6 +88,12 @@ std::exception_ptr to_python(const std::exception_ptr& error) {
     // No Python any more: the error is about to be shown by nobody.
     if (!Py_IsInitialized()) return error;
     return std::make_exception_ptr(make_python_error(engine_error));
+  } catch (const Unsupported& unsupported) {
+    try {
+      C10_THROW_ERROR(NotImplementedError, std::string("ringcomm: ") + unsupported.what());
+    } catch (...) {
+      return std::current_exception();
+    }
   } catch (const std::invalid_argument& wrong) {
     try {
       C10_THROW_ERROR(ValueError, std::string("ringcomm: ") + wrong.what());

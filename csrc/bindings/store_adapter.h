@@ -1,5 +1,8 @@
 #pragma once
 
+#include <c10/util/Exception.h>
+
+#include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
@@ -25,6 +28,28 @@ class StoreAdapter final : public KeyValueStore {
     }
     value = store_->get_to_str(key);
     return true;
+  }
+
+  bool try_get(const std::string& key, std::string& value) override {
+    if (!store_->check({key})) return false;
+    value = store_->get_to_str(key);
+    return true;
+  }
+
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    return store_->add(key, number);
+  }
+
+  void set_first(const std::string& key, const std::string& value) override {
+    try {
+      store_->compareSet(key, "", value);
+    } catch (const c10::NotImplementedError&) {
+      store_->set(key, value);
+    }
+  }
+
+  std::unique_ptr<KeyValueStore> clone() override {
+    return std::make_unique<StoreAdapter>(store_->clone());
   }
 
  private:

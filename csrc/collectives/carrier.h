@@ -18,7 +18,8 @@ namespace ringcomm {
 /// A wait that ended without what it waited for; the Communicator turns it into an Error.
 struct Stopped {
   Stop stop;
-  int peer = -1;  ///< the rank waited for
+  int peer = -1;            ///< the rank waited for
+  std::string detail = {};  ///< what the transport said
 };
 
 /// A peer that made another call.

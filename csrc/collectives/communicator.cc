@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "collectives/carrier_registry.h"
 #include "collectives/owner_update.h"
 #include "collectives/reduce_update_gather.h"
 #include "collectives/reduction.h"
@@ -52,10 +51,14 @@ void run_alone(const Collective& call) {
 }  // namespace
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
-                           const CommunicatorOptions& options, std::chrono::milliseconds timeout)
+                           const CommunicatorOptions& options, std::chrono::milliseconds timeout,
+                           const MakeMessages& make_messages)
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
-  if (world_size > 1) carrier_ = make_carrier(store, rank, world_size, options, timeout);
+  if (world_size > 1) {
+    carrier_ = make_carrier(store, rank, world_size, options, make_messages, timeout);
+    if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
+  }
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
                                        rank, world_size);
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
@@ -174,7 +177,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
     else
       count(header.op, carrier_->run(call, header, limits));
   } catch (const Stopped& stopped) {
-    failure_->raise_stopped(stopped.stop, stopped.peer, activity());
+    failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
     failure_->raise_mismatch(mismatched.peer,
                              !mismatched.difference.empty()

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "collectives/carrier.h"
+#include "collectives/carrier_registry.h"
 #include "collectives/collective.h"
 #include "collectives/communicator_options.h"
 #include "collectives/failure.h"
@@ -53,7 +54,7 @@ class Communicator {
 
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-               std::chrono::milliseconds timeout);
+               std::chrono::milliseconds timeout, const MakeMessages& make_messages = {});
   /// Runs the collectives that were submitted, then leaves the group.
   ~Communicator();
   Communicator(const Communicator&) = delete;

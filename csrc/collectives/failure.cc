@@ -21,7 +21,8 @@ std::exception_ptr Failure::first_cause() const {
   return first_cause_;
 }
 
-void Failure::raise_stopped(Stop stop, int peer, const Activity& activity) {
+void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
+                            const std::string& detail) {
   const std::string who = name_of_peer(peer);
   switch (stop) {
     case Stop::kTimeout:
@@ -30,7 +31,8 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity) {
                 " ms; read what that rank says, or raise the timeout of init_process_group",
             activity, false);
     case Stop::kPeerDied:
-      raise(ErrorKind::kPeerDied, peer, who + " died", activity, false);
+      raise(ErrorKind::kPeerDied, peer, who + " died" + (detail.empty() ? "" : ": " + detail),
+            activity, false);
     case Stop::kPeerLeft:
       raise(ErrorKind::kPeerDied, peer,
             who + " has destroyed the group (or exited) and takes no more part in it", activity,

@@ -41,8 +41,9 @@ class Failure {
   /// Whether the group has ended, as far as this rank knows.
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
-  /// A wait for `peer` ended early.
-  [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity);
+  /// A wait for `peer` ended early; `detail` is what the transport said.
+  [[noreturn]] void raise_stopped(Stop stop, int peer, const Activity& activity,
+                                  const std::string& detail = {});
   /// `peer` did something else than this rank; `difference` says both.
   [[noreturn]] void raise_mismatch(int peer, const std::string& difference,
                                    const Activity& activity);

@@ -17,7 +17,7 @@ OrderedQueue::~OrderedQueue() {
   {
     std::unique_lock lock(mutex_);
     while (is_running_ || !entries_.empty()) {
-      if (!is_running_) {
+      if (may_run_front()) {
         run_front(lock);
       } else {
         ++num_waiting_;
@@ -63,6 +63,10 @@ void OrderedQueue::run_front(std::unique_lock<std::mutex>& lock) {
 }
 
 void OrderedQueue::run(const Task& task, const Poll& poll) {
+  if (is_left_to_thread_) {
+    wait(submit(task), poll);
+    return;
+  }
   Ticket ticket;
   {
     std::unique_lock lock(mutex_);
@@ -93,7 +97,7 @@ void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
   std::unique_lock lock(mutex_);
   if (!ticket->is_done) check_not_in_task();
   while (!ticket->is_done) {
-    if (!is_running_ && !entries_.empty()) {
+    if (may_run_front()) {
       run_front(lock);
       continue;
     }

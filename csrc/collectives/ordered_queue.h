@@ -33,6 +33,10 @@ class OrderedQueue {
   OrderedQueue(const OrderedQueue&) = delete;
   OrderedQueue& operator=(const OrderedQueue&) = delete;
 
+  /// From here on the progress thread runs all tasks, and callers sleep: for tasks that cannot poll
+  /// for signals. Called before any other function.
+  void leave_to_thread() { is_left_to_thread_ = true; }
+
   /// Runs `task` in this thread after all tasks before it, which it runs too if nobody else does.
   /// Throws Error where the thread is in a task already (a signal handler that interrupted it): it
   /// would wait for itself.
@@ -51,6 +55,7 @@ class OrderedQueue {
   void check_not_in_task() const;
   void run_front(std::unique_lock<std::mutex>& lock);
   void run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task);
+  bool may_run_front() const { return !is_left_to_thread_ && !is_running_ && !entries_.empty(); }
   void progress();
 
   std::mutex mutex_;
@@ -61,6 +66,7 @@ class OrderedQueue {
   std::thread::id running_thread_;
   bool is_running_ = false;  // a task, on some thread
   bool is_stopping_ = false;
+  bool is_left_to_thread_ = false;
   std::thread progress_thread_;
 };
 

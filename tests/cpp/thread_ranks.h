@@ -6,11 +6,13 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -41,8 +43,46 @@ class MemoryStore final : public KeyValueStore {
     value = values_[key];
     return true;
   }
+  bool try_get(const std::string& key, std::string& value) override {
+    return get(key, std::chrono::milliseconds(0), value);
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    const std::lock_guard lock(mutex_);
+    values_.emplace(key, value);
+    has_news_.notify_all();
+  }
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    const std::lock_guard lock(mutex_);
+    const std::int64_t sum = number + std::atoll(values_[key].c_str());
+    values_[key] = std::to_string(sum);
+    return sum;
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<Clone>(*this); }
 
  private:
+  class Clone final : public KeyValueStore {
+   public:
+    explicit Clone(MemoryStore& whole) : whole_(whole) {}
+    void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
+    bool get(const std::string& key, std::chrono::milliseconds timeout,
+             std::string& value) override {
+      return whole_.get(key, timeout, value);
+    }
+    bool try_get(const std::string& key, std::string& value) override {
+      return whole_.try_get(key, value);
+    }
+    std::int64_t add(const std::string& key, std::int64_t number) override {
+      return whole_.add(key, number);
+    }
+    void set_first(const std::string& key, const std::string& value) override {
+      whole_.set_first(key, value);
+    }
+    std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
+
+   private:
+    MemoryStore& whole_;
+  };
+
   std::mutex mutex_;
   std::condition_variable has_news_;
   std::map<std::string, std::string> values_;

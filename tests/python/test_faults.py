@@ -218,7 +218,11 @@ def interrupt(rank: int, name: str) -> tuple[str, float, str]:
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier", "recv", "async"])
 def test_ctrl_c(name: str) -> None:
-    (kind, seconds, later), (_, _, of_other) = run_ranks(2, interrupt, name, fresh=True)
+    check_interrupt(run_ranks(2, interrupt, name, fresh=True))
+
+
+def check_interrupt(results: list[Any]) -> None:
+    (kind, seconds, later), (_, _, of_other) = results
     assert kind == "KeyboardInterrupt"
     assert seconds < 0.3 + SOON_S
     # The group is no more, on both ranks.

@@ -1,0 +1,163 @@
+#include "bindings/c10d_messages.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <exception>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/python_errors.h"
+#include "core/errors.h"
+
+namespace py = pybind11;
+
+namespace ringcomm {
+namespace {
+
+// For backends that want a time-out; the watch of the group's messages has the real ones.
+constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
+
+// The first line is the cause; torch adds where in its own code it was found.
+std::string first_line(const char* text) {
+  const std::string all = text;
+  return all.substr(0, all.find('\n'));
+}
+
+}  // namespace
+
+// A work of the backend, or what it said when it refused.
+class C10dMessages::Pending final : public Message {
+ public:
+  Pending(C10dMessages& owner, c10::intrusive_ptr<c10d::Work> work, int peer)
+      : owner_(owner), peer_(peer) {
+    const std::lock_guard lock(owner.mutex_);
+    place_ = owner.works_.insert(owner.works_.end(), std::move(work));
+  }
+  Pending(C10dMessages& owner, std::string failure) : owner_(owner), failure_(std::move(failure)) {}
+
+  ~Pending() override {
+    if (!place_) return;
+    c10::intrusive_ptr<c10d::Work> work;  // ends without the lock: Gloo's may wait for its thread
+    const std::lock_guard lock(owner_.mutex_);
+    work = std::move(**place_);
+    owner_.works_.erase(*place_);
+  }
+
+  MessageEnd wait() override {
+    c10d::Work* work = nullptr;
+    {
+      const std::lock_guard lock(owner_.mutex_);
+      if (owner_.is_aborted_) return MessageEnd::kAborted;
+      if (!place_) return MessageEnd::kFailed;
+      work = (*place_)->get();
+    }
+    try {
+      if (work->wait(kForever)) {
+        if (peer_ == kAnySource) peer_ = work->sourceRank();
+        return MessageEnd::kDone;
+      }
+      failure_ = "the backend gave the message up";
+    } catch (const std::exception& error) {
+      failure_ = first_line(error.what());
+    }
+    const std::lock_guard lock(owner_.mutex_);
+    return owner_.is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed;
+  }
+
+  int source() const override { return peer_; }
+  const std::string& failure() const override { return failure_; }
+
+ private:
+  C10dMessages& owner_;
+  int peer_ = kAnySource;
+  std::optional<std::list<c10::intrusive_ptr<c10d::Work>>::iterator> place_;
+  std::string failure_;
+};
+
+C10dMessages::C10dMessages(c10::intrusive_ptr<c10d::Backend> backend)
+    : backend_(std::move(backend)), name_(backend_->getBackendName()) {
+  try {
+    backend_->setTimeout(kForever);
+  } catch (const std::exception&) {
+    // Many backends cannot; where a wait takes a time-out, that is used.
+  }
+}
+
+C10dMessages::~C10dMessages() {
+  without_gil([&] { backend_.reset(); });
+}
+
+MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::byte* data,
+                                                 std::size_t num_bytes) {
+  try {
+    std::vector<at::Tensor> tensors{at::from_blob(
+        const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
+    return std::make_unique<Pending>(*this, backend_->send(tensors, peer, tag), peer);
+  } catch (const std::exception& error) {
+    return std::make_unique<Pending>(*this, first_line(error.what()));
+  }
+}
+
+MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* data,
+                                                 std::size_t num_bytes) {
+  try {
+    std::vector<at::Tensor> tensors{
+        at::from_blob(data, {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
+    auto work = peer == kAnySource ? backend_->recvAnysource(tensors, tag)
+                                   : backend_->recv(tensors, peer, tag);
+    return std::make_unique<Pending>(*this, std::move(work), peer);
+  } catch (const c10::Error& error) {
+    const std::string what = first_line(error.what());
+    if (peer == kAnySource && what.find("does not support") != std::string::npos)
+      throw Unsupported(what);
+    return std::make_unique<Pending>(*this, what);
+  } catch (const std::exception& error) {
+    return std::make_unique<Pending>(*this, first_line(error.what()));
+  }
+}
+
+void C10dMessages::abort() {
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(is_aborted_, true)) return;
+    works.assign(works_.begin(), works_.end());
+  }
+  for (const auto& work : works) {
+    try {
+      work->abort();
+    } catch (const std::exception&) {
+      break;  // this backend ends all at once, or not at all
+    }
+  }
+  try {
+    backend_->abort();
+  } catch (const std::exception&) {
+    // As above: what cannot be ended ends with its connection.
+  }
+}
+
+std::unique_ptr<MessageTransport> make_c10d_messages(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     int rank, int size,
+                                                     const GroupOptions& options) {
+  const py::gil_scoped_acquire acquired;
+  try {
+    const py::object backend =
+        py::module_::import("ringcomm.message_backend")
+            .attr("make")(options.engine.p2p_backend, store, rank, size, options.timeout,
+                          options.group_name, options.global_ranks_in_group);
+    return std::make_unique<C10dMessages>(backend.cast<c10::intrusive_ptr<c10d::Backend>>());
+  } catch (const std::exception& error) {
+    throw Error(
+        {.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
+        "ringcomm: " + options.engine.p2p_backend +
+            ", which was to carry the group's messages, could not be made: " + error.what());
+  }
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "collectives/failure.h"
+#include "collectives/point_to_point.h"
+#include "collectives/stats.h"
+#include "transport/messages/message_transport.h"
+#include "transport/messages/message_watch.h"
+
+namespace ringcomm {
+
+/// Users' sends and receives over messages.
+///
+/// A user's message is an envelope of fixed size with its tag, which says how long it is and holds
+/// short ones, and for long ones a second message with a tag of its own: sizes that differ are an
+/// error and no corruption, and a receive from any source knows whom the rest comes from. A send
+/// that fits its envelope is done when it is posted, up to some hundred that nobody has received.
+///
+/// A receive from any source is over when all others have gone, which the transport does not say: a
+/// message that is never sent is waited for from each.
+///
+/// A transport's messages can be waited for and not asked. So threads wait: one for each lane of
+/// messages with one peer, tag and direction, which end in order; the first ones to be posted have
+/// them, and whoever waits for an operation may have one more.
+class MessageP2p final : public PointToPoint {
+ public:
+  /// All must live as long.
+  MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure& failure, Stats& stats);
+  /// Ends the receives that are still waiting with an error, after what is to be sent is sent, as
+  /// long as the receivers live and within the messages' time-outs.
+  ~MessageP2p() override;
+  MessageP2p(const MessageP2p&) = delete;
+  MessageP2p& operator=(const MessageP2p&) = delete;
+
+  void post(const P2pOpPtr& op) override;
+  bool wait(const P2pOpPtr& op, Clock::time_point deadline,
+            const Interrupted& is_interrupted) override;
+
+ private:
+  struct Envelope;
+  struct Item;
+  using LaneKey = std::tuple<P2pOp::Kind, int, std::uint64_t>;  // direction, peer, tag
+  struct Lane {
+    LaneKey key;
+    std::deque<std::unique_ptr<Item>> items;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void check(const P2pOp& op) const;
+  std::unique_ptr<Item> start(const P2pOpPtr& op);
+  void guard_sources();
+  void guard(int peer, Message& message);
+  void fail_orphan(Lock& lock, MessageEnd end, int peer);
+  void need_thread(std::size_t max_threads);
+  void hurry(const P2pOp& op);
+  void run_thread();
+  void complete(Item& item);
+  void complete_recv(Item& item);
+  void wait_for(Item& item, Message& message, int peer);
+  void tell(Lock& lock, const P2pOpPtr& op);
+
+  MessageTransport& transport_;
+  MessageWatch& watch_;
+  Failure& failure_;
+  Stats& stats_;
+
+  std::mutex mutex_;  // guards all below
+  std::map<LaneKey, Lane> lanes_;
+  std::deque<Lane*> ready_;  // with something to wait for, and no thread that does
+  std::vector<std::uint32_t> num_long_sends_;  // by peer
+  std::size_t num_items_ = 0;
+  std::size_t num_sends_ = 0;              // of the items
+  std::size_t num_early_ = 0;              // sends that were done when they were posted
+  Clock::time_point flush_deadline_ = {};  // the latest of all sends
+  std::size_t num_idle_ = 0;               // threads
+  bool is_stopping_ = false;
+  std::condition_variable has_work_;
+  std::condition_variable has_news_;
+  std::vector<std::thread> threads_;
+  std::byte guarded_byte_ = {};
+  std::vector<MessageTransport::MessagePtr> guards_;  // by whom receives from any source wait for
+  std::vector<std::thread> guard_threads_;
+  int num_gone_ = 0;  // peers
+};
+
+}  // namespace ringcomm

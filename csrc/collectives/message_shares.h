@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "core/chunk_layout.h"
+#include "device/reduce_op.h"
+
+namespace ringcomm {
+
+/// Where a collective's chunks lie on this rank: one chunk per rank, of any sizes. So all_reduce,
+/// which cuts one buffer, and reduce_scatter and all_gather, which have one for every rank, are the
+/// same to an algorithm.
+struct MessageShares {
+  struct Share {
+    const std::byte* input = nullptr;
+    std::byte* output = nullptr;  ///< null where this rank has no room for it
+    std::size_t num_elems = 0;
+  };
+
+  std::vector<Share> shares;  ///< by rank
+  std::size_t element_bytes = 0;
+  const ReduceOp* op = nullptr;  ///< null where nothing is reduced
+  int divisor = 1;
+
+  /// All chunks in one buffer.
+  static MessageShares of_buffer(const Collective& call, int world_size);
+  /// A chunk for each rank, and this rank's own result.
+  static MessageShares of_reduce_scatter(const Collective& call, int rank, int world_size);
+  /// This rank's own chunk, and room for each rank's; copies the one into the other.
+  static MessageShares of_all_gather(const Collective& call, int rank, int world_size);
+
+  const Share& of(int rank) const { return shares[static_cast<std::size_t>(rank)]; }
+  std::size_t max_elems() const;
+  std::size_t num_bytes(int rank) const { return of(rank).num_elems * element_bytes; }
+  /// The elements of each chunk, for greet_neighbours().
+  std::vector<std::uint64_t> table() const;
+
+  const std::byte* input(int rank, const ElemRange& slice) const {
+    return of(rank).input + slice.begin_elems * element_bytes;
+  }
+  std::byte* output(int rank, const ElemRange& slice) const {
+    return of(rank).output + slice.begin_elems * element_bytes;
+  }
+  ElemRange slice(int rank, std::size_t slice_idx, std::size_t slice_elems) const {
+    return slice_of({0, of(rank).num_elems}, slice_idx, slice_elems);
+  }
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/messages/message_transport.h"
+
+namespace ringcomm {
+
+/// Some ranks of a transport as a group of their own, numbered in the order of `ranks`; this rank
+/// is one of them. `tag_shift` is added to all tags, so that subsets with a pair of ranks in common
+/// need no common order. abort() ends the messages of the whole transport.
+class MessageSubset final : public MessageTransport {
+ public:
+  /// `whole` must live as long.
+  MessageSubset(MessageTransport& whole, std::vector<int> ranks, int tag_shift)
+      : whole_(whole), ranks_(std::move(ranks)), tag_shift_(tag_shift) {}
+
+  int rank() const override {
+    return static_cast<int>(std::find(ranks_.begin(), ranks_.end(), whole_.rank()) -
+                            ranks_.begin());
+  }
+  int world_size() const override { return static_cast<int>(ranks_.size()); }
+  const std::string& name() const override { return whole_.name(); }
+
+  MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
+    return whole_.isend(whole_rank(peer), tag + tag_shift_, data, num_bytes);
+  }
+  MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
+    // A source outside the subset could not be told from one inside.
+    if (peer == kAnySource) throw Unsupported("a part of a group cannot receive from any source");
+    return whole_.irecv(whole_rank(peer), tag + tag_shift_, data, num_bytes);
+  }
+  void abort() override { whole_.abort(); }
+
+  int whole_rank(int peer) const { return ranks_[static_cast<std::size_t>(peer)]; }
+
+ private:
+  MessageTransport& whole_;
+  std::vector<int> ranks_;
+  int tag_shift_;
+};
+
+}  // namespace ringcomm

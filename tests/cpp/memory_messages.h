@@ -1,0 +1,287 @@
+#pragma once
+
+// Messages between threads of one process, for tests: late, overtaking each other between tags, and
+// read from the sender's buffer only when they are delivered. A send ends with its receive, as
+// Gloo's does. Ranks can die.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "collectives/communicator.h"
+#include "thread_ranks.h"
+#include "transport/messages/message_transport.h"
+
+namespace ringcomm::testing {
+
+/// What connects the ranks; outlives their transports.
+class MemoryNetwork {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit MemoryNetwork(int world_size, std::chrono::microseconds max_delay = {},
+                         unsigned seed = 1)
+      : world_size_(world_size),
+        max_delay_(max_delay),
+        random_(seed),
+        is_gone_(static_cast<std::size_t>(world_size)),
+        deliverer_([this] { deliver(); }) {}
+  ~MemoryNetwork() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_stopping_ = true;
+    }
+    changed_.notify_all();
+    deliverer_.join();
+  }
+  MemoryNetwork(const MemoryNetwork&) = delete;
+  MemoryNetwork& operator=(const MemoryNetwork&) = delete;
+
+  std::unique_ptr<MessageTransport> join(int rank) { return std::make_unique<End>(*this, rank); }
+
+  /// The rank's process ends: what is under way from or to it fails.
+  void kill(int rank) {
+    const std::lock_guard lock(mutex_);
+    leave(rank);
+  }
+
+  /// Messages that met a receive of another size; a transport may crash then.
+  int num_misfits() const {
+    const std::lock_guard lock(mutex_);
+    return num_misfits_;
+  }
+  /// Bytes delivered from a rank, envelopes included.
+  std::uint64_t delivered_bytes(int from) const {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t bytes = 0;
+    for (const auto& [rank, num_bytes] : delivered_)
+      if (rank == from) bytes += num_bytes;
+    return bytes;
+  }
+
+ private:
+  // One side of a message. Everything is guarded by the network's mutex.
+  struct Post {
+    int owner = -1;
+    int from = -1;
+    int to = -1;
+    int tag = 0;
+    std::byte* data = nullptr;
+    std::size_t num_bytes = 0;
+    bool is_send = false;
+    bool is_over = false;
+    MessageEnd end = MessageEnd::kDone;
+    std::shared_ptr<Post> partner = {};
+    Clock::time_point due = {};
+  };
+  using PostPtr = std::shared_ptr<Post>;
+
+  class End;
+  class MemoryMessage final : public ringcomm::Message {
+   public:
+    MemoryMessage(MemoryNetwork& network, PostPtr post)
+        : network_(network), post_(std::move(post)) {}
+    ~MemoryMessage() override {
+      const std::lock_guard lock(network_.mutex_);
+      if (!post_->is_over) std::abort();  // its buffer may be gone, and the network would use it
+    }
+    MessageEnd wait() override {
+      std::unique_lock lock(network_.mutex_);
+      network_.changed_.wait(lock, [this] { return post_->is_over; });
+      return post_->end;
+    }
+    int source() const override { return post_->from; }
+    const std::string& failure() const override {
+      static const std::string text = "connection closed";
+      return text;
+    }
+
+   private:
+    MemoryNetwork& network_;
+    PostPtr post_;
+  };
+
+  class End final : public MessageTransport {
+   public:
+    End(MemoryNetwork& network, int rank) : network_(network), rank_(rank) {}
+    ~End() override {
+      const std::lock_guard lock(network_.mutex_);
+      network_.leave(rank_);
+    }
+    int rank() const override { return rank_; }
+    int world_size() const override { return network_.world_size_; }
+    const std::string& name() const override {
+      static const std::string text = "memory";
+      return text;
+    }
+    MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override {
+      return start({.owner = rank_,
+                    .from = rank_,
+                    .to = peer,
+                    .tag = tag,
+                    .data = const_cast<std::byte*>(data),
+                    .num_bytes = num_bytes,
+                    .is_send = true});
+    }
+    MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override {
+      return start({.owner = rank_,
+                    .from = peer,
+                    .to = rank_,
+                    .tag = tag,
+                    .data = data,
+                    .num_bytes = num_bytes});
+    }
+    void abort() override {
+      const std::lock_guard lock(network_.mutex_);
+      is_aborted_ = true;
+      network_.end_all([this](const Post& post) { return post.owner == rank_; },
+                       MessageEnd::kAborted);
+    }
+
+   private:
+    MessagePtr start(Post post) {
+      const std::lock_guard lock(network_.mutex_);
+      const auto posted = std::make_shared<Post>(std::move(post));
+      if (is_aborted_)
+        network_.end(*posted, MessageEnd::kAborted);
+      else
+        network_.add(posted);
+      return std::make_unique<MemoryMessage>(network_, posted);
+    }
+
+    MemoryNetwork& network_;
+    int rank_;
+    bool is_aborted_ = false;
+  };
+
+  static bool fit(const Post& send, const Post& recv) {
+    return send.is_send && !recv.is_send && send.to == recv.to && send.tag == recv.tag &&
+           (recv.from < 0 || recv.from == send.from);
+  }
+
+  void add(const PostPtr& post) {
+    const int peer = post->is_send ? post->to : post->from;
+    if (peer >= 0 && is_gone_[static_cast<std::size_t>(peer)]) {
+      end(*post, MessageEnd::kFailed);
+      return;
+    }
+    for (const PostPtr& other : waiting_) {
+      if (!(post->is_send ? fit(*post, *other) : fit(*other, *post))) continue;
+      match(post, other);
+      waiting_.remove(PostPtr(other));
+      return;
+    }
+    waiting_.push_back(post);
+  }
+
+  void match(const PostPtr& post, const PostPtr& other) {
+    const PostPtr& send = post->is_send ? post : other;
+    const PostPtr& recv = post->is_send ? other : post;
+    recv->from = send->from;
+    send->partner = recv;
+    if (send->num_bytes != recv->num_bytes) ++num_misfits_;
+    const auto delay = max_delay_.count() == 0
+                           ? 0
+                           : static_cast<std::int64_t>(random_()) % (max_delay_.count() + 1);
+    send->due = Clock::now() + std::chrono::microseconds(delay);
+    matched_.push_back(send);
+    changed_.notify_all();
+  }
+
+  void end(Post& post, MessageEnd how) {
+    if (post.is_over) return;
+    post.is_over = true;
+    post.end = how;
+    changed_.notify_all();
+  }
+
+  void end_all(const std::function<bool(const Post&)>& is_meant, MessageEnd how) {
+    for (std::list<PostPtr>* posts : {&waiting_, &stranded_})
+      posts->remove_if([&](const PostPtr& post) {
+        if (is_meant(*post)) end(*post, how);
+        return post->is_over;
+      });
+    // Of one under way the other side waits on, until this one leaves.
+    for (const PostPtr& send : matched_)
+      for (Post* post : {send.get(), send->partner.get()})
+        if (is_meant(*post)) end(*post, how);
+  }
+
+  void leave(int rank) {
+    is_gone_[static_cast<std::size_t>(rank)] = true;
+    end_all([rank](const Post& post) { return post.from == rank || post.to == rank; },
+            MessageEnd::kFailed);
+  }
+
+  void deliver() {
+    std::unique_lock lock(mutex_);
+    while (!is_stopping_) {
+      auto next = matched_.end();
+      for (auto send = matched_.begin(); send != matched_.end(); ++send)
+        if (next == matched_.end() || (*send)->due < (*next)->due) next = send;
+      if (next == matched_.end()) {
+        changed_.wait(lock);
+      } else if (Clock::now() < (*next)->due) {
+        const Clock::time_point due = (*next)->due;
+        changed_.wait_until(lock, due);
+      } else {
+        const PostPtr send = *next;
+        matched_.erase(next);
+        arrive(send, send->partner);
+      }
+    }
+  }
+
+  void arrive(const PostPtr& send, const PostPtr& recv) {
+    if (send->is_over || recv->is_over) {  // the other waits until the one that gave up leaves
+      for (const PostPtr& post : {send, recv})
+        if (!post->is_over) stranded_.push_back(post);
+      return;
+    }
+    if (send->num_bytes == recv->num_bytes && send->num_bytes > 0)
+      std::memcpy(recv->data, send->data, send->num_bytes);
+    delivered_.emplace_back(send->from, send->num_bytes);
+    end(*send, MessageEnd::kDone);
+    end(*recv, MessageEnd::kDone);
+  }
+
+  int world_size_;
+  std::chrono::microseconds max_delay_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::mt19937 random_;
+  std::vector<bool> is_gone_;
+  std::list<PostPtr> waiting_;
+  std::list<PostPtr> matched_;   // the sends
+  std::list<PostPtr> stranded_;  // matched with one that was aborted
+  std::vector<std::pair<int, std::uint64_t>> delivered_;
+  int num_misfits_ = 0;
+  bool is_stopping_ = false;
+  std::thread deliverer_;  // last: it uses the rest
+};
+
+/// Runs body(communicator) on one thread per rank of a new group over `network`.
+inline void run_message_ranks(MemoryNetwork& network, int world_size,
+                              const std::function<void(Communicator&)>& body,
+                              CommunicatorOptions options = {}) {
+  MemoryStore store;
+  options.transport = "p2p";
+  run_threads(world_size, [&](int rank) {
+    Communicator communicator(store, rank, world_size, options, kBound,
+                              [&] { return network.join(rank); });
+    body(communicator);
+  });
+}
+
+}  // namespace ringcomm::testing

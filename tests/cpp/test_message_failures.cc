@@ -1,0 +1,227 @@
+// What messages do when ranks differ, die, are late, give up or leave.
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory_messages.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace std::chrono_literals;
+using testing::error_of;
+using testing::expect;
+using testing::expect_error;
+using testing::kPatient;
+using testing::MemoryNetwork;
+using testing::run_message_ranks;
+using testing::within;
+
+// A call with buffers of its own.
+class Call {
+ public:
+  Call(OpKind op, int world_size, std::size_t num_elems, int root = -1,
+       Algorithm algorithm = Algorithm::kAuto)
+      : op_(op),
+        root_(root),
+        algorithm_(algorithm),
+        num_elems_(num_elems),
+        data_(std::make_shared<std::vector<float>>(num_elems *
+                                                   static_cast<std::size_t>(world_size) * 2)) {
+    for (int share = 0; share < world_size; ++share) {
+      inputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(share));
+      outputs_.push_back(data_->data() + num_elems * static_cast<std::size_t>(world_size + share));
+    }
+  }
+  Collective collective() const {
+    return {.op = op_,
+            .dtype = op_ == OpKind::kBarrier ? DType::kByte : DType::kFloat32,
+            .algorithm = algorithm_,
+            .root = root_,
+            .num_elems = num_elems_,
+            .inputs = inputs_.data(),
+            .outputs = outputs_.data()};
+  }
+
+ private:
+  OpKind op_;
+  int root_;
+  Algorithm algorithm_;
+  std::size_t num_elems_;
+  std::shared_ptr<std::vector<float>> data_;  // a copy of the call has the same pointers
+  std::vector<const void*> inputs_;
+  std::vector<void*> outputs_;
+};
+
+Error failure_of(Communicator& communicator, const Call& call,
+                 const WaitLimits& limits = kPatient) {
+  return error_of([&] { communicator.run(call.collective(), limits); });
+}
+
+bool has_root(const Call& call) { return call.collective().root >= 0; }
+
+// One rank calls something else: whatever the two, every rank is told, and no message meets a
+// receive of another size.
+TEST_CASE("messages: calls that differ") {
+  constexpr int kWorld = 4;
+  const std::vector<Call> calls = {
+      {OpKind::kBarrier, kWorld, 0},
+      {OpKind::kAllReduce, kWorld, 10, -1, Algorithm::kOneShot},
+      {OpKind::kAllReduce, kWorld, 5000, -1, Algorithm::kRing},
+      {OpKind::kAllReduce, kWorld, 5001, -1, Algorithm::kRing},
+      {OpKind::kAllReduce, kWorld, 5000, -1, Algorithm::kTwoShot},
+      {OpKind::kBroadcast, kWorld, 3000, 0},
+      {OpKind::kBroadcast, kWorld, 3000, 2},
+      {OpKind::kReduce, kWorld, 3000, 1},
+      {OpKind::kReduceScatter, kWorld, 300'000},
+      {OpKind::kAllGather, kWorld, 20},
+      {OpKind::kAllGather, kWorld, 300'000},
+      {OpKind::kAllToAll, kWorld, 20},
+      {OpKind::kAllToAll, kWorld, 2000},
+      {OpKind::kGather, kWorld, 20, 3},
+      {OpKind::kScatter, kWorld, 20, 3},
+  };
+  for (std::size_t usual = 0; usual < calls.size(); ++usual) {
+    const std::size_t odd = (usual + 1) % calls.size();
+    CAPTURE(usual);
+    MemoryNetwork network(kWorld, 100us);
+    run_message_ranks(network, kWorld, [&](Communicator& communicator) {
+      const Call& call = calls[communicator.rank() == 2 ? odd : usual];
+      try {
+        communicator.run(call.collective(), kPatient);
+      } catch (const Error& error) {
+        expect_error(error, ErrorKind::kMismatch);
+        return;
+      }
+      // Its part of the call, a leaf's, was over before anybody noticed; the next one says it.
+      expect(has_root(call), "only of a tree some part to succeed");
+      expect_error(failure_of(communicator, calls[0]), ErrorKind::kMismatch);
+    });
+    CHECK(network.num_misfits() == 0);
+  }
+}
+
+TEST_CASE("messages: both calls are named") {
+  MemoryNetwork network(2);
+  run_message_ranks(network, 2, [&](Communicator& communicator) {
+    const Call call(communicator.rank() == 0 ? OpKind::kBroadcast : OpKind::kReduce, 2, 10, 0);
+    expect_error(failure_of(communicator, call), ErrorKind::kMismatch,
+                 {"broadcast #0", "reduce #0"});
+  });
+}
+
+TEST_CASE("messages: shares that do not fit") {
+  MemoryNetwork network(3);
+  run_message_ranks(network, 3, [&](Communicator& communicator) {
+    const Call call(OpKind::kAllGather, 3, communicator.rank() == 1 ? 20 : 24);
+    expect_error(failure_of(communicator, call), ErrorKind::kMismatch, {"80 bytes", "96 bytes"});
+  });
+  CHECK(network.num_misfits() == 0);
+}
+
+// The rank dies in the middle of a run of collectives; everybody else hears who it was, also those
+// who were waiting for somebody else.
+TEST_CASE("messages: a rank dies") {
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kRing}) {
+    constexpr int kWorld = 5;
+    MemoryNetwork network(kWorld, 200us);
+    std::atomic<int> num_told = 0;
+    run_message_ranks(network, kWorld, [&](Communicator& communicator) {
+      const Call call(OpKind::kAllReduce, kWorld, 5000, -1, algorithm);
+      for (int i = 0; i < 3; ++i) communicator.run(call.collective(), kPatient);
+      if (communicator.rank() == 3) {
+        network.kill(3);
+        testing::wait_until([&] { return num_told == kWorld - 1; }, "all to be told");
+        return;
+      }
+      const Error error = failure_of(communicator, call);
+      ++num_told;
+      expect_error(error, ErrorKind::kPeerDied, {"rank 3", "died"});
+      expect(error.info().rank == 3, "the dead rank to be blamed");
+    });
+  }
+}
+
+TEST_CASE("messages: a rank leaves") {
+  MemoryNetwork network(3);
+  run_message_ranks(network, 3, [&](Communicator& communicator) {
+    const Call call(OpKind::kAllReduce, 3, 100);
+    communicator.run(call.collective(), kPatient);
+    if (communicator.rank() == 1) return;
+    expect_error(failure_of(communicator, call), ErrorKind::kPeerDied,
+                 {"rank 1", "destroyed the group"});
+  });
+}
+
+TEST_CASE("messages: a rank is late") {
+  MemoryNetwork network(3);
+  std::atomic<int> num_told = 0;
+  run_message_ranks(network, 3, [&](Communicator& communicator) {
+    const Call call(OpKind::kAllReduce, 3, 100);
+    communicator.run(call.collective(), kPatient);
+    if (communicator.rank() == 1) {
+      testing::wait_until([&] { return num_told == 2; }, "all to be told");
+      expect_error(failure_of(communicator, call), ErrorKind::kTimeout, {"rank 1"});
+      return;
+    }
+    const Error error = failure_of(communicator, call, within(200ms));
+    ++num_told;
+    expect_error(error, ErrorKind::kTimeout, {"rank 1", "200 ms"});
+  });
+}
+
+TEST_CASE("messages: a rank aborts, and one is interrupted") {
+  for (const bool is_signal : {false, true}) {
+    MemoryNetwork network(3);
+    std::atomic<bool> is_given_up = false;
+    run_message_ranks(network, 3, [&](Communicator& communicator) {
+      const Call call(OpKind::kBarrier, 3, 0);
+      if (communicator.rank() != 0) {
+        // Some wait already when rank 0 gives up.
+        if (is_signal) testing::wait_until([&] { return is_given_up.load(); }, "a signal");
+        expect_error(failure_of(communicator, call), ErrorKind::kAborted, {"rank 0"});
+        return;
+      }
+      if (!is_signal) {
+        communicator.abort("enough");
+        return;
+      }
+      const WaitLimits limits{.timeout = testing::kBound, .is_interrupted = [] { return true; }};
+      expect_error(failure_of(communicator, call, limits), ErrorKind::kAborted,
+                   {"interrupted by a signal"});
+      is_given_up = true;
+    });
+  }
+}
+
+TEST_CASE("messages: options that differ") {
+  MemoryNetwork network(2);
+  testing::MemoryStore store;
+  testing::run_threads(2, [&](int rank) {
+    const CommunicatorOptions options{.num_slots = rank == 0 ? 2U : 3U, .transport = "p2p"};
+    expect_error(error_of([&] {
+                   Communicator(store, rank, 2, options, testing::kBound,
+                                [&] { return network.join(rank); });
+                 }),
+                 ErrorKind::kMismatch, {"num_slots=2", "num_slots=3"});
+  });
+}
+
+// One store, many groups: the keys of one that failed do not end the next.
+TEST_CASE("messages: groups made again over one store") {
+  testing::MemoryStore store;
+  for (int round = 0; round < 4; ++round) {
+    MemoryNetwork network(2);
+    testing::run_threads(2, [&](int rank) {
+      Communicator communicator(store, rank, 2, {.transport = "p2p"}, testing::kBound,
+                                [&] { return network.join(rank); });
+      testing::barrier(communicator);
+      if (round % 2 == 0) communicator.abort("enough");
+    });
+  }
+}
+
+}  // namespace
