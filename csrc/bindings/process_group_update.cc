@@ -89,7 +89,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
   std::vector<TensorCall> calls;
   calls.push_back(std::move(item));
   start(c10d::OpType::UNKNOWN, "ringcomm:reduce_scatter_update_all_gather", std::move(calls),
-        {tensors.param}, timeout_, false);
+        {tensors.param}, options_->timeout, false);
 }
 
 }  // namespace ringcomm

@@ -63,7 +63,7 @@ class Ring {
           recv_reduce_send(links_.from_previous, links_.to_next, part.input, part.input_bytes, combine));
       sent_bytes_ += part.input_bytes;
     }
-    const Span own = span(schedule_.reduce_scatter_recv_chunk(last_step), slice_idx);
+    const Span own = span(links_.schedule.reduce_scatter_recv_chunk(last_step), slice_idx);
     const auto complete = [&](std::byte* to, std::byte* also_to, const std::byte* received,
                               const std::byte* local, std::size_t num_bytes) {
       const void* sources[] = {received, local};
@@ -73,7 +73,7 @@ class Ring {
         op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes,
                     divisor_of(call_, engine_.world_size()));
     };
-    Engine::check(recv_reduce_copy_send(from_previous_, to_next_, own.output, own.input,
+    Engine::check(recv_reduce_copy_send(links_.from_previous, links_.to_next, own.output, own.input,
                                         own.input_bytes, complete));
     sent_bytes_ += own.output_bytes;
   }

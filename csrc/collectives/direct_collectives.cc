@@ -43,7 +43,7 @@ DirectCollectives::DirectCollectives(Engine& engine, Algorithm algorithm)
 BufferNote DirectCollectives::note_of(const Collective& call) const {
   const shm::SharedArena* arena = shm::SharedArena::find();
   const std::size_t num_bytes = call.num_bytes();
-  if (arena == nullptr || call.is_uneven()) return {};
+  if (arena == nullptr || call.is_uneven(engine_.world_size())) return {};
   if (num_bytes < min_direct_bytes(call.op, engine_.world_size())) return {};
   const auto world = static_cast<std::size_t>(engine_.world_size());
   BufferNote note;

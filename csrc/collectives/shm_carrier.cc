@@ -48,7 +48,10 @@ std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stat
 void ShmCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
   const Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options_.algorithm;
-  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing) header.algorithm = asked;
+  // The ring's own order of ranks is not theirs; on boards the order is.
+  if (call.op == OpKind::kReduceUpdateGather && asked == Algorithm::kRing &&
+      !options_.is_rank_ordered)
+    header.algorithm = asked;
   if (call.op == OpKind::kAllReduce)
     header.algorithm =
         asked != Algorithm::kAuto

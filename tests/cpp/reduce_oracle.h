@@ -24,6 +24,7 @@ namespace ringcomm::oracle {
 
 using Bytes = std::vector<unsigned char>;
 __extension__ typedef __int128 Wide;
+__extension__ typedef unsigned __int128 UnsignedWide;
 
 inline bool is_float(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
@@ -132,7 +133,8 @@ inline Wide integer_step(Reduction reduction, Wide a, Wide b) {
     case Reduction::kAvg:
       return a + b;
     case Reduction::kProduct:
-      return a * b;
+      // Unsigned: the product of two of 64 bits has 128, and no room for a sign.
+      return static_cast<Wide>(static_cast<UnsignedWide>(a) * static_cast<UnsignedWide>(b));
     case Reduction::kMin:
       return b < a ? b : a;
     case Reduction::kMax:

@@ -1,5 +1,6 @@
 // Collectives on buffers in shared memory: results against the oracle, whether all, some or none of
 // the ranks have such buffers.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -72,7 +73,7 @@ void run_on_buffers(Communicator& communicator, const Case& c, bool is_shared,
   for (int share = 0; share < num_inputs; ++share) {
     std::byte* data = input.data() + static_cast<std::size_t>(share) * share_bytes;
     const oracle::Bytes content = input_of(c, rank, share);
-    std::memcpy(data, content.data(), content.size());
+    std::copy_n(reinterpret_cast<const std::byte*>(content.data()), content.size(), data);
     inputs.push_back(data);
   }
   for (int share = 0; share < num_outputs; ++share)
