@@ -1,8 +1,8 @@
 """The backend of torch.distributed that carries a group's messages: transport "p2p".
 
-It is made for one group and used by nobody else, so that its tags and its order are ringcomm's. Gloo
-connects over the network interface of the host's name; the environment variable GLOO_SOCKET_IFNAME,
-Gloo's own, names another one.
+It is made for one group and used by nobody else, so that its tags and its order are ringcomm's.
+Gloo connects over the network interface of the host's name; the environment variable
+GLOO_SOCKET_IFNAME, Gloo's own, names another one.
 """
 
 import datetime

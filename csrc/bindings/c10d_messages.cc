@@ -38,6 +38,7 @@ class C10dMessages::Pending final : public Message {
     const std::lock_guard lock(owner.mutex_);
     place_ = owner.works_.insert(owner.works_.end(), std::move(work));
   }
+  // Refused, or not even tried.
   Pending(C10dMessages& owner, std::string failure) : owner_(owner), failure_(std::move(failure)) {}
 
   ~Pending() override {
@@ -92,8 +93,14 @@ C10dMessages::~C10dMessages() {
   without_gil([&] { backend_.reset(); });
 }
 
+bool C10dMessages::is_aborted() {
+  const std::lock_guard lock(mutex_);
+  return is_aborted_;
+}
+
 MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::byte* data,
                                                  std::size_t num_bytes) {
+  if (is_aborted()) return std::make_unique<Pending>(*this, "");
   try {
     std::vector<at::Tensor> tensors{at::from_blob(
         const_cast<std::byte*>(data), {static_cast<std::int64_t>(num_bytes)}, at::kByte)};
@@ -105,6 +112,7 @@ MessageTransport::MessagePtr C10dMessages::isend(int peer, int tag, const std::b
 
 MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* data,
                                                  std::size_t num_bytes) {
+  if (is_aborted()) return std::make_unique<Pending>(*this, "");
   try {
     std::vector<at::Tensor> tensors{
         at::from_blob(data, {static_cast<std::int64_t>(num_bytes)}, at::kByte)};

@@ -35,6 +35,8 @@ class C10dMessages final : public MessageTransport {
  private:
   class Pending;
 
+  bool is_aborted();
+
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::string name_;
   std::mutex mutex_;  // guards the rest

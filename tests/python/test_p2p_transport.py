@@ -9,19 +9,23 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import socket
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import numpy as np
 import oracle
 import pytest
+import test_all_to_all
 import test_async
 import test_ddp
 import test_errors
 import test_faults
 import test_gather_scatter
+import test_groups
+import test_monitored_barrier as test_monitored
 import test_p2p
+import test_rank_order as test_rank_order_of
+import test_uneven
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -109,57 +113,49 @@ def test_bytes_are_the_formulas(world_size: int) -> None:
     assert run(world_size, count_bytes) == [expected] * world_size
 
 
-def sum_random(rank: int) -> None:
-    """Bitwise the left-to-right sum, whatever the algorithm; of halves with one rounding."""
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rank_order(algorithm: str) -> None:
     for dtype in (f32, torch.bfloat16):
-        for num_elems in (17, 400_003):
-            inputs = [oracle.floats(r, num_elems, dtype) for r in range(dist.get_world_size())]
-            total = np.zeros(num_elems, dtype=np.float32)
-            for values in inputs:
-                total += values.float().numpy()
-            expected = torch.from_numpy(total).to(dtype)
-            for algorithm in ALGORITHMS:
-                tensor = inputs[rank].clone()
-                dist.all_reduce(tensor, group=ordered_group(algorithm))
-                oracle.assert_equal(tensor, expected)
+        run(3, test_rank_order_of.check_algorithm, algorithm, dtype, [0, 2, 129, 5003])
 
 
-@cache
-def ordered_group(algorithm: str) -> Any:
-    options = Options(algorithm=algorithm, deterministic="rank_order")  # type: ignore[arg-type]
-    return dist.new_group(backend="ringcomm", pg_options=options)
+# ---- what the tests of other files do, over messages
 
-
-def test_rank_order() -> None:
-    run(3, sum_random)
-
-
-# ---- messages, asynchronous calls, DDP
-
-MESSAGES = [
-    (2, test_p2p.check_sizes),
-    (2, test_p2p.check_tags),
-    (2, test_p2p.check_posted_receives),
-    (3, test_p2p.check_any_source),
-    (3, test_p2p.check_any_source_async),
-    (3, test_p2p.check_batch_all),
-    (2, test_p2p.check_isend_returns),
-    (2, test_p2p.check_with_collectives),
-    (2, test_p2p.check_futures),
-    (3, test_p2p.check_objects),
-    (3, test_p2p.check_subgroup),
-    (2, test_async.check_many_in_flight),
-    (2, test_async.check_dependent_order),
-    (2, test_async.check_chain),
-    (2, test_async.check_opposite_orders),
+OTHERS: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = [
+    (3, test_gather_scatter.check_gather_scatter, (f32,)),
+    (3, test_uneven.check_moves, ([3, 0, 7], torch.bool, False)),
+    (3, test_uneven.check_moves, ([600_000, 0, 300_001], f32, True)),
+    (3, test_uneven.check_reduce_scatter, ([600_000, 0, 300_001], f32, "sum")),
+    (3, test_all_to_all.check_even, (f32,)),
+    (3, test_all_to_all.check_table, ([[0, 1, 9000], [2, 0, 3], [5, 4000, 1]], f32, 3, True)),
+    (2, test_p2p.check_sizes, ()),
+    (2, test_p2p.check_tags, ()),
+    (2, test_p2p.check_posted_receives, ()),
+    (3, test_p2p.check_any_source, ()),
+    (3, test_p2p.check_any_source_async, ()),
+    (3, test_p2p.check_batch_all, ()),
+    (2, test_p2p.check_isend_returns, ()),
+    (2, test_p2p.check_with_collectives, ()),
+    (2, test_p2p.check_futures, ()),
+    (3, test_p2p.check_objects, ()),
+    (3, test_p2p.check_subgroup, ()),
+    (2, test_async.check_many_in_flight, ()),
+    (2, test_async.check_dependent_order, ()),
+    (2, test_async.check_chain, ()),
+    (2, test_async.check_opposite_orders, ()),
+    (4, test_groups.check_ways_to_make_groups, ()),
 ]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fn"), MESSAGES, ids=lambda value: getattr(value, "__name__", str(value))
+    ("world_size", "fn", "args"), OTHERS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_messages(world_size: int, fn: Callable[..., Any]) -> None:
-    run(world_size, fn)
+def test_others(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    run(world_size, fn, *args)
+
+
+def test_monitored_barrier(tmp_path: Any) -> None:
+    run(3, test_monitored.check_passes, str(tmp_path / "marks"))
 
 
 def test_sends_without_wait_arrive() -> None:
@@ -301,6 +297,34 @@ def test_different_calls(name: str) -> None:
             assert error["type"] == "MismatchError", (rank, error)
             assert test_errors.DIFFERENT[name][2] in error["text"]
             assert test_errors.DIFFERENT[name][3] in error["text"]
+
+
+@pytest.mark.parametrize("name", ["gather", "all_to_all", "reduce_scatter"])
+def test_shares_that_do_not_fit(name: str) -> None:
+    for errors in run(3, test_uneven.check_misfit, name, False, fresh=True):
+        assert errors[-1]["type"] == "MismatchError", errors
+        assert test_uneven.MISFITS[name][1] in errors[-1]["text"]
+
+
+def lose_the_store(rank: int, port: int) -> dict[str, Any]:
+    """The store dies with rank 0; with 5 ranks some are no neighbours of its."""
+    store = dist.TCPStore("127.0.0.1", port, 5, is_master=rank == 0)
+    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=5)
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return test_faults.timed(lambda: dist.all_reduce(torch.ones(2_000_000)))
+
+
+def test_killed_with_the_store() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    errors = run(5, lose_the_store, port, backend=None, fresh=True, may_die=[0])[1:]
+    kinds = {error["type"] for error in errors}
+    assert "PeerDiedError" in kinds
+    assert kinds <= {"PeerDiedError", "RingcommError"}, errors
+    assert all(error["seconds"] < 5.0 for error in errors), errors
 
 
 def test_receive_of_another_size() -> None:
