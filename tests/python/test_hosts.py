@@ -18,8 +18,9 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from curves import Run, assert_same_run
 from ranks import run_ranks
-from test_ddp import assert_close, batch, make_model, train, wrap
+from test_ddp import make_model, single_process, train, wrap
 from test_errors import caught
 from torch import Tensor
 
@@ -204,23 +205,12 @@ def test_rank_order() -> None:
     run_hosts("abab", check_rank_order, pg_options=Options(deterministic="rank_order"))
 
 
-def train_on_hosts(rank: int) -> dict[str, Tensor]:
-    world_size = dist.get_world_size()
-
-    def part(step: int, r: int | None) -> tuple[Tensor, Tensor]:
-        x, y = batch(step, None)
-        return (x, y) if r is None else (x[r::world_size], y[r::world_size])
-
-    import test_ddp
-
-    test_ddp.batch = part  # type: ignore[assignment]  # of 2 ranks otherwise
-    return train(wrap(make_model()), rank)
+def train_on_hosts(rank: int) -> Run:
+    return train(wrap(make_model()), rank, dist.get_world_size())
 
 
 def test_ddp_equals_one_process() -> None:
-    expected = train(make_model(), None)
-    for weights in run_hosts("aabb", train_on_hosts, fresh=True):
-        assert_close(weights, expected, atol=2e-6)
+    assert_same_run(run_hosts("aabb", train_on_hosts), single_process())
 
 
 # ---- failures
