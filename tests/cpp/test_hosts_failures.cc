@@ -29,7 +29,7 @@ Error failure_of(Communicator& communicator, const Case& c, const WaitLimits& li
 const std::vector<Case> kCalls = {
     {.op = OpKind::kAllReduce, .num_elems = 10},
     {.op = OpKind::kAllReduce, .num_elems = 11},
-    {.op = OpKind::kAllReduce, .num_elems = 30'000},
+    {.op = OpKind::kAllReduce, .num_elems = 270'000},
     {.op = OpKind::kAllReduce, .algorithm = Algorithm::kRing, .num_elems = 30'000},
     {.op = OpKind::kBroadcast, .root = 0, .num_elems = 3000},
     {.op = OpKind::kBroadcast, .root = 2, .num_elems = 3000},
@@ -95,7 +95,7 @@ TEST_CASE("hosts: shares that do not fit, in the group's numbers") {
 
 // Rank 0 is alone on its host: its connections close. (Real processes: tests/python/test_hosts.py.)
 TEST_CASE("hosts: a rank dies") {
-  for (const std::size_t num_elems : {10U, 30'000U}) {
+  for (const std::size_t num_elems : {10U, 270'000U}) {
     MemoryNetwork network(5, 200us);
     std::atomic<int> num_told = 0;
     run_hosts_ranks(network, "abbcc", [&](Communicator& communicator) {
