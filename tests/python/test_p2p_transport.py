@@ -173,9 +173,8 @@ def test_tags_that_are_ringcomms_own() -> None:
 
 
 def test_ddp_equals_one_process() -> None:
-    expected = test_ddp.train(test_ddp.make_model(), None)
-    for actual in run(2, test_ddp.train_ddp, {}):
-        test_ddp.assert_close(actual, expected, atol=1e-5)
+    runs = run(test_ddp.WORLD, test_ddp.train_ddp, {})
+    test_ddp.assert_same_run(runs, test_ddp.single_process())
 
 
 # ---- other backends, groups made again, options
@@ -299,8 +298,9 @@ def test_different_calls(name: str) -> None:
             assert test_errors.DIFFERENT[name][3] in error["text"]
 
 
-@pytest.mark.parametrize("name", ["gather", "all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("name", ["gather", "reduce_scatter"])
 def test_shares_that_do_not_fit(name: str) -> None:
+    """A rank whose own part fitted hears of it in its next call."""
     for errors in run(3, test_uneven.check_misfit, name, False, fresh=True):
         assert errors[-1]["type"] == "MismatchError", errors
         assert test_uneven.MISFITS[name][1] in errors[-1]["text"]
