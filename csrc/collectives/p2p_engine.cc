@@ -80,6 +80,7 @@ void P2pEngine::check_peer(const P2pOp& op) const {
 
 void P2pEngine::post(const P2pOpPtr& op) {
   check_peer(*op);
+  failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock(mutex_);
   failure_.rethrow_if_any();
   op->deadline = deadline_after(op->timeout);
