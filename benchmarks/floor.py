@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,18 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-import machine
-from harness import Recorder, Team
-from interleave import Contender, Timings, measure, open_groups
-from point import algorithms_used
-from screen import make_console, make_table, state_of
-from wording import byte_count, facts_line, microseconds, whole_numbers
 
 import ringcomm
+from ringcomm.bench import machine
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.bench.flags import FlagProbe, did_flags_change
+from ringcomm.bench.interleave import Contender, Timings, labelled, measure, open_groups
+from ringcomm.bench.point import algorithms_used
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.records import Recorder
+from ringcomm.bench.screen import make_console, make_table, state_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import byte_count, facts_line, microseconds, whole_numbers
 
 FLOOR = "floor"
 VARIANTS = ("staged", "shared")
@@ -80,7 +83,7 @@ def algorithm_of(group: dist.ProcessGroup, contender: Contender) -> str:
 
 
 def measure_point(
-    team: Team, group: dist.ProcessGroup, probe: machine.FlagProbe, num_bytes: int, seconds: float
+    team: Team, group: dist.ProcessGroup, probe: FlagProbe, num_bytes: int, seconds: float
 ) -> list[dict[str, Any]]:
     """On rank 0 the records of one size; else nothing. Collective."""
     num_elems = max(1, num_bytes // 4)
@@ -89,15 +92,15 @@ def measure_point(
     algorithms = {variant: algorithm_of(group, contenders[variant]) for variant in VARIANTS}
     pids = team.share(os.getpid())
     watch = machine.OthersWatch([os.getppid(), *pids]) if team.rank == 0 else None
-    before_us = probe.latency_us(team)
+    before_us = probe.latency_us()
     timings = measure(team, contenders, seconds)
-    after_us = probe.latency_us(team)
+    after_us = probe.latency_us()
     if timings is None or watch is None:
         return []
     others = watch.percent()
     weather = {
         "flag_us": {"before": before_us, "after": after_us},
-        "steady": not machine.did_flags_change(before_us, after_us),
+        "steady": not did_flags_change(before_us, after_us),
         "others_busy_percent": others,
         "quiet": others <= machine.MAX_OTHERS_PERCENT,
     }
@@ -129,11 +132,10 @@ def _record(
     }
 
 
-def run_rank(
-    team: Team, options: argparse.Namespace, folder: Path, probe: machine.FlagProbe
-) -> None:
+def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports each size's records to the parent."""
-    group = open_groups(team, ["ringcomm"], folder)["ringcomm"]
+    group = open_groups(team, labelled(["ringcomm"]))["ringcomm"]
+    probe = FlagProbe(team)
     for num_bytes in options.sizes:
         records = measure_point(team, group, probe, num_bytes, options.seconds)
         if records:
@@ -196,17 +198,13 @@ def main(argv: list[str]) -> int:
             recorder.write(record)
             found.append({**facts, **record})
 
-    probe = machine.FlagProbe()
     for world_size in options.worlds:
-        with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
-            harness.run_ranks(
-                world_size, lambda team: run_rank(team, options, Path(folder), probe), on_message
-            )
+        run_ranks(world_size, lambda team: run_rank(team, options), on_message)
     print_table(console, found)
     console.print(f"records: {options.json}")
     is_wrong = any(record["wrong_elems"] for record in found)
-    return harness.EXIT_WRONG_RESULTS if is_wrong else harness.EXIT_OK
+    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("floor.py", main))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,15 +30,25 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-import machine
-from harness import Recorder, Team
-from interleave import Contender, Timings, measure, open_groups
-from screen import make_console, make_table
 from torch import Tensor
 from training.wire import all_gather_single, reduce_scatter_single
-from wording import byte_count, comparison, facts_line, microseconds, whole_numbers
 
 from ringcomm import ops
+from ringcomm.bench import machine
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.bench.flags import FlagProbe, did_flags_change
+from ringcomm.bench.interleave import Contender, Timings, labelled, measure, open_groups
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.records import Recorder
+from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import (
+    byte_count,
+    comparison,
+    facts_line,
+    microseconds,
+    whole_numbers,
+)
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 OPTIMIZERS = ("sgd", "momentum", "adamw")
@@ -148,11 +157,10 @@ def count_wrong(ways: dict[str, Way], kind: str, team: Team) -> dict[str, int]:
     return wrong
 
 
-def run_rank(
-    team: Team, options: argparse.Namespace, folder: Path, probe: machine.FlagProbe
-) -> None:
+def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank: every size in turn; rank 0 reports each size's records to the parent."""
-    groups = open_groups(team, ["ringcomm", "gloo"], folder)
+    groups = open_groups(team, labelled(["ringcomm", "gloo"]))
+    probe = FlagProbe(team)
     own_pids = [os.getppid(), *team.share(os.getpid())]
     for num_bytes in options.sizes:
         num_elems = num_bytes // 4 // team.world_size * team.world_size
@@ -166,9 +174,9 @@ def run_rank(
             for name, way in ways.items()
         }
         watch = machine.OthersWatch(own_pids) if team.rank == 0 else None
-        flag_us = probe.latency_us(team)
+        flag_us = probe.latency_us()
         timings = measure(team, contenders, options.seconds)
-        steady = not machine.did_flags_change(flag_us, probe.latency_us(team))
+        steady = not did_flags_change(flag_us, probe.latency_us())
         if timings is not None and watch is not None:
             others = watch.percent()
             common = {"bytes": num_elems * 4, "others_busy_percent": others, "steady": steady}
@@ -245,17 +253,13 @@ def main(argv: list[str]) -> int:
             )
         table.add_section()
 
-    probe = machine.FlagProbe()
     torch_optimizer(options.optimizer, torch.zeros(1))  # imports seconds' worth before the fork
-    with tempfile.TemporaryDirectory(prefix="ringcomm-bench-") as folder:
-        harness.run_ranks(
-            options.world, lambda team: run_rank(team, options, Path(folder), probe), on_message
-        )
+    run_ranks(options.world, lambda team: run_rank(team, options), on_message)
     console.print(f"{options.world} ranks, {options.optimizer}; {facts_line(facts)}")
     console.print(table)
     console.print(f"records: {options.json}")
-    return harness.EXIT_WRONG_RESULTS if is_wrong else harness.EXIT_OK
+    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
 
 
 if __name__ == "__main__":
-    sys.exit(harness.run_main(main))
+    sys.exit(run_main("fused_update.py", main))

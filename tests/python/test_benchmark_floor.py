@@ -9,14 +9,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import floor
-import harness
 import pytest
+
+from ringcomm.bench.exit_codes import EXIT_OK
 
 
 def test_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "floor.jsonl"
     argv = ["--worlds", "2", "--sizes", "1024,400000", "--seconds", "0.02", "--json", str(path)]
-    assert floor.main(argv) == harness.EXIT_OK
+    assert floor.main(argv) == EXIT_OK
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
     assert found == [

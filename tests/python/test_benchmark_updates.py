@@ -16,7 +16,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fused_update
-import harness
+
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
 
 WAYS = ["fused", "zero1", "ringcomm", "gloo"]
 
@@ -31,7 +32,7 @@ def run(path: Path, optimizer: str) -> tuple[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_all_ways_end_at_the_same_parameters(tmp_path: Path, optimizer: str) -> None:
     code, records = run(tmp_path / "records.jsonl", optimizer)
-    assert code == harness.EXIT_OK
+    assert code == EXIT_OK
     assert [(r["bytes"], r["way"]) for r in records] == [(40_000, way) for way in WAYS]
     for record in records:
         assert (record["kind"], record["optimizer"]) == ("fused_update", optimizer)
@@ -54,7 +55,7 @@ def test_a_wrong_update_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fused_update.Way, "_zero1", spoiled)
     code, records = run(tmp_path / "records.jsonl", "sgd")
-    assert code == harness.EXIT_WRONG_RESULTS
+    assert code == EXIT_WRONG_RESULTS
     assert [r["way"] for r in records if not r["verified"]] == ["zero1"]
     assert all(r["wrong_elems"] == 2 for r in records if r["way"] == "zero1")
     assert all(r["ratio"] is None for r in records if r["way"] == "zero1")
