@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "collectives/message_tags.h"
+#include "collectives/p2p_errors.h"
 #include "transport/background_thread.h"
 #include "transport/wait_limits.h"
 
@@ -21,16 +22,6 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::size_t kMaxThreads = 32;
 // Sends that are done before they are received take an envelope each.
 constexpr std::size_t kMaxEarly = 256;
-
-Activity activity_of(const P2pOp& op) {
-  const bool is_send = op.kind == P2pOp::Kind::kSend;
-  const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
-  return {.op = is_send ? "send" : "recv",
-          .seq = -1,
-          .description = (is_send ? "send to " : "recv from ") + peer + " (tag " +
-                         std::to_string(op.tag) + ", " + std::to_string(op.num_bytes) + " bytes)",
-          .timeout = op.timeout};
-}
 
 }  // namespace
 
@@ -82,11 +73,7 @@ MessageP2p::~MessageP2p() {
 }
 
 void MessageP2p::check(const P2pOp& op) const {
-  const int least = op.kind == P2pOp::Kind::kRecv ? -1 : 0;  // -1: from any source
-  if (op.peer < least || op.peer >= transport_.world_size() || op.peer == transport_.rank())
-    throw std::invalid_argument("the peer of a send or receive is another rank of the group's " +
-                                std::to_string(transport_.world_size()) + ", got " +
-                                std::to_string(op.peer));
+  check_peer(op, transport_.rank(), transport_.world_size());
   if (!MessageTags::is_internal(op.tag) &&
       op.tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
     throw std::invalid_argument("tags over the p2p transport are 0 to " +
@@ -219,12 +206,7 @@ void MessageP2p::complete_recv(Item& item) {
     op.peer = item.envelope_message->source();
   }
   if (envelope.num_bytes != op.num_bytes)
-    failure_.raise_mismatch(
-        op.peer,
-        "rank " + std::to_string(op.peer) + " sent " + std::to_string(envelope.num_bytes) +
-            " bytes with this tag, where rank " + std::to_string(transport_.rank()) + " receives " +
-            std::to_string(op.num_bytes),
-        activity_of(op));
+    raise_misfit(failure_, op, envelope.num_bytes, transport_.rank());
   if (!envelope.is_whole())
     item.data_message = transport_.irecv(op.peer, envelope.data_tag, op.data, op.num_bytes);
   else if (op.num_bytes > 0)
@@ -236,10 +218,7 @@ void MessageP2p::wait_for(Item& item, Message& message, int peer) {
   if (end == MessageEnd::kDone) return;
   {
     const Lock lock(mutex_);
-    if (is_stopping_)
-      throw Error({.kind = ErrorKind::kAborted, .rank = transport_.rank(), .op = "recv"},
-                  "ringcomm: " + activity_of(*item.op).description +
-                      ": the group was destroyed before a message came");
+    if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
   }
   failure_.raise_stopped(item.watched->stop_of(end, peer), peer, activity_of(*item.op),
                          end == MessageEnd::kFailed ? message.failure() : "");

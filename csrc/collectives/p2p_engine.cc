@@ -6,6 +6,7 @@
 #include <system_error>
 #include <utility>
 
+#include "collectives/p2p_errors.h"
 #include "core/errors.h"
 #include "transport/background_thread.h"
 
@@ -18,16 +19,6 @@ constexpr std::chrono::milliseconds kGrace{1};
 constexpr std::chrono::milliseconds kPollInterval{50};
 // How late a time-out, a death or an interruption may be noticed.
 constexpr std::chrono::milliseconds kLookInterval{50};
-
-Activity activity_of(const P2pOp& op) {
-  const bool is_send = op.kind == P2pOp::Kind::kSend;
-  const std::string peer = op.peer >= 0 ? "rank " + std::to_string(op.peer) : "any rank";
-  return {.op = is_send ? "send" : "recv",
-          .seq = -1,
-          .description = (is_send ? "send to " : "recv from ") + peer + " (tag " +
-                         std::to_string(op.tag) + ", " + std::to_string(op.num_bytes) + " bytes)",
-          .timeout = op.timeout};
-}
 
 }  // namespace
 
@@ -50,10 +41,7 @@ P2pEngine::~P2pEngine() {
   }
   for (const P2pOpPtr& op : pending_) {
     if (op->kind != P2pOp::Kind::kRecv || op->is_done) continue;
-    op->error = std::make_exception_ptr(
-        Error({.kind = ErrorKind::kAborted, .rank = group_.rank(), .op = "recv"},
-              "ringcomm: " + activity_of(*op).description +
-                  ": the group was destroyed before a message came"));
+    op->error = orphaned(*op, group_.rank());
     op->is_done = true;
   }
   receives_.clear();
@@ -70,16 +58,8 @@ P2pMailbox& P2pEngine::mailbox(int rank) {
   return *mailbox;
 }
 
-void P2pEngine::check_peer(const P2pOp& op) const {
-  const int least = op.kind == P2pOp::Kind::kRecv ? -1 : 0;  // -1: from any source
-  if (op.peer < least || op.peer >= group_.world_size() || op.peer == group_.rank())
-    throw std::invalid_argument("the peer of a send or receive is another rank of the group's " +
-                                std::to_string(group_.world_size()) + ", got " +
-                                std::to_string(op.peer));
-}
-
 void P2pEngine::post(const P2pOpPtr& op) {
-  check_peer(*op);
+  check_peer(*op, group_.rank(), group_.world_size());
   failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock(mutex_);
   failure_.rethrow_if_any();
@@ -240,12 +220,7 @@ void P2pEngine::fail(const P2pOpPtr& op, Stop stop, int peer) {
 void P2pEngine::fail_size(const P2pMailbox::SizeMismatch& mismatch) {
   const P2pOpPtr& op = mismatch.receive;
   try {
-    failure_.raise_mismatch(
-        op->peer,
-        "rank " + std::to_string(op->peer) + " sent " + std::to_string(mismatch.sent_bytes) +
-            " bytes with this tag, where rank " + std::to_string(group_.rank()) + " receives " +
-            std::to_string(op->num_bytes),
-        activity_of(*op));
+    raise_misfit(failure_, *op, mismatch.sent_bytes, group_.rank());
   } catch (...) {
     op->error = std::current_exception();
   }

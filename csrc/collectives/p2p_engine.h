@@ -54,7 +54,6 @@ class P2pEngine final : public PointToPoint {
 
   using Lock = std::unique_lock<std::mutex>;
 
-  void check_peer(const P2pOp& op) const;
   bool progress();
   void begin(const P2pOpPtr& op);
   bool progress_or_fail(const std::function<void()>& first = {});
