@@ -59,8 +59,8 @@ class Ring {
         const void* sources[] = {received, local};
         op_.combine(to, also_to, sources, 2, num_bytes / op_.element_bytes, 1);
       };
-      Engine::check(
-          recv_reduce_send(links_.from_previous, links_.to_next, part.input, part.input_bytes, combine));
+      Engine::check(recv_reduce_send(links_.from_previous, links_.to_next, part.input,
+                                     part.input_bytes, combine));
       sent_bytes_ += part.input_bytes;
     }
     const Span own = span(links_.schedule.reduce_scatter_recv_chunk(last_step), slice_idx);
@@ -82,8 +82,8 @@ class Ring {
     const int last_step = links_.schedule.num_steps() - 1;
     for (int step = 0; step < last_step; ++step) {
       const Span other = span(links_.schedule.all_gather_recv_chunk(step), slice_idx);
-      Engine::check(recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next, other.output,
-                                   other.output_bytes));
+      Engine::check(recv_copy_send(engine_.arch(), links_.from_previous, links_.to_next,
+                                   other.output, other.output_bytes));
       sent_bytes_ += other.output_bytes;
       received_bytes_ += other.output_bytes;
     }

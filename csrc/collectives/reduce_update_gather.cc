@@ -60,7 +60,8 @@ class UpdatedSlice {
       const int peer = (engine_.rank() + distance) % engine_.world_size();
       const ElemRange slice = slice_of_rank(peer);
       engine_.copy_result(at(call_.outputs[0], slice.begin_elems, update_.param_bytes()),
-                  engine_.wait(peer), slice.num_elems * update_.param_bytes(), result_bytes);
+                          engine_.wait(peer), slice.num_elems * update_.param_bytes(),
+                          result_bytes);
     }
   }
 
@@ -115,9 +116,8 @@ std::uint64_t reduce_update_gather(Engine& engine, const Collective& call,
   return sent_bytes(call, update, world_size);
 }
 
-Traffic reduce_update_gather_in_parts(
-    const Collective& call, int rank, int world_size,
-    const std::function<Traffic(const Collective&)>& run) {
+Traffic reduce_update_gather_in_parts(const Collective& call, int rank, int world_size,
+                                      const std::function<Traffic(const Collective&)>& run) {
   Collective summed = call;  // the reduce_scatter averages, not the update
   summed.reduction = Reduction::kSum;
   OwnerUpdate update(summed, rank, world_size);

@@ -18,8 +18,7 @@ std::uint64_t reduce_update_gather(Engine& engine, const Collective& call,
 /// The same as a reduce_scatter, the update, and an all_gather, for carriers that know no update:
 /// `run` carries out a collective of uneven shares. Equal
 /// to the fused form to the last bit where that reduces in the same order.
-Traffic reduce_update_gather_in_parts(
-    const Collective& call, int rank, int world_size,
-    const std::function<Traffic(const Collective&)>& run);
+Traffic reduce_update_gather_in_parts(const Collective& call, int rank, int world_size,
+                                      const std::function<Traffic(const Collective&)>& run);
 
 }  // namespace ringcomm

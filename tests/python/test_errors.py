@@ -270,11 +270,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "complex|all_reduce does not support",
     ),
-    "sparse": (
-        lambda: dist.broadcast(t(2, 2).to_sparse(), 0),
-        (ValueError, RuntimeError),  # type: ignore[dict-item]
-        "ringcomm.*Sparse",
-    ),
     # Not by dist.all_reduce: torch's own kernel for meta tensors accepts them and does nothing.
     "other_device": (
         lambda: backend().allreduce([t(2, device="meta")], dist.AllreduceOptions()),

@@ -12,19 +12,12 @@ __all__ = ["is_racy", "why_failing"]
 
 Entry = tuple[str, str, str]  # patterns of the mode and of the test, and the reason
 
-NOT_THERE = "not there yet"
-
 FAILING: tuple[Entry, ...] = (
     (
         "gloo-*",
         "test_ddp_logging_data_cpu",
         "asserts that DDP's logging names the backend; torch writes `custom` for every plug-in",
     ),
-    ("*", "test_gather*", NOT_THERE),
-    ("*", "test_scatter*", NOT_THERE),
-    ("gloo-*", "test_grads_same_across_ranks_with_no_sync", "gather is " + NOT_THERE),
-    ("gloo-*", "test_monitored_barrier_gloo*", NOT_THERE),
-    ("mpi-*", "test_all_to_all*", NOT_THERE),
 )
 
 RACY: tuple[Entry, ...] = (

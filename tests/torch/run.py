@@ -70,7 +70,7 @@ def run_once(
     status, text = PASS, ""
     with tempfile.TemporaryDirectory(prefix="ringcomm-torch-") as folder:
         try:
-            pool = ranks.Pool(server, test.world_size, {})
+            pool = ranks.Pool(server, [{}] * test.world_size)
             arguments = (mode, test.name, options.backend, folder)
             skips = pool.call(in_rank.run_test, arguments, options.timeout)
             pool.close()
@@ -85,7 +85,7 @@ def run_mode(mode: suites.Mode, options: argparse.Namespace) -> Iterator[Outcome
     """Runs a mode's tests one after the other."""
     server = ranks.Server(functools.partial(suites.import_tests, mode))
     try:
-        lister = ranks.Pool(server, 1, {})
+        lister = ranks.Pool(server, [{}])
         (tests,) = lister.call(suites.find_tests, (mode,), 120.0)
         lister.close()
         for test in tests:
