@@ -1,5 +1,6 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ from ringcomm import _C, message_backend, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
+
+_log = logging.getLogger("ringcomm")
 
 DEFAULT_SLOT_BYTES = 256 << 10
 # A message costs much more than a slot in shared memory.
@@ -32,7 +35,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     """
     if not isinstance(pg_options, _C.GroupOptions):
         pg_options = _engine_options(pg_options, dist_backend_opts.group_size)
-    return _C.create_process_group(
+    backend = _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
         size=dist_backend_opts.group_size,
@@ -50,6 +53,14 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
             dist_backend_opts.global_ranks_in_group or range(dist_backend_opts.group_size)
         ),
     )
+    _log.info(
+        "group %s, rank %d of %d: %s",
+        dist_backend_opts.group_id,
+        dist_backend_opts.group_rank,
+        dist_backend_opts.group_size,
+        _C.transport_of(backend),
+    )
+    return backend
 
 
 def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
@@ -77,10 +88,21 @@ def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
         else DEFAULT_SLOT_BYTES,
         one_shot_max_bytes=_tuned(options.tuning, world_size),
         transport=options.transport or "",
-        p2p_backend=message_backend.checked(options.p2p_backend)
-        if options.transport == "p2p"
-        else "",
+        p2p_backend=_p2p_backend(options),
     )
+
+
+def _p2p_backend(options: Options) -> str:
+    """What carries messages if it turns out that ranks share no memory; empty where nothing does.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    if options.transport == "shm":
+        return ""
+    if options.transport is None and options.p2p_backend == "gloo" and not dist.is_gloo_available():
+        return ""  # a group on one host needs none
+    return message_backend.checked(options.p2p_backend)
 
 
 def _tuned(path: str | None, world_size: int) -> int:

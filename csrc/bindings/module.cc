@@ -132,6 +132,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());
   });
+  m.def("transport_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    return communicator_of(backend)->transport();
+  });
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });

@@ -32,7 +32,9 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
         adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
-        [&] { return make_c10d_messages(store, rank, size, *options_); });
+        options_->engine.p2p_backend.empty() ? MakeMessages{} : [&] {
+          return make_c10d_messages(store, rank, size, *options_);
+        });
   });
 }
 

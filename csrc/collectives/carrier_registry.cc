@@ -1,23 +1,54 @@
 #include "collectives/carrier_registry.h"
 
 #include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "collectives/hosts_carrier.h"
 #include "collectives/message_carrier.h"
 #include "collectives/shm_carrier.h"
 #include "transport/messages/message_transport.h"
+#include "transport/roster.h"
+#include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
 
-std::unique_ptr<Carrier> make_carrier(KeyValueStore& store, int rank, int world_size,
-                                      const CommunicatorOptions& options,
-                                      const MakeMessages& make_messages,
-                                      std::chrono::milliseconds timeout) {
-  if (options.transport == "p2p") {
-    if (!make_messages) throw std::invalid_argument("transport p2p: nothing carries the messages");
-    return std::make_unique<MessageCarrier>(store, rank, world_size, options, make_messages,
-                                            timeout);
+ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
+                           const CommunicatorOptions& options, const MakeMessages& make_messages,
+                           std::chrono::milliseconds timeout) {
+  const bool is_p2p = options.transport == "p2p";
+  shm::Rendezvous rendezvous(
+      store,
+      {.rank = rank,
+       .world_size = world_size,
+       .options = options.to_text(),
+       .host_id = options.host_id},
+      {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size, options),
+       .is_one_host = options.transport == "shm"},
+      timeout);
+  const Roster roster = rendezvous.find_ranks();
+  const std::string hosts = roster.describe();
+  if (roster.num_hosts() == 1 && !is_p2p)
+    return {std::make_unique<ShmCarrier>(rendezvous, rank, world_size, options), "shm: " + hosts};
+
+  if (!make_messages)
+    throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
+                                ", and nothing is there that carries messages");
+  std::string name;
+  const MakeMessages make = [&] {
+    auto messages = make_messages();
+    name = messages->name();
+    return messages;
+  };
+  if (is_p2p || roster.max_ranks_on_a_host() == 1) {
+    auto carrier =
+        std::make_unique<MessageCarrier>(store, rank, world_size, options, make, timeout);
+    return {std::move(carrier),
+            "p2p over " + name +
+                (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") + hosts};
   }
-  return std::make_unique<ShmCarrier>(store, rank, world_size, options, timeout);
+  auto carrier = std::make_unique<HostsCarrier>(store, roster, rank, options, make, timeout);
+  return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
 }
 
 }  // namespace ringcomm

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
@@ -16,11 +17,16 @@ class MessageTransport;
 /// share no memory or messages are asked for. Throws Error. Empty where there are none.
 using MakeMessages = std::function<std::unique_ptr<MessageTransport>()>;
 
+/// What moves a group's bytes, and why it is that: for people.
+struct ChosenCarrier {
+  std::unique_ptr<Carrier> carrier;
+  std::string reason;
+};
+
 /// The one place where a group's transport is chosen. Collective over the group, of 2 ranks at
-/// least. Throws Error.
-std::unique_ptr<Carrier> make_carrier(KeyValueStore& store, int rank, int world_size,
-                                      const CommunicatorOptions& options,
-                                      const MakeMessages& make_messages,
-                                      std::chrono::milliseconds timeout);
+/// least. Throws Error, and std::invalid_argument where messages are needed and there are none.
+ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
+                           const CommunicatorOptions& options, const MakeMessages& make_messages,
+                           std::chrono::milliseconds timeout);
 
 }  // namespace ringcomm

@@ -52,13 +52,15 @@ const char* name_of(Algorithm algorithm) {
       return "ring";
     case Algorithm::kDirect:
       return "direct";
+    case Algorithm::kHierarchical:
+      return "hierarchical";
   }
   return "unknown algorithm";
 }
 
 void check_all_reduce_algorithm(Algorithm algorithm) {
-  if (algorithm == Algorithm::kDirect)
-    throw std::invalid_argument("direct is no algorithm of all_reduce");
+  if (algorithm == Algorithm::kDirect || algorithm == Algorithm::kHierarchical)
+    throw std::invalid_argument(std::string(name_of(algorithm)) + " is no algorithm of all_reduce");
 }
 
 Algorithm algorithm_from_name(const std::string& name) {

@@ -27,8 +27,8 @@ enum class OpKind : std::uint8_t {
 inline constexpr int kNumOpKinds = 12;
 
 /// How a collective is carried out; docs/design/collectives.md has the steps and bytes of each.
-enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect };
-inline constexpr int kNumAlgorithms = 5;
+enum class Algorithm : std::uint8_t { kAuto, kOneShot, kTwoShot, kRing, kDirect, kHierarchical };
+inline constexpr int kNumAlgorithms = 6;
 
 const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.

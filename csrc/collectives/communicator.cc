@@ -56,7 +56,9 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
   if (world_size > 1) {
-    carrier_ = make_carrier(store, rank, world_size, options, make_messages, timeout);
+    auto chosen = make_carrier(store, rank, world_size, options, make_messages, timeout);
+    carrier_ = std::move(chosen.carrier);
+    transport_ = std::move(chosen.reason);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
   }
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,

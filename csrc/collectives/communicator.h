@@ -68,6 +68,8 @@ class Communicator {
   std::uint64_t next_seq() const { return num_issued_.load(std::memory_order_relaxed); }
   /// The algorithm that a call gets.
   Algorithm algorithm_of(const Collective& call) const;
+  /// What moves the bytes, and why it is that: for people.
+  const std::string& transport() const { return transport_; }
   /// Bytes of shared memory mapped for the group, touched or not.
   std::size_t mapped_bytes() const { return carrier_ != nullptr ? carrier_->mapped_bytes() : 0; }
 
@@ -111,6 +113,7 @@ class Communicator {
   int world_size_;
   CommunicatorOptions options_;
   Stats stats_;
+  std::string transport_ = "none: a group of one";
   std::unique_ptr<Carrier> carrier_;  // null in a group of one, as is p2p_
   std::unique_ptr<Failure> failure_;
   std::unique_ptr<PointToPoint> p2p_;

@@ -17,6 +17,8 @@ struct CommunicatorOptions {
   std::size_t one_shot_max_bytes = 0;      ///< where one_shot ends; 0: as was measured for us
   std::string transport = {};              ///< "shm", "p2p", or "": by where the ranks are
   std::string p2p_backend = {};            ///< what carries messages, where anything does
+  /// Where this rank is; empty: found out. The one that may differ between ranks.
+  std::string host_id = {};
 
   /// "algorithm=auto deterministic=none num_slots=2 slot_bytes=262144 ..."
   std::string to_text() const;

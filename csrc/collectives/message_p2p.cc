@@ -83,6 +83,7 @@ void MessageP2p::check(const P2pOp& op) const {
 
 void MessageP2p::post(const P2pOpPtr& op) {
   check(*op);
+  failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock(mutex_);
   failure_.rethrow_if_any();
   op->deadline = deadline_after(op->timeout);

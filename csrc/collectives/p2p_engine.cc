@@ -60,6 +60,7 @@ P2pMailbox& P2pEngine::mailbox(int rank) {
 
 void P2pEngine::post(const P2pOpPtr& op) {
   check_peer(*op, group_.rank(), group_.world_size());
+  failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock(mutex_);
   failure_.rethrow_if_any();
   op->deadline = deadline_after(op->timeout);

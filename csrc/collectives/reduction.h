@@ -18,6 +18,11 @@ inline const ReduceOp& reduce_op_of(const Collective& call) {
   return *op;
 }
 
+/// What ranks do that leave the division of an average to the last step.
+inline Reduction undivided(Reduction reduction) {
+  return reduction == Reduction::kAvg ? Reduction::kSum : reduction;
+}
+
 /// By what the last step of the reduction divides.
 inline int divisor_of(const Collective& call, int world_size) {
   return call.reduction == Reduction::kAvg ? world_size : 1;

@@ -20,6 +20,13 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   return config;
 }
 
+shm::GroupIdentity identity_of(int rank, int world_size, const CommunicatorOptions& options) {
+  return {.rank = rank,
+          .world_size = world_size,
+          .options = options.to_text(),
+          .host_id = options.host_id};
+}
+
 // What stands for the size of the call where the kind of stores is chosen.
 std::size_t size_class_bytes(const Collective& call, const CallHeader& header, int world_size) {
   if (!header.is_uneven) return call.num_bytes();
@@ -33,13 +40,22 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
 ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
                        const CommunicatorOptions& options, std::chrono::milliseconds timeout)
     : options_(options),
-      group_(
-          store,
-          shm::GroupIdentity{.rank = rank, .world_size = world_size, .options = options.to_text()},
-          segment_config(options), timeout),
+      group_(store, identity_of(rank, world_size, options), segment_config(options), timeout),
       scope_(group_),
       engine_(group_, scope_),
       direct_(engine_, options.algorithm) {}
+
+ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
+                       const CommunicatorOptions& options)
+    : options_(options),
+      group_(rendezvous, identity_of(rank, world_size, options), segment_config(options)),
+      scope_(group_),
+      engine_(group_, scope_),
+      direct_(engine_, options.algorithm) {}
+
+std::size_t ShmCarrier::shared_bytes(int world_size, const CommunicatorOptions& options) {
+  return shm::SegmentLayout(world_size, segment_config(options)).num_bytes();
+}
 
 std::unique_ptr<PointToPoint> ShmCarrier::make_p2p(Failure& failure, Stats& stats) {
   return std::make_unique<P2pEngine>(group_, failure, stats);

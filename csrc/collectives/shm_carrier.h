@@ -8,6 +8,7 @@
 #include "collectives/engine.h"
 #include "transport/key_value_store.h"
 #include "transport/shm/group.h"
+#include "transport/shm/rendezvous.h"
 
 namespace ringcomm {
 
@@ -17,6 +18,12 @@ class ShmCarrier final : public Carrier {
   /// Collective over the group. Throws Error.
   ShmCarrier(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
              std::chrono::milliseconds timeout);
+  /// The same of ranks that have been found, on one host.
+  ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
+             const CommunicatorOptions& options);
+
+  /// Bytes of memory that the ranks of a group share.
+  static std::size_t shared_bytes(int world_size, const CommunicatorOptions& options);
 
   Membership& membership() override { return group_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;

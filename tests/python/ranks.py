@@ -16,7 +16,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,13 @@ class RankFailure(AssertionError):
 class Pool:
     """Some ranks, and what they were told last."""
 
-    def __init__(self, server: Server, world_size: int, env: dict[str, str]) -> None:
+    def __init__(self, server: Server, env: Sequence[dict[str, str]]) -> None:
         self._server = server
         self._folder = Path(tempfile.mkdtemp(dir=server.folder))
         self._pids: list[int] = []
         self._calls: list[Connection] = []
-        for rank in range(world_size):
-            pid, fd = server.fork_rank(rank, self._folder, env)
+        for rank, rank_env in enumerate(env):
+            pid, fd = server.fork_rank(rank, self._folder, rank_env)
             self._pids.append(pid)
             self._calls.append(Connection(fd))
 
@@ -223,7 +223,7 @@ def run_ranks(
     fresh: bool = False,
     may_die: Collection[int] = (),
     group_timeout_s: float = 30.0,
-    env: dict[str, str] | None = None,
+    env: dict[str, str] | Sequence[dict[str, str]] | None = None,
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank of a group and returns the results, by rank.
 
@@ -235,16 +235,16 @@ def run_ranks(
         fresh: ranks of its own, for a case that does not leave the group whole.
         may_die: ranks that may end in the case; their result is None. Wants `fresh`.
         group_timeout_s: of the group's collectives.
-        env: added to the ranks' environment.
+        env: added to the ranks' environment: to all, or to each its own.
 
     Raises:
         RankFailure: with every rank's traceback, and the stacks of those that did not come back.
     """
     __tracebackhide__ = True
-    env = env or {}
+    rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
 
     def make() -> Pool:
-        pool = Pool(server(), world_size, env)
+        pool = Pool(server(), rank_env)
         if backend is not None:
             pool.init_group(backend, pg_options, group_timeout_s)
         return pool

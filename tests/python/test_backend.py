@@ -158,11 +158,17 @@ def other_hosts(rank: int, folder: str) -> str:
     os.environ["RINGCOMM_HOST_ID"] = f"machine{rank}"
     store = dist.FileStore(folder + "/store", 2)
     with pytest.raises(ringcomm.RingcommError, match="share no memory") as caught:
-        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+        dist.init_process_group(
+            "ringcomm",
+            store=store,
+            rank=rank,
+            world_size=2,
+            pg_options=ringcomm.Options(transport="shm"),
+        )
     return str(caught.value)
 
 
-def test_ranks_on_different_hosts(tmp_path: Path) -> None:
+def test_ranks_on_different_hosts_that_must_share_memory(tmp_path: Path) -> None:
     for text in run_ranks(2, other_hosts, str(tmp_path), backend=None, fresh=True):
         assert "machine0" in text
         assert "machine1" in text

@@ -13,15 +13,34 @@ namespace {
 // never in the waits that are over at once.
 constexpr std::chrono::milliseconds kLookInterval{50};
 
+// The rendezvous of a group whose ranks must be on one host, when they have found each other.
+class OneHost {
+ public:
+  OneHost(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
+          std::chrono::milliseconds timeout)
+      : rendezvous_(store, identity,
+                    {.shared_bytes = SegmentLayout(identity.world_size, config).num_bytes()},
+                    timeout) {
+    rendezvous_.find_ranks();
+  }
+  Rendezvous& rendezvous() { return rendezvous_; }
+
+ private:
+  Rendezvous rendezvous_;
+};
+
 }  // namespace
 
 Group::Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
              std::chrono::milliseconds timeout)
+    : Group(OneHost(store, identity, config, timeout).rendezvous(), identity, config) {}
+
+Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config)
     : rank_(identity.rank),
       world_size_(identity.world_size),
       layout_(identity.world_size, config),
       host_(host_name()) {
-  Rendezvous::Meeting meeting = Rendezvous(store, identity, timeout).meet(layout_.num_bytes());
+  Rendezvous::Meeting meeting = rendezvous.share_memory();
   memory_ = std::move(meeting.memory);
   processes_ = std::move(meeting.processes);
 }

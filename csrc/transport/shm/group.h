@@ -25,9 +25,11 @@ namespace ringcomm::shm {
 /// rank unmaps it or dies.
 class Group final : public Membership {
  public:
-  /// Collective; throws what Rendezvous::meet() does.
+  /// Collective; throws what Rendezvous does.
   Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
         std::chrono::milliseconds timeout);
+  /// The same of ranks that have been found, on one host.
+  Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config);
   /// Tells the peers that this rank has left. They keep the memory.
   ~Group() override;
   Group(const Group&) = delete;

@@ -32,95 +32,90 @@ class Backoff {
   std::chrono::milliseconds pause_ = kFirstRetry;
 };
 
-// Takes the memory back from the hub when not every rank has come for it.
-class Offer {
- public:
-  Offer(ProcessHub& hub, std::string key) : hub_(hub), key_(std::move(key)) {}
-  ~Offer() {
-    if (!key_.empty()) hub_.withdraw(key_);
-  }
-  Offer(const Offer&) = delete;
-  Offer& operator=(const Offer&) = delete;
-
- private:
-  ProcessHub& hub_;
-  std::string key_;
-};
-
 }  // namespace
 
-Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity,
+Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
                        std::chrono::milliseconds timeout)
     : store_(store),
       rank_(identity.rank),
       world_size_(identity.world_size),
+      terms_(terms),
       timeout_(timeout),
       deadline_(deadline_after(timeout)),
       hub_(ProcessHub::instance()),
-      mine_{.host_id = host_id(),
+      mine_{.host_id = identity.host_id.empty() ? host_id() : identity.host_id,
             .host = host_name(),
             .hub_address = hub_.address(),
             .pid = ::getpid(),
             .memory_key = {},
             .options = identity.options} {}
 
-Rendezvous::Meeting Rendezvous::meet(std::size_t num_bytes) {
-  Meeting meeting;
-  meeting.processes.resize(static_cast<std::size_t>(world_size_));
-  if (rank_ == 0) meeting.memory = offer_memory(num_bytes);
-  const Offer offer(hub_, mine_.memory_key);
+Rendezvous::~Rendezvous() {
+  if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
+}
+
+Roster Rendezvous::find_ranks() {
+  // Before it is known whether all are on one host: those who are do not wait for it then.
+  if (rank_ == 0 && terms_.shared_bytes > 0) offer_memory();
   store_.set(rank_key(rank_), mine_.to_text());
+  meeting_.processes.resize(static_cast<std::size_t>(world_size_));
+  std::vector<RankRecord> records;
   for (int peer = 0; peer < world_size_; ++peer)
-    if (peer != rank_) meeting.processes[static_cast<std::size_t>(peer)] = meet_peer(peer);
+    records.push_back(peer == rank_ ? mine_ : meet_peer(peer));
+  return Roster(std::move(records));
+}
+
+Rendezvous::Meeting Rendezvous::share_memory() {
   if (rank_ != 0) {
-    meeting.memory = fetch_memory(num_bytes);
+    meeting_.memory = fetch_memory();
   } else if (!hub_.wait_until_taken(mine_.memory_key, deadline_)) {
     // Left to itself, this rank might end before the others have come for the memory.
     throw_timeout(-1, "not every rank fetched the group's memory");
   }
-  return meeting;
+  return std::move(meeting_);
 }
 
-SharedMemory Rendezvous::offer_memory(std::size_t num_bytes) {
+void Rendezvous::offer_memory() {
   static std::atomic<int> num_offers = 0;
-  UniqueFd fd = create_memfd(num_bytes);
-  SharedMemory memory(fd.get(), num_bytes);
+  UniqueFd fd = create_memfd(terms_.shared_bytes);
+  meeting_.memory = SharedMemory(fd.get(), terms_.shared_bytes);
   mine_.memory_key = hub_.address() + "/" + std::to_string(num_offers++);
   if (world_size_ > 1) hub_.offer(mine_.memory_key, std::move(fd), world_size_ - 1);
-  return memory;
 }
 
-SharedMemory Rendezvous::fetch_memory(std::size_t num_bytes) const {
+SharedMemory Rendezvous::fetch_memory() const {
   for (Backoff backoff; Clock::now() < deadline_; backoff.sleep()) {
     const RankRecord record = record_of(0);
     const UniqueFd fd = hub_.fetch(record.hub_address, record.memory_key, time_left());
     if (!fd) continue;  // the record of an earlier group, which rank 0 is about to replace
-    if (size_of_memfd(fd.get()) != num_bytes)
+    if (size_of_memfd(fd.get()) != terms_.shared_bytes)
       throw Error({.kind = ErrorKind::kMismatch, .rank = 0, .op = "init"},
                   "ringcomm: the group's shared memory has another size than this rank expects");
-    return SharedMemory(fd.get(), num_bytes);
+    return SharedMemory(fd.get(), terms_.shared_bytes);
   }
   throw_timeout(0, "rank 0 did not hand over the group's memory");
 }
 
-std::shared_ptr<PeerProcess> Rendezvous::meet_peer(int peer) const {
+RankRecord Rendezvous::meet_peer(int peer) {
   const Clock::time_point believed = std::min(deadline_, Clock::now() + kStaleGrace);
   for (Backoff backoff;; backoff.sleep()) {
     const RankRecord theirs = record_of(peer);
     const bool is_believed = Clock::now() >= believed;
+    auto& process = meeting_.processes[static_cast<std::size_t>(peer)];
     try {
       check_compatible(theirs, peer);
-      std::shared_ptr<PeerProcess> process = hub_.watch(theirs.hub_address);
-      if (process != nullptr) return process;
+      if (theirs.host_id != mine_.host_id || terms_.shared_bytes == 0) return theirs;
+      process = hub_.watch(theirs.hub_address);
+      if (process != nullptr) return theirs;
     } catch (const Error&) {
       if (is_believed) throw;
     }
     if (!is_believed) continue;
     // It was there and has ended: the first collective says so, and nothing else has to.
-    auto dead = std::make_shared<PeerProcess>();
-    dead->pid = theirs.pid;
-    dead->is_dead = true;
-    return dead;
+    process = std::make_shared<PeerProcess>();
+    process->pid = theirs.pid;
+    process->is_dead = true;
+    return theirs;
   }
 }
 
@@ -134,13 +129,13 @@ RankRecord Rendezvous::record_of(int peer) const {
 void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
   const std::string ranks = "rank " + std::to_string(rank_) + " and rank " + std::to_string(peer);
   ErrorInfo info{.rank = peer, .pid = theirs.pid, .host = theirs.host, .op = "init"};
-  if (mine_.host_id != theirs.host_id) {
+  if (terms_.is_one_host && mine_.host_id != theirs.host_id) {
     info.kind = ErrorKind::kSystem;
     throw Error(
         info, "ringcomm: " + ranks + " share no memory: host " + mine_.host + " [" + mine_.host_id +
                   "] and host " + theirs.host + " [" + theirs.host_id +
                   "]; the shm transport wants all ranks of a group on one host and in one network "
-                  "namespace");
+                  "namespace; with transport=None other hosts are reached over messages");
   }
   if (mine_.options != theirs.options) {
     info.kind = ErrorKind::kMismatch;

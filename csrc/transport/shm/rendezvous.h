@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "transport/key_value_store.h"
+#include "transport/roster.h"
 #include "transport/shm/process_hub.h"
 #include "transport/shm/rank_record.h"
 #include "transport/shm/shared_memory.h"
@@ -19,36 +20,51 @@ struct GroupIdentity {
   int world_size = 1;
   /// What must be equal on all ranks, in words a person can compare ("algorithm=auto num_slots=2").
   std::string options;
+  std::string host_id = {};  ///< where it is; empty: what host_id() says
 };
 
-/// How the ranks of a group find each other and come to share memory.
+/// How the ranks of a group find each other, and those of one host come to share memory.
 ///
-/// Rank 0 makes the memory and offers it at its hub; every rank publishes a record in the store,
-/// reads the others' and starts watching their processes, and fetches the memory. Rank 0 stays
-/// until all have it. The store may hold records of an earlier group, since programs destroy and
-/// make groups over the same one: a record that does not fit is read again for a second before it
-/// is believed.
+/// Every rank publishes a record in the store, reads the others', and starts watching the processes
+/// on its own host. Where all are on one host, rank 0 makes the memory and offers it at its hub;
+/// the others fetch it, and rank 0 stays until all have it. The store may hold records of an
+/// earlier group, since programs destroy and make groups over the same one: a record that does not
+/// fit is read again for a second before it is believed. A record of another host fits where hosts
+/// may be several: over one store, ranks must not have moved between hosts.
 class Rendezvous {
  public:
-  /// What the ranks have when they have met.
+  /// What the ranks of one host have when they have met.
   struct Meeting {
     SharedMemory memory;
     std::vector<std::shared_ptr<PeerProcess>> processes;  ///< by rank; null for this one
   };
 
-  Rendezvous(KeyValueStore& store, const GroupIdentity& identity,
-             std::chrono::milliseconds timeout);
+  /// What the group wants of its ranks.
+  struct Terms {
+    std::size_t shared_bytes = 0;  ///< of memory that all of one host share; 0: none
+    bool is_one_host = true;       ///< whether another host is an error
+  };
 
-  /// Collective. Throws Error: kTimeout naming a rank that does not appear, kMismatch naming both
-  /// sides' options, kSystem when ranks are on different hosts or the memory cannot be had.
-  Meeting meet(std::size_t num_bytes);
+  Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
+             std::chrono::milliseconds timeout);
+  /// Takes the memory back from the hub when not every rank has come for it.
+  ~Rendezvous();
+  Rendezvous(const Rendezvous&) = delete;
+  Rendezvous& operator=(const Rendezvous&) = delete;
+
+  /// Collective, first. Throws Error: kTimeout naming a rank that does not appear, kMismatch naming
+  /// both sides' options, kSystem for a rank on another host where that is an error.
+  Roster find_ranks();
+  /// Collective, after all ranks were found on one host. Throws Error: kTimeout, and kSystem where
+  /// the memory cannot be had.
+  Meeting share_memory();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  SharedMemory offer_memory(std::size_t num_bytes);
-  SharedMemory fetch_memory(std::size_t num_bytes) const;
-  std::shared_ptr<PeerProcess> meet_peer(int peer) const;
+  void offer_memory();
+  SharedMemory fetch_memory() const;
+  RankRecord meet_peer(int peer);
   RankRecord record_of(int peer) const;
   void check_compatible(const RankRecord& theirs, int peer) const;
   [[noreturn]] void throw_timeout(int peer, const std::string& what) const;
@@ -57,10 +73,12 @@ class Rendezvous {
   KeyValueStore& store_;
   int rank_;
   int world_size_;
+  Terms terms_;
   std::chrono::milliseconds timeout_;
   Clock::time_point deadline_;
   ProcessHub& hub_;
   RankRecord mine_;
+  Meeting meeting_;
 };
 
 }  // namespace ringcomm::shm

@@ -1,0 +1,183 @@
+// Collectives over several hosts against the oracle, and the bytes that cross between them.
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "hosts_ranks.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using testing::Case;
+using testing::expect;
+using testing::MemoryNetwork;
+using testing::run_case;
+using testing::run_hosts_ranks;
+
+constexpr OpKind kOps[] = {OpKind::kAllReduce, OpKind::kReduce,    OpKind::kReduceScatter,
+                           OpKind::kAllGather, OpKind::kBroadcast, OpKind::kGather,
+                           OpKind::kScatter,   OpKind::kAllToAll};
+// Even, interleaved, uneven in all orders, one rank alone, more ranks than the other host twice.
+const std::vector<std::string> kPlacements{"aabb", "abab",   "abbccc", "cbcabc",
+                                           "aab",  "abbbbb", "abcabd"};
+
+// Of an all_reduce that does not go through the leaders: above 1 MiB between two hosts.
+constexpr std::size_t kLongElems = 270'011;
+
+bool rooted(OpKind op) {
+  return op == OpKind::kReduce || op == OpKind::kBroadcast || op == OpKind::kGather ||
+         op == OpKind::kScatter;
+}
+
+bool has_shares(OpKind op) {
+  return op != OpKind::kAllReduce && op != OpKind::kReduce && op != OpKind::kBroadcast;
+}
+
+Case case_of(OpKind op, std::uint32_t salt, std::size_t num_elems, int world_size) {
+  return {.op = op,
+          .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
+          .num_elems = num_elems,
+          .is_in_place = salt % 3 == 0,
+          .salt = salt};
+}
+
+TEST_CASE("hosts: every collective, shares even and uneven, wherever the ranks are") {
+  for (const std::string& placement : kPlacements) {
+    CAPTURE(placement);
+    MemoryNetwork network(static_cast<int>(placement.size()), std::chrono::microseconds(100));
+    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+      expect(communicator.transport().find("between them") != std::string::npos,
+             communicator.transport());
+      std::uint32_t salt = 0;
+      for (const std::size_t num_elems : {0U, 1U, 5U, 7U, 1001U, 17'011U}) {
+        for (const OpKind op : kOps) {
+          // Not through the leaders any more.
+          const bool is_long = op == OpKind::kAllReduce && num_elems > 10'000;
+          Case c = case_of(op, ++salt, is_long ? kLongElems : num_elems, communicator.world_size());
+          run_case(communicator, c);
+          c.is_uneven = has_shares(op);
+          if (c.is_uneven) run_case(communicator, c);
+        }
+        testing::barrier(communicator);
+      }
+    });
+    CHECK(network.num_misfits() == 0);
+  }
+}
+
+TEST_CASE("hosts: every reduction and dtype that has one") {
+  MemoryNetwork network(3);
+  run_hosts_ranks(network, "aba", [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (int d = 0; d < kNumDTypes; ++d)
+      for (int r = 0; r < kNumReductions; ++r)
+        for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
+          const auto dtype = static_cast<DType>(d);
+          const auto reduction = static_cast<Reduction>(r);
+          if (!oracle::has_meaning(reduction, dtype)) continue;
+          Case c = case_of(op, ++salt, 131, 3);
+          c.dtype = dtype;
+          c.reduction = reduction;
+          run_case(communicator, c);
+        }
+  });
+}
+
+// More than a rank may hold of others' data at once.
+TEST_CASE("hosts: large buffers in pieces") {
+  MemoryNetwork network(3);
+  run_hosts_ranks(network, "abb", [&](Communicator& communicator) {
+    std::uint32_t salt = 0;
+    for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter}) {
+      Case c = case_of(op, ++salt, op == OpKind::kReduceScatter ? 700'003 : 2'200'001, 3);
+      c.dtype = DType::kInt32;
+      run_case(communicator, c);
+    }
+  });
+}
+
+TEST_CASE("hosts: random floats have the same bits on all ranks, short and long") {
+  const std::string placement = "abbab";
+  for (const std::size_t num_elems : {std::size_t{1003}, kLongElems}) {
+    std::vector<oracle::Bytes> results(placement.size());
+    MemoryNetwork network(static_cast<int>(placement.size()));
+    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+      testing::CaseBuffers buffers({.num_elems = num_elems, .is_random = true}, communicator.rank(),
+                                   communicator.world_size());
+      communicator.run(buffers.call(), testing::kPatient);
+      results[static_cast<std::size_t>(communicator.rank())] = buffers.result();
+    });
+    for (const oracle::Bytes& result : results) CHECK(result == results[0]);
+  }
+}
+
+// The oracle reduces in the order of the ranks.
+TEST_CASE("hosts: in the order of the ranks, to the last bit") {
+  MemoryNetwork network(5);
+  run_hosts_ranks(
+      network, "abcab",
+      [&](Communicator& communicator) {
+        std::uint32_t salt = 0;
+        for (const OpKind op : {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter})
+          for (const std::size_t num_elems : {7U, 40'011U})
+            for (const Reduction reduction : {Reduction::kSum, Reduction::kAvg}) {
+              Case c = case_of(op, ++salt, num_elems, 5);
+              c.reduction = reduction;
+              c.is_random = true;
+              run_case(communicator, c);
+            }
+      },
+      {.is_rank_ordered = true});
+}
+
+TEST_CASE("hosts: an algorithm that is asked for by name is one of ranks") {
+  MemoryNetwork network(4);
+  run_hosts_ranks(network, "aabb", [&](Communicator& communicator) {
+    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
+      run_case(communicator, {.algorithm = algorithm, .num_elems = 1003});
+      expect(communicator.stats().counts(OpKind::kAllReduce, algorithm).num_calls == 1,
+             "counted under its name");
+    }
+    run_case(communicator, {.num_elems = 1003});
+    expect(communicator.stats().counts(OpKind::kAllReduce, Algorithm::kHierarchical).num_calls == 1,
+           "counted as hierarchical");
+  });
+}
+
+// docs/design/hosts.md has the formulas. Two hosts of two ranks; envelopes are not data.
+TEST_CASE("hosts: what crosses between the hosts") {
+  constexpr std::size_t kElems = 270'000;
+  constexpr std::uint64_t kBytes = kElems * sizeof(float);
+  struct Expectation {
+    OpKind op;
+    std::uint64_t bytes;  // sent by all ranks, of data too long for an envelope
+  };
+  for (const Expectation& expectation : {
+           Expectation{OpKind::kAllReduce, 2 * kBytes},      // of the buffer: 2(H - 1)
+           Expectation{OpKind::kReduceScatter, 4 * kBytes},  // of a share: N(H - 1)
+           Expectation{OpKind::kAllGather, 4 * kBytes},      // the same
+           Expectation{OpKind::kBroadcast, kBytes},          // H - 1
+           Expectation{OpKind::kReduce, kBytes},             // H - 1
+           Expectation{OpKind::kGather, 2 * kBytes},         // of a share: ranks elsewhere
+           Expectation{OpKind::kScatter, 2 * kBytes},        // the same
+           Expectation{OpKind::kAllToAll, 8 * kBytes},       // pairs of ranks on two hosts
+       }) {
+    MemoryNetwork network(4);
+    run_hosts_ranks(network, "abba", [&](Communicator& communicator) {
+      run_case(
+          communicator,
+          {.op = expectation.op, .root = rooted(expectation.op) ? 2 : -1, .num_elems = kElems});
+    });
+    std::uint64_t delivered = 0;
+    for (int rank = 0; rank < 4; ++rank) delivered += network.delivered_bytes(rank);
+    CAPTURE(name_of(expectation.op));
+    CHECK(delivered >= expectation.bytes);
+    CHECK(delivered <= expectation.bytes + 16 * 4096);  // envelopes
+  }
+}
+
+}  // namespace

@@ -1,0 +1,126 @@
+// Who is on which host, and what a group makes of it.
+#include <atomic>
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/roster.h"
+#include "transport/shm/rendezvous.h"
+
+namespace {
+
+using namespace ringcomm;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::expect;
+using testing::expect_error;
+using testing::MemoryStore;
+using testing::run_threads;
+
+Roster roster_of(const std::vector<std::string>& hosts) {
+  std::vector<shm::RankRecord> records;
+  for (const std::string& host : hosts)
+    records.push_back({.host_id = "id-" + host,
+                       .host = host,
+                       .hub_address = {},
+                       .pid = 1,
+                       .memory_key = {},
+                       .options = {}});
+  return Roster(records);
+}
+
+TEST_CASE("ranks lie on hosts in any order") {
+  const Roster roster = roster_of({"b", "a", "b", "c", "a", "b"});
+  CHECK(roster.num_hosts() == 3);
+  CHECK(roster.ranks_on(0) == std::vector<int>{0, 2, 5});
+  CHECK(roster.ranks_on(1) == std::vector<int>{1, 4});
+  CHECK(roster.ranks_on(2) == std::vector<int>{3});
+  CHECK(roster.max_ranks_on_a_host() == 3);
+  for (int host = 0; host < roster.num_hosts(); ++host)
+    for (int local = 0; local < roster.num_ranks_on(host); ++local) {
+      const int rank = roster.ranks_on(host)[static_cast<std::size_t>(local)];
+      CHECK(roster.host_of(rank) == host);
+      CHECK(roster.local_rank_of(rank) == local);
+    }
+  CHECK(roster.leader_of(1) == 1);
+  CHECK(roster.describe() == "3 hosts: b (ranks 0 2 5), a (ranks 1 4), c (rank 3)");
+  CHECK(roster_of({"x", "x"}).describe() == "1 host: x (ranks 0 1)");
+}
+
+shm::GroupIdentity identity(int rank, int world_size, const std::string& host,
+                            const std::string& options = "o=1") {
+  return {.rank = rank, .world_size = world_size, .options = options, .host_id = host};
+}
+
+TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
+  MemoryStore store;
+  const std::vector<std::string> hosts{"a", "b", "a", "c"};
+  run_threads(4, [&](int rank) {
+    shm::Rendezvous rendezvous(store, identity(rank, 4, hosts[static_cast<std::size_t>(rank)]),
+                               {.shared_bytes = 4096, .is_one_host = false}, testing::kBound);
+    const Roster roster = rendezvous.find_ranks();
+    expect(roster.num_hosts() == 3 && roster.ranks_on(0) == std::vector<int>{0, 2},
+           "the hosts: " + roster.describe());
+  });
+}
+
+TEST_CASE("another host is an error where memory must be shared, on every rank that sees it") {
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    const Error error = error_of([&] {
+      shm::Rendezvous(store, identity(rank, 2, rank == 0 ? "here" : "there"),
+                      {.shared_bytes = 4096, .is_one_host = true}, testing::kBound)
+          .find_ranks();
+    });
+    expect_error(error, ErrorKind::kSystem, {"share no memory", "[here]", "[there]"});
+  });
+}
+
+TEST_CASE("options are compared between hosts, and without shared memory") {
+  for (const std::size_t shared_bytes : {std::size_t{4096}, std::size_t{0}}) {
+    MemoryStore store;
+    run_threads(3, [&](int rank) {
+      const Error error = error_of([&] {
+        shm::Rendezvous(store, identity(rank, 3, rank < 2 ? "a" : "b", rank < 2 ? "o=1" : "o=2"),
+                        {.shared_bytes = shared_bytes, .is_one_host = false}, testing::kBound)
+            .find_ranks();
+      });
+      expect_error(error, ErrorKind::kMismatch, {"{o=1}", "{o=2}", "rank 2"});
+    });
+  }
+}
+
+TEST_CASE("options of an earlier group in the same store are waited out, between hosts too") {
+  MemoryStore store;
+  const auto find = [&](int rank, const std::string& options) {
+    shm::Rendezvous(store, identity(rank, 2, rank == 0 ? "a" : "b", options),
+                    {.shared_bytes = 0, .is_one_host = false}, testing::kBound)
+        .find_ranks();
+  };
+  run_threads(2, [&](int rank) { find(rank, "o=1"); });
+  run_threads(2, [&](int rank) {
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(50));
+    find(rank, "o=2");
+  });
+}
+
+TEST_CASE("a group says which transport it has, and several hosts without messages are refused") {
+  testing::run_ranks(2, [](Communicator& communicator) {
+    expect(communicator.transport().find("shm: 1 host: ") == 0, communicator.transport());
+  });
+  MemoryStore store;
+  run_threads(2, [&](int rank) {
+    try {
+      Communicator(store, rank, 2, {.host_id = rank == 0 ? "a" : "b"}, testing::kBound);
+    } catch (const std::invalid_argument& error) {
+      expect(std::string(error.what()).find("2 hosts: ") == 0, error.what());
+      return;
+    }
+    expect(false, "an error");
+  });
+}
+
+}  // namespace
