@@ -15,6 +15,8 @@ __all__ = ["create", "resolve_group", "stats"]
 _log = logging.getLogger("ringcomm")
 
 DEFAULT_SLOT_BYTES = 256 << 10
+# A message costs much more than a slot in shared memory.
+DEFAULT_MESSAGE_BYTES = 1 << 20
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -79,9 +81,11 @@ def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
         algorithm=options.algorithm,
         is_rank_ordered=options.deterministic == "rank_order",
         num_slots=_whole("num_slots", options.num_slots),
-        slot_bytes=DEFAULT_SLOT_BYTES
-        if options.slot_bytes is None
-        else _whole("slot_bytes", options.slot_bytes),
+        slot_bytes=_whole("slot_bytes", options.slot_bytes)
+        if options.slot_bytes is not None
+        else DEFAULT_MESSAGE_BYTES
+        if options.transport == "p2p"
+        else DEFAULT_SLOT_BYTES,
         one_shot_max_bytes=_tuned(options.tuning, world_size),
         transport=options.transport or "",
         p2p_backend=_p2p_backend(options),

@@ -12,15 +12,22 @@
 namespace ringcomm {
 namespace {
 
+// The limits were measured over Gloo on one machine, whose two cores other programs used as well
+// (docs/design/messages.md): half and double of each cost less than such a machine's noise.
+
 // From here on a message's bytes cost more than its start, and what counts is that every link is
-// busy with its share. docs/design/messages.md has the reasoning, and what was measured over Gloo.
+// busy with its share. Of the whole call.
 constexpr std::size_t kRingMinBytes = std::size_t{1} << 20;
 
-// Where one_shot ends, by the number of ranks: it sends N/2 times the bytes of two_shot, and saves
-// one of its two steps. With two ranks it sends no more.
+// all_reduce: with two ranks the ring has no more steps than two_shot, and overlaps them. With more
+// it has, and where ranks share cores each step waits for its turn on one.
+std::size_t all_reduce_ring_min_bytes(int world_size) {
+  return world_size == 2 ? std::size_t{512} << 10 : std::size_t{4} << 20;
+}
+
+// Where one_shot ends: it sends N/2 times the bytes of two_shot, and saves one of its two steps.
 std::size_t one_shot_max_bytes(int world_size) {
-  if (world_size == 2) return std::size_t{256} << 10;
-  return (std::size_t{192} << 10) / static_cast<std::size_t>(world_size);
+  return (std::size_t{512} << 10) / static_cast<std::size_t>(world_size);
 }
 
 // The bytes of the whole call, as every rank knows them.
@@ -39,7 +46,7 @@ Algorithm choose_all_reduce_of_messages(std::size_t num_bytes, int world_size,
                                         std::size_t limit_bytes) {
   if (num_bytes <= (limit_bytes != 0 ? limit_bytes : one_shot_max_bytes(world_size)))
     return Algorithm::kOneShot;
-  return num_bytes < kRingMinBytes ? Algorithm::kTwoShot : Algorithm::kRing;
+  return num_bytes < all_reduce_ring_min_bytes(world_size) ? Algorithm::kTwoShot : Algorithm::kRing;
 }
 
 std::uint64_t all_reduce(MessageEngine& engine, const Collective& call, const CallHeader& header) {

@@ -1,8 +1,9 @@
 // Collectives over messages against the oracle, with messages that are late and overtake each
 // other, and the bytes counted.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <functional>
 #include <set>
 #include <vector>
 
@@ -165,6 +166,10 @@ class Shares {
   Shares(const Shares&) = delete;
   Shares& operator=(const Shares&) = delete;
 
+  /// Of the size it has.
+  void set(int rank, const std::vector<std::uint8_t>& content) {
+    std::copy(content.begin(), content.end(), of(rank).begin());
+  }
   std::vector<std::uint8_t>& of(int rank) { return buffers_[static_cast<std::size_t>(rank)]; }
   void* const* pointers() const { return pointers_.data(); }
   const void* const* inputs() const { return pointers_.data(); }
@@ -182,18 +187,14 @@ std::vector<std::size_t> sizes(int world_size, const std::function<std::size_t(i
   return result;
 }
 
-void run_uneven(Communicator& communicator) {
+void run_all_to_all(Communicator& communicator) {
   const int rank = communicator.rank();
   const int world_size = communicator.world_size();
   const auto given = sizes(world_size, [&](int to) { return size_of(rank, to); });
   const auto taken = sizes(world_size, [&](int from) { return size_of(from, rank); });
-  const auto own = sizes(world_size, [&](int from) { return size_of(from, 1); });
 
-  Shares all_inputs(world_size, given);
-  for (int to = 0; to < world_size; ++to) all_inputs.of(to) = share_of(rank, to, size_of(rank, to));
   Shares inputs(world_size, given);
-  for (int to = 0; to < world_size; ++to)
-    std::memcpy(inputs.of(to).data(), all_inputs.of(to).data(), size_of(rank, to));
+  for (int to = 0; to < world_size; ++to) inputs.set(to, share_of(rank, to, size_of(rank, to)));
   Shares outputs(world_size, taken);
   communicator.run({.op = OpKind::kAllToAll,
                     .inputs = inputs.inputs(),
@@ -203,8 +204,12 @@ void run_uneven(Communicator& communicator) {
                    testing::kPatient);
   for (int from = 0; from < world_size; ++from)
     expect(outputs.of(from) == share_of(from, rank, size_of(from, rank)), "all_to_all");
+}
 
-  Shares gathered(world_size, own);
+void run_gathers(Communicator& communicator) {
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
+  Shares gathered(world_size, sizes(world_size, [](int from) { return size_of(from, 1); }));
   const std::vector<std::uint8_t> mine = share_of(rank, 7, size_of(rank, 1));
   const void* input[] = {mine.data()};
   for (const OpKind op : {OpKind::kAllGather, OpKind::kGather}) {
@@ -221,11 +226,14 @@ void run_uneven(Communicator& communicator) {
     for (int from = 0; from < world_size && (root < 0 || root == rank); ++from)
       expect(gathered.of(from) == share_of(from, 7, size_of(from, 1)), name_of(op));
   }
+}
 
+void run_scatters(Communicator& communicator) {
+  const int rank = communicator.rank();
+  const int world_size = communicator.world_size();
   const auto scattered = sizes(world_size, [](int to) { return size_of(0, to); });
   Shares parts(world_size, scattered);
-  for (int to = 0; to < world_size; ++to)
-    std::memcpy(parts.of(to).data(), share_of(0, to, size_of(0, to)).data(), size_of(0, to));
+  for (int to = 0; to < world_size; ++to) parts.set(to, share_of(0, to, size_of(0, to)));
   std::vector<std::uint8_t> part(size_of(0, rank));
   void* output[] = {part.data()};
   communicator.run({.op = OpKind::kScatter,
@@ -238,8 +246,7 @@ void run_uneven(Communicator& communicator) {
   expect(part == share_of(0, rank, part.size()), "scatter");
 
   Shares terms(world_size, scattered);
-  for (int to = 0; to < world_size; ++to)
-    std::memcpy(terms.of(to).data(), share_of(rank, to, size_of(0, to)).data(), size_of(0, to));
+  for (int to = 0; to < world_size; ++to) terms.set(to, share_of(rank, to, size_of(0, to)));
   communicator.run({.op = OpKind::kReduceScatter,
                     .dtype = DType::kUint8,
                     .num_elems = part.size(),
@@ -258,7 +265,11 @@ void run_uneven(Communicator& communicator) {
 TEST_CASE("messages: shares of different sizes, worlds 2 to 5") {
   for (int world_size = 2; world_size <= 5; ++world_size) {
     MemoryNetwork network(world_size, std::chrono::microseconds(100));
-    run_message_ranks(network, world_size, run_uneven);
+    run_message_ranks(network, world_size, [](Communicator& communicator) {
+      run_all_to_all(communicator);
+      run_gathers(communicator);
+      run_scatters(communicator);
+    });
     CHECK(network.num_misfits() == 0);
   }
 }
