@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from ringcomm import _C
 from ringcomm.bench.flags import SHARED_CACHE_MAX_US, FlagProbe
 from ringcomm.bench.interleave import make_contender, measure, open_default_group
-from ringcomm.bench.machine import OthersWatch, variables
+from ringcomm.bench.machine import OthersWatch
 from ringcomm.bench.memory import mapped_memory
 from ringcomm.bench.operations import OPERATIONS, Place
 from ringcomm.bench.point import algorithms_used, num_calls
 from ringcomm.bench.quantiles import median
 from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.options import Options
 
 INIT_TIMEOUT = timedelta(seconds=30)
 # One of each algorithm and, with the last, of a size that no cache of a core holds.
@@ -48,19 +46,6 @@ class Plan:
     world_size: int
     cpu_pairs: list[tuple[int, int]]
     seconds: float
-
-
-def _identity() -> dict[str, str]:
-    """What must be equal for two ranks to share memory, by its name; see csrc/transport/shm."""
-    forced = variables("RINGCOMM_HOST_ID")
-    if any(forced.values()):
-        return forced
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = os.readlink("/proc/self/ns/net")
-    except OSError:
-        return {}
-    return {"boot": boot, "network namespace": network}
 
 
 def _hand_overs(probe: FlagProbe, plan: Plan) -> list[dict[str, Any]]:
@@ -110,23 +95,25 @@ def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
     return 1e6 * median(seconds[1:]) / 2
 
 
-def _pairs(team: Team, identities: list[dict[str, str]]) -> list[dict[str, Any]]:
+def _pairs(team: Team) -> list[dict[str, Any]]:
     """Transport and messages of every pair, or of neighbours where there are many. Collective."""
     world_size = team.world_size
     pairs = list(combinations(range(world_size), 2))
     timed = set(pairs)
     if world_size > MAX_WORLD_OF_ALL_PAIRS:
         timed = {(first, first + 1) for first in range(world_size - 1)}
-    asked = Options().with_environment().transport
+    group = dist.group.WORLD
+    assert group is not None
+    # In the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
+    said = _C.transport_of(group._get_backend(torch.device("cpu")))
+    transport, why = said[:3], said[3:].strip(": ")
     found = []
     for pair in pairs:
-        one, other = (identities[rank] for rank in pair)
-        same = " and ".join(name for name in one if one[name] == other.get(name))
-        # A group was made, and the engine refuses ranks that share no memory.
-        transport, why = asked or "shm", f"one host: same {same}" if same else "one host"
-        if asked is not None:
-            why = f"RINGCOMM_TRANSPORT={asked}; {why}"
-        entry: dict[str, Any] = {"ranks": list(pair), "transport": transport, "why": why}
+        entry: dict[str, Any] = {
+            "ranks": list(pair),
+            "transport": why[:3],
+            "why": why[3:].strip(": "),
+        }
         if pair in timed:
             team.share(None)  # the others sleep meanwhile
             mine = {}
@@ -164,7 +151,6 @@ def _run_rank(team: Team, plan: Plan) -> None:
         if team.rank == 0:
             team.report((name, content))
 
-    identities = team.share(_identity())
     tell("hand_overs", _hand_overs(FlagProbe(team), plan))
     begin = time.perf_counter()
     error = None
@@ -181,7 +167,7 @@ def _run_rank(team: Team, plan: Plan) -> None:
     own_pids = [os.getppid(), *team.share(os.getpid())]
     watch = OthersWatch(own_pids) if team.rank == 0 else None
     tell("all_reduce", _all_reduces(team, plan))
-    tell("pairs", _pairs(team, identities))
+    tell("pairs", _pairs(team))
     tell("memory", _memory(team))
     if watch is not None:
         tell("others_busy_percent", watch.percent())
