@@ -109,11 +109,7 @@ def _pairs(team: Team) -> list[dict[str, Any]]:
     transport, why = said[:3], said[3:].strip(": ")
     found = []
     for pair in pairs:
-        entry: dict[str, Any] = {
-            "ranks": list(pair),
-            "transport": why[:3],
-            "why": why[3:].strip(": "),
-        }
+        entry: dict[str, Any] = {"ranks": list(pair), "transport": transport, "why": why}
         if pair in timed:
             team.share(None)  # the others sleep meanwhile
             mine = {}

@@ -82,8 +82,8 @@ TEST_CASE("a rank that calls something else ends the group for all, with both ca
         // The first cause stays, word for word, whatever is called.
         const Error later = error_of([&] { testing::barrier(communicator); });
         expect_error(later, ErrorKind::kMismatch, {error.what()});
-        expect_error(error_of([&] { communicator.submit({}, kPatient, {}); }), ErrorKind::kMismatch,
-                     {error.what()});
+        expect_error(error_of([&] { communicator.submit(Collective{}, kPatient, {}); }),
+                     ErrorKind::kMismatch, {error.what()});
         ++num_checked;
       });
       CHECK(num_checked == 3);
