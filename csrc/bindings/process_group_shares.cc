@@ -83,6 +83,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::alltoall_base(
   item.call = {.op = OpKind::kAllToAll, .element_name = element_name_of(inputTensor)};
   const at::Tensor input = plain(inputTensor);
   item.kept.push_back(input);
+  item.profiled = {inputTensor};
   add_rows(input, inputSplitSizes, getSize(), "input", [&](void* data, std::size_t num_bytes) {
     item.inputs.push_back(data);
     item.input_elems.push_back(num_bytes);
