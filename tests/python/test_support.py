@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def monitored_barrier(rank: int, dtype: None) -> None:
     ringcomm.monitored_barrier()
 
 
-CALLS: dict[str, Callable[[int, Any], None]] = {
+CALLS: Mapping[str, Callable[[int, Any], None]] = {
     call.__name__: call
     for call in (
         *(all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor),
