@@ -39,8 +39,10 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
             false);
     case Stop::kAborted: {
       const AbortReason reason = members_->abort_reason();
-      const std::string origin = reason.origin == rank_ ? "this rank" : name_of_peer(reason.origin);
-      raise(reason.kind, reason.culprit, origin + " gave up: " + reason.text, activity, true);
+      // Another thread's failure, which it has kept before it told anybody.
+      if (reason.origin == rank_ && has_failed()) std::rethrow_exception(first_cause());
+      raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " gave up: " + reason.text,
+            activity, true);
     }
     case Stop::kInterrupted:
       raise(ErrorKind::kInterrupted, rank_, "interrupted by a signal while waiting for " + who,
@@ -58,9 +60,9 @@ void Failure::raise_mismatch(int peer, const std::string& difference, const Acti
 void Failure::abort(const std::string& why) {
   if (is_inherited()) return;
   const Error error({.kind = ErrorKind::kAborted, .rank = rank_}, prefix() + why);
+  keep(std::make_exception_ptr(error));
   if (members_ != nullptr)
     members_->abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = why});
-  keep(std::make_exception_ptr(error));
 }
 
 void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const Activity& activity,
@@ -71,12 +73,12 @@ void Failure::raise(ErrorKind kind, int culprit, const std::string& text, const 
     info.pid = members_->pid_of(culprit);
     info.host = members_->host_of(culprit);
   }
-  // Told on as this rank saw it, so that the others' messages carry the cause and not the echo of
-  // an echo.
-  if (!is_told_by_peer && members_ != nullptr)
-    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
   const auto error = std::make_exception_ptr(Error(info, prefix() + told));
   keep(error);
+  // Told on as this rank saw it, so that the others' messages carry the cause and not the echo of
+  // an echo; and kept before, for this rank's other threads, whose waits end with it.
+  if (!is_told_by_peer && members_ != nullptr)
+    members_->abort({.kind = kind, .origin = rank_, .culprit = culprit, .text = told});
   std::rethrow_exception(error);
 }
 
