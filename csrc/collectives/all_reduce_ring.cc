@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <optional>
+#include <memory>
 
 #include "collectives/all_reduce.h"
 #include "collectives/owner_update.h"
@@ -23,7 +23,7 @@ class Ring {
         op_(reduce_op_of(call)),
         output_bytes_(op_.element_bytes) {
     if (call.update != nullptr) {
-      update_.emplace(call, engine.rank(), engine.world_size());
+      update_ = std::make_unique<OwnerUpdate>(call, engine.rank(), engine.world_size());
       output_bytes_ = update_->param_bytes();
     }
     slice_elems_ = header.ring_slot_bytes / std::max(op_.element_bytes, output_bytes_);
@@ -112,7 +112,7 @@ class Ring {
   RingLinks links_;
   ChunkLayout layout_;
   const ReduceOp& op_;
-  std::optional<OwnerUpdate> update_;
+  std::unique_ptr<OwnerUpdate> update_;  ///< null where the call updates nothing
   std::size_t output_bytes_;
   std::size_t slice_elems_ = 0;
   std::uint64_t sent_bytes_ = 0;      // all of them staged
