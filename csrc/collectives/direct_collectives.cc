@@ -13,9 +13,10 @@
 namespace ringcomm {
 namespace {
 
-// What is read of all ranks, reduced, and written to all of them before the next: in the first
-// cache with 4 ranks, and long enough for the loops.
-constexpr std::size_t kBlockBytes = 4 << 10;
+// What is read of all ranks, reduced, and written to all of them before the next. A quarter of it
+// costs 15 % with 4 ranks and 3 % with 2, four times as much gains 3 % (docs/experiments.md, "shared
+// buffers"), and a peer that has given up may be written to for one block more.
+constexpr std::size_t kBlockBytes = 16 << 10;
 
 // How long one request for a peer's memory may take before this rank looks whether it should go on.
 constexpr std::chrono::milliseconds kFetchSlice{100};
