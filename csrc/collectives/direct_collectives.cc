@@ -14,8 +14,8 @@ namespace ringcomm {
 namespace {
 
 // What is read of all ranks, reduced, and written to all of them before the next. A quarter of it
-// costs 15 % with 4 ranks and 3 % with 2, four times as much gains 3 % (docs/experiments.md, "shared
-// buffers"), and a peer that has given up may be written to for one block more.
+// costs 15 % with 4 ranks and 3 % with 2, four times as much gains 3 % (docs/experiments.md,
+// "shared buffers"), and a peer that has given up may be written to for one block more.
 constexpr std::size_t kBlockBytes = 16 << 10;
 
 // How long one request for a peer's memory may take before this rank looks whether it should go on.

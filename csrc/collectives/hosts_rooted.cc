@@ -221,17 +221,9 @@ void hosts_scatter(HostsEngine& engine, const Collective& call, const CallHeader
 
 void hosts_all_to_all(HostsEngine& engine, const Collective& call, const CallHeader& header) {
   HostsGreeting greeting(engine, header);
-  const std::size_t bytes = element_bytes(call.dtype);
   MessageExchange exchange(engine.all(), header);
-  for_each_on_other_hosts(engine, [&](int rank) {
-    const std::size_t num_bytes = call.input_share(rank) * bytes;
-    const void* input = call.inputs[rank];
-    if (input == call.outputs[rank] && num_bytes > 0)  // what arrives may be faster than what goes
-      input = std::memcpy(engine.stage(num_bytes), input, num_bytes);
-    exchange.recv(rank, call.outputs[rank], call.output_share(rank) * bytes);
-    exchange.send(rank, input, num_bytes);
-    engine.count_sent(num_bytes);
-  });
+  for_each_on_other_hosts(engine,
+                          [&](int rank) { engine.count_sent(exchange.swap_shares(call, rank)); });
   engine.run_local(LocalShares(engine, call).call());
   greeting.finish();
   exchange.finish();

@@ -185,15 +185,7 @@ std::uint64_t direct_all_to_all(MessageEngine& engine, const Collective& call,
   const int rank = engine.rank();
   std::uint64_t sent_bytes = 0;
   MessageExchange exchange(engine, header);
-  for_each_peer(engine, [&](int peer) {
-    const std::size_t num_bytes = call.input_share(peer) * bytes;
-    const void* input = call.inputs[peer];
-    if (input == call.outputs[peer] && num_bytes > 0)  // what arrives may be faster than what goes
-      input = std::memcpy(engine.stage(num_bytes), input, num_bytes);
-    exchange.recv(peer, call.outputs[peer], call.output_share(peer) * bytes);
-    exchange.send(peer, input, num_bytes);
-    sent_bytes += num_bytes;
-  });
+  for_each_peer(engine, [&](int peer) { sent_bytes += exchange.swap_shares(call, peer); });
   exchange.finish();
   keep_own(call.inputs[rank], call.outputs[rank], call.input_share(rank) * bytes);
   return sent_bytes;

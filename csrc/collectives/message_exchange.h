@@ -38,6 +38,9 @@ class MessageExchange {
   void send(int peer, const void* data, std::size_t num_bytes);
   /// Fills `data` in finish().
   void recv(int peer, void* data, std::size_t num_bytes);
+  /// The transfers of an all_to_all between this rank and `peer`, both ways; they may be in place.
+  /// Returns the bytes sent.
+  std::size_t swap_shares(const Collective& call, int peer);
   /// Returns when all have ended. Throws Stopped, and Mismatched where a peer made another call or
   /// sends another size.
   void finish();
