@@ -2,7 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
@@ -10,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,46 +23,33 @@ using Steps = Communicator::Steps;
 
 // "sparse Float": ranks of other dtypes, or with dense tensors, are told apart by it.
 ElementName sparse_name_of(const at::Tensor& tensor) {
-  ElementName name = {};
-  const std::string text = std::string("sparse ") + c10::toString(tensor.scalar_type());
-  std::copy_n(text.begin(), std::min(text.size(), name.size() - 1), name.begin());
-  return name;
+  return element_name(std::string("sparse ") + c10::toString(tensor.scalar_type()));
 }
 
-// One more dimension in front: the ranks.
-at::Tensor all_gather(Steps& steps, const at::Tensor& mine, int world_size, ElementName name) {
-  std::vector<int64_t> sizes = mine.sizes().vec();
-  sizes.insert(sizes.begin(), world_size);
-  at::Tensor all = at::empty(sizes, mine.options());
+// The rows of all ranks, in rank order, where rank r has counts[r].
+at::Tensor all_gather_rows(Steps& steps, const at::Tensor& rows, const std::vector<int64_t>& counts,
+                           ElementName name) {
+  std::vector<int64_t> sizes = rows.sizes().vec();
+  sizes[0] = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const at::Tensor mine = rows.contiguous();
+  at::Tensor all = at::empty(sizes, rows.options());
   std::vector<void*> outputs;
-  for (int rank = 0; rank < world_size; ++rank)
-    outputs.push_back(static_cast<std::byte*>(all.data_ptr()) +
-                      static_cast<std::size_t>(rank) * mine.nbytes());
+  std::vector<std::size_t> output_bytes;
+  int64_t begin_row = 0;
+  for (const int64_t count : counts) {
+    const at::Tensor share = all.narrow(0, begin_row, count);
+    outputs.push_back(share.data_ptr());
+    output_bytes.push_back(share.nbytes());
+    begin_row += count;
+  }
   const void* input = mine.data_ptr();
   steps.run({.op = OpKind::kAllGather,
              .element_name = name,
              .num_elems = mine.nbytes(),
              .inputs = &input,
-             .outputs = outputs.data()});
+             .outputs = outputs.data(),
+             .output_elems = output_bytes.data()});
   return all;
-}
-
-// The rows of all ranks, in rank order, where rank r has counts[r]. They travel in shares as large
-// as the largest.
-at::Tensor all_gather_rows(Steps& steps, const at::Tensor& rows, const std::vector<int64_t>& counts,
-                           ElementName name) {
-  std::vector<int64_t> sizes = rows.sizes().vec();
-  sizes[0] = *std::max_element(counts.begin(), counts.end());
-  at::Tensor share = rows.contiguous();
-  if (sizes[0] > rows.size(0)) {
-    share = at::empty(sizes, rows.options());
-    share.narrow(0, 0, rows.size(0)).copy_(rows);
-  }
-  const at::Tensor all = all_gather(steps, share, static_cast<int>(counts.size()), name);
-  std::vector<at::Tensor> parts;
-  for (std::size_t rank = 0; rank < counts.size(); ++rank)
-    parts.push_back(all[static_cast<int64_t>(rank)].narrow(0, 0, counts[rank]));
-  return at::cat(parts);
 }
 
 // How many entries each rank has; all must have tensors of one shape, split alike.
@@ -71,8 +58,9 @@ std::vector<int64_t> exchange_counts(Steps& steps, const at::Tensor& mine, int r
   std::vector<int64_t> words = mine.sizes().vec();
   words.push_back(mine.sparse_dim());
   words.push_back(mine._nnz());
-  const at::Tensor all =
-      all_gather(steps, at::tensor(words, at::kLong), world_size, sparse_name_of(mine));
+  const at::Tensor all = all_gather_rows(
+      steps, at::tensor(words, at::kLong).unsqueeze(0),
+      std::vector<int64_t>(static_cast<std::size_t>(world_size), 1), sparse_name_of(mine));
   const auto num_words = static_cast<int64_t>(words.size());
   const at::Tensor shapes = all.narrow(1, 0, num_words - 1);
   std::vector<int64_t> counts;

@@ -47,8 +47,11 @@ DType reduced_dtype(const at::Tensor& tensor, const char* op) {
 }
 
 ElementName element_name_of(const at::Tensor& tensor) {
+  return element_name(c10::toString(tensor.scalar_type()));
+}
+
+ElementName element_name(std::string_view text) {
   ElementName name = {};
-  const std::string_view text = c10::toString(tensor.scalar_type());
   // The last place stays a zero.
   std::copy_n(text.begin(), std::min(text.size(), name.size() - 1), name.begin());
   return name;

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
@@ -18,6 +19,8 @@ namespace ringcomm {
 DType reduced_dtype(const at::Tensor& tensor, const char* op);
 /// The same for what is only moved, in torch's words: "Float8_e5m2".
 ElementName element_name_of(const at::Tensor& tensor);
+/// Any other text, cut to what a name holds.
+ElementName element_name(std::string_view text);
 Reduction reduction_of(const c10d::ReduceOp& op, const char* name);
 
 /// Dense, defined and on the CPU.
