@@ -47,7 +47,7 @@ void CommsEvent::describe(const std::vector<TensorCall>& calls,
     output_bytes += bytes_of(item, item.outputs.size(), item.output_elems);
     input_splits = splits_of(item, item.input_elems);
     output_splits = splits_of(item, item.output_elems);
-    inputs.insert(inputs.end(), item.kept.begin(), item.kept.end());
+    inputs.insert(inputs.end(), item.profiled.begin(), item.profiled.end());
   }
   outputs = results;
 }

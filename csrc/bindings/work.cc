@@ -168,7 +168,7 @@ P2pWork::P2pWork(const std::shared_ptr<Communicator>& communicator, c10d::OpType
                  const char* title, at::Tensor tensor)
     : EngineWork(communicator, op_type, title, {tensor}),
       tensor_(std::move(tensor)),
-      contiguous_(tensor_.resolve_conj().resolve_neg().contiguous()) {}
+      contiguous_(plain(tensor_)) {}
 
 void P2pWork::post(const c10::intrusive_ptr<P2pWork>& self, Communicator& communicator, P2pOp op) {
   op.data = static_cast<std::byte*>(self->contiguous_.data_ptr());
