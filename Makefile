@@ -59,8 +59,8 @@ compat: check-python  ## compile the bindings against torch 2.11 and the newest
 packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
 	@$(PREPARE) --extension -- tools/check_packaging.py
 
-bench: check-python  ## all_reduce beside Gloo (ARGS="...")
-	@$(PREPARE) --need train --extension -- benchmarks/all_reduce.py $(ARGS)
+bench: check-python  ## all records, tables and plots (ARGS="--only floor --seconds 1")
+	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)
 
 clean:  ## remove what was built; .venv and .cache stay
 	@cd "$(ROOT)" && rm -rf build dist sdist *.egg-info ringcomm/_C*.so .pytest_cache .mypy_cache \

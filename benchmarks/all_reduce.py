@@ -2,6 +2,7 @@
 """Compares c10d backends in one run: collectives on the same buffers, alternating in short blocks.
 
     python benchmarks/all_reduce.py --backends ringcomm,gloo --world 2 --seconds 4
+    I_MPI_PIN=off mpiexec -n 2 python benchmarks/all_reduce.py --backends ringcomm,gloo,mpi4py
 
 Each result is verified with exact integers before and after the clocks run; of each call the
 slowest rank counts. A size is measured again while other programs disturb it, and says so if they
@@ -11,12 +12,12 @@ README's table of those lines. `python -m ringcomm bench` measures the same and 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import harness  # before torch: it sets the number of threads
 
+from ringcomm.bench.ranks import joined_world_size
 from ringcomm.bench.script import run_main
 from ringcomm.bench.sweep import Sweep, add_arguments, run_sweep
 from ringcomm.bench.wording import as_option, words
@@ -24,16 +25,12 @@ from ringcomm.bench.wording import as_option, words
 
 def parse(argv: list[str]) -> tuple[Sweep, Path]:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = harness.make_parser(__doc__)
     add = parser.add_argument
     names = as_option(words)
     add("--backends", type=names, default="ringcomm,gloo", help="one may be given twice")
-    add("--world", type=int, default=2, help="ranks, all on this machine")
+    add("--world", type=int, default=joined_world_size() or 2, help="ranks, all on this machine")
     add("--ops", type=names, default="all_reduce", help="see `python -m ringcomm bench --help`")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     add_arguments(parser, seconds=4.0, repeats=3)
     options = parser.parse_args(argv)
     sweep = Sweep(

@@ -17,11 +17,9 @@ appended to benchmarks/results.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 # isort: off
@@ -34,25 +32,17 @@ from torch import Tensor
 from training.wire import all_gather_single, reduce_scatter_single
 
 from ringcomm import ops
-from ringcomm.bench import machine
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.flags import FlagProbe, did_flags_change
-from ringcomm.bench.interleave import Contender, Timings, labelled, measure, open_groups
+from ringcomm.bench.interleave import Contender, labelled, measure, open_groups, records_of
 from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.records import Recorder
-from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import (
-    byte_count,
-    comparison,
-    facts_line,
-    microseconds,
-    whole_numbers,
-)
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import byte_count, comparison, microseconds, whole_numbers
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 OPTIMIZERS = ("sgd", "momentum", "adamw")
-SUBJECT = "fused"
+WAYS = ("fused", "zero1", "ringcomm", "gloo")  # the others are compared with the first
 LR = 1e-3
 # Of the verification; enough for every term of the update to have a part in it.
 NUM_CHECKED_STEPS = 3
@@ -160,105 +150,60 @@ def count_wrong(ways: dict[str, Way], kind: str, team: Team) -> dict[str, int]:
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank: every size in turn; rank 0 reports each size's records to the parent."""
     groups = open_groups(team, labelled(["ringcomm", "gloo"]))
-    probe = FlagProbe(team)
-    own_pids = [os.getppid(), *team.share(os.getpid())]
+    watch = WeatherWatch(team)
     for num_bytes in options.sizes:
         num_elems = num_bytes // 4 // team.world_size * team.world_size
-        ways = {
-            name: Way(name, options.optimizer, num_elems, team, groups)
-            for name in ("fused", "zero1", "ringcomm", "gloo")
-        }
+        ways = {name: Way(name, options.optimizer, num_elems, team, groups) for name in WAYS}
         wrong = count_wrong(ways, options.optimizer, team)
         contenders = {
             name: Contender(way.step, partial(dist.barrier, group=way.group))
             for name, way in ways.items()
         }
-        watch = machine.OthersWatch(own_pids) if team.rank == 0 else None
-        flag_us = probe.latency_us()
-        timings = measure(team, contenders, options.seconds)
-        steady = not did_flags_change(flag_us, probe.latency_us())
-        if timings is not None and watch is not None:
-            others = watch.percent()
-            common = {"bytes": num_elems * 4, "others_busy_percent": others, "steady": steady}
-            common["quiet"] = others <= machine.MAX_OTHERS_PERCENT
-            team.report(records_of(common, timings, wrong))
-        del ways, contenders
+        time_all = partial(measure, team, contenders, options.seconds)
+        timings, weather = watch.calmest(time_all, options.repeats)
+        if timings is not None:
+            point = {"bytes": num_elems * 4, **weather.record()}
+            team.report([r | point for r in records_of(timings, WAYS[0], wrong, name="way")])
+        del ways, contenders, time_all
     dist.destroy_process_group()
 
 
-def records_of(
-    common: dict[str, Any], timings: dict[str, Timings], wrong: dict[str, int]
-) -> list[dict[str, Any]]:
-    """A record per way; the ratio is a way's step over the fused one, block by block."""
-    records = []
-    for name, timing in timings.items():
-        verified = wrong[name] == 0
-        is_compared = name != SUBJECT and verified and wrong[SUBJECT] == 0
-        ratio = {"over": SUBJECT, **timing.ratio_over(timings[SUBJECT])} if is_compared else None
-        records.append(
-            {
-                "way": name,
-                **common,
-                **timing.summary_us(),
-                "num_calls": timing.num_calls(),
-                "ratio": ratio,
-                "wrong_elems": wrong[name],
-                "verified": verified,
-            }
-        )
-    return records
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        *(byte_count(record["bytes"]), record["way"]),
+        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = harness.make_parser(__doc__, seconds=4.0, per="size, for all ways")
     add = parser.add_argument
     add("--world", type=int, default=2, help="ranks, all on this machine")
     add("--sizes", type=whole_numbers, default=DEFAULT_SIZES, help="bytes of the parameters")
     add("--optimizer", choices=OPTIMIZERS, default="adamw")
-    add("--seconds", type=float, default=4.0, help="per size, for all ways")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     options = parser.parse_args(argv)
     if options.world < 2 or min(options.sizes) < 4 * options.world:
         parser.error("--world is at least 2, and each size gives every rank a parameter")
-    if options.json is None:
-        options.json = harness.default_path(f"fused_update-{options.optimizer}-w{options.world}")
+    name = f"fused_update-{options.optimizer}-w{options.world}"
+    options.json = options.json or harness.default_path(name)
     return options
 
 
 def main(argv: list[str]) -> int:
     """Runs the comparison; returns the exit code, 3 when any result was wrong."""
     options = parse(argv)
-    console = make_console()
-    facts = machine.facts()
     dimensions = {"world_size": options.world, "optimizer": options.optimizer, "dtype": "float32"}
-    recorder = Recorder(options.json, {"kind": "fused_update", **facts, **dimensions})
-    headers = ["parameters", "way", "p50 µs", "p90 µs", "p99 µs", "time over fused", "others %"]
-    table = make_table(headers, "* other programs used the machine.")
-    is_wrong = False
-
-    def on_message(records: list[dict[str, Any]]) -> None:
-        nonlocal is_wrong
-        for record in records:
-            recorder.write(record)
-            is_wrong = is_wrong or not record["verified"]
-            table.add_row(
-                *(byte_count(record["bytes"]), record["way"]),
-                *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99")),
-                comparison(record),
-                f"{record['others_busy_percent']:.1f}",
-            )
-        table.add_section()
-
+    report = Report("fused_update", options.json, **dimensions)
     torch_optimizer(options.optimizer, torch.zeros(1))  # imports seconds' worth before the fork
-    run_ranks(options.world, lambda team: run_rank(team, options), on_message)
-    console.print(f"{options.world} ranks, {options.optimizer}; {facts_line(facts)}")
-    console.print(table)
-    console.print(f"records: {options.json}")
-    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
+    run_ranks(options.world, lambda team: run_rank(team, options), report.add)
+    headers = ["parameters", "way", "p50 µs", "p90 µs", "p99 µs", "time over fused", "others %"]
+    caption = "* other programs used the machine."
+    table = table_of(headers, caption, report.records, row_of, ("bytes",))
+    return report.finish(f"{options.world} ranks, {options.optimizer}", table)
 
 
 if __name__ == "__main__":

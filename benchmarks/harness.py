@@ -1,4 +1,4 @@
-"""Where the scripts' records go, and what must happen before they import torch.
+"""Where the scripts' records go, their options, and what must happen before they import torch.
 
 Import this before torch and ``training``, the main job's package, which it puts on the path: it
 allows one thread per rank. How they measure stands in ``ringcomm.bench``.
@@ -6,6 +6,7 @@ allows one thread per rank. How they measure stands in ``ringcomm.bench``.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,26 @@ from ringcomm.bench.machine import RECORDS_FOLDER  # noqa: E402
 from ringcomm.bench.records import utc_now  # noqa: E402
 
 RESULTS = ROOT / RECORDS_FOLDER
+
+
+def make_parser(
+    doc: str | None, seconds: float | None = None, per: str = ""
+) -> argparse.ArgumentParser:
+    """A parser with what the scripts have in common.
+
+    The first line of ``doc``, the script's, describes it. ``seconds`` is the default of --seconds,
+    which each ``per`` is given; without it there are neither --seconds nor --repeats.
+    """
+    parser = argparse.ArgumentParser(
+        description=(doc or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    if seconds is not None:
+        add("--seconds", type=float, default=seconds, help=f"per {per}")
+        add("--repeats", type=int, default=3, help="at most, while others disturb the machine")
+    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
+    return parser
 
 
 def default_path(name: str) -> Path:

@@ -25,12 +25,12 @@ from training.launch import EXIT_CHECK_FAILED
 from training.model import PRESETS
 from training.options import RACE_TOKENS
 
-from ringcomm.bench import machine
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.records import Recorder, read_records
-from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.bench.records import read_records
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import as_option, comparison, facts_line, words
+from ringcomm.bench.wording import as_option, comparison, words
 
 # The 20 steps that the job replays over the other backend and in one process, and one more.
 LEARN_STEPS = 21
@@ -101,22 +101,29 @@ def run_job(tokens: str, race_seconds: float) -> list[dict[str, Any]]:
     return records_of(log, run.returncode == EXIT_OK)
 
 
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    others = record["others_share"]
+    return [
+        *(record["tokens"], record["system"], str(record["num_pairs"])),
+        *(" / ".join(f"{1e3 * s:.1f}" for s in record[key]) for key in ("step_s", "comm_s")),
+        comparison(record),
+        "?" if others is None else f"{100 * others:.1f}",
+    ]
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
     budget = make_parser().get_default("race_seconds")
+    parser = harness.make_parser(__doc__)
+    add = parser.add_argument
     add(
         "--tokens",
         type=as_option(words),
         default=",".join(RACE_TOKENS),
         help="a run of the job for each",
     )
-    add("--race-seconds", type=float, default=budget, help="per run, for all its races")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
+    add("--seconds", type=float, default=budget, help="per run, for all its races")
     options = parser.parse_args(argv)
     for name in set(options.tokens) - set(RACE_TOKENS):
         parser.error(f"--tokens: {name!r} is not one of {', '.join(RACE_TOKENS)}")
@@ -127,29 +134,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Runs the job for each of --tokens; returns the exit code, 3 when a check of it failed."""
     options = parse(argv)
-    console = make_console()
-    facts = machine.facts()
-    recorder = Recorder(options.json, {"kind": "races", **facts})
+    report = Report("races", options.json)
+    for tokens in options.tokens:
+        report.add(run_job(tokens, options.seconds))
     headers = ["tokens", "system", "pairs", "step ms", "comm ms", "time over", "others %"]
     caption = "Times: ringcomm / Gloo. * no ratio is claimed; the record says why."
-    table = make_table(headers, caption)
-    is_wrong = False
-    for tokens in options.tokens:
-        for record in run_job(tokens, options.race_seconds):
-            recorder.write(record)
-            is_wrong = is_wrong or not record["verified"]
-            others = record["others_share"]
-            table.add_row(
-                *(record["tokens"], record["system"], str(record["num_pairs"])),
-                *(" / ".join(f"{1e3 * s:.1f}" for s in record[k]) for k in ("step_s", "comm_s")),
-                comparison(record),
-                "?" if others is None else f"{100 * others:.1f}",
-            )
-        table.add_section()
-    console.print(facts_line(facts))
-    console.print(table)
-    console.print(f"records: {options.json}")
-    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
+    return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ backends must agree. One JSON line per system and backend is appended to benchma
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 # isort: off
@@ -28,14 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - registers "fake"
 from training.model import PRESETS, Llama, initial_weights
 
-from ringcomm.bench import machine
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.interleave import Contender, Timings, labelled, measure, open_groups
+from ringcomm.bench.interleave import (
+    Contender,
+    Timings,
+    labelled,
+    measure,
+    open_groups,
+    records_of,
+)
 from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.records import Recorder, percentiles
-from ringcomm.bench.screen import make_console, make_table
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import as_option, facts_line, words
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import as_option, comparison, inverse, share_range, words
 
 FAKE = "fake"  # moves nothing
 LEARNING_RATE = 0.01
@@ -102,46 +107,19 @@ class Trainer:
 
 def communication_share(timing: Timings, bare: Timings) -> dict[str, float]:
     """What part of a step is beyond a step without communication: p50, p10, p90 over the pairs."""
-    ratios = bare.ratio_over(timing)  # without over with, pair by pair
-    return {"p50": 1 - ratios["p50"], "p10": 1 - ratios["p90"], "p90": 1 - ratios["p10"]}
+    part = inverse(timing.ratio_over(bare))
+    return {"p50": 1 - part["p50"], "p10": 1 - part["p90"], "p90": 1 - part["p10"]}
 
 
-def records_of(
-    system: str, timings: dict[str, Timings], wrong: dict[str, bool], weather: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One record per backend; times in ms."""
-    subject = next(iter(timings))
-    records = []
-    for label, timing in timings.items():
-        steps_ms = [s * 1e3 for block in timing.blocks for s in block]
-        share = None if label == FAKE else communication_share(timing, timings[FAKE])
-        ratio = None
-        if label not in (subject, FAKE) and not (wrong[label] or wrong[subject]):
-            ratio = {"over": subject, **timing.ratio_over(timings[subject])}
-        records.append(
-            {
-                "system": system,
-                "backend": label,
-                **percentiles(steps_ms, "ms"),
-                "num_steps": timing.num_calls(),
-                "communication_share": share,
-                "ratio": ratio,
-                "verified": not wrong[label],
-                **weather,
-            }
-        )
-    return records
-
-
-def differing(team: Team, trainers: dict[str, Trainer]) -> dict[str, bool]:
-    """Which backends' losses differ from the last one's, on any rank. Collective."""
+def differing(team: Team, trainers: dict[str, Trainer]) -> dict[str, int]:
+    """By backend on how many ranks its losses differ from the last one's. Collective."""
     losses = {
         label: torch.tensor([trainer.step() for _ in range(CHECKED_STEPS)])
         for label, trainer in trainers.items()
     }
     expected = [found for label, found in losses.items() if label != FAKE][-1]
     return {
-        label: any(team.share(label != FAKE and not torch.allclose(found, expected, rtol=1e-4)))
+        label: sum(team.share(label != FAKE and not torch.allclose(found, expected, rtol=1e-4)))
         for label, found in losses.items()
     }
 
@@ -158,34 +136,41 @@ def make_step(trainer: Trainer) -> Contender:
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank: all systems in turn; rank 0 reports each one's records."""
     groups = open_groups(team, labelled([*options.backends, FAKE]))
-    own_pids = [os.getppid(), *team.share(os.getpid())]
+    watch = WeatherWatch(team)
     for system in options.systems:
         trainers = {
             label: Trainer(system, group, team.rank, options) for label, group in groups.items()
         }
         wrong = differing(team, trainers)
-        watch = machine.OthersWatch(own_pids) if team.rank == 0 else None
         steps = {label: make_step(trainer) for label, trainer in trainers.items()}
-        timings = measure(team, steps, options.seconds)
-        if timings is not None and watch is not None:
-            others = watch.percent()
-            quiet = others <= machine.MAX_OTHERS_PERCENT
-            weather = {"others_busy_percent": others, "quiet": quiet}
-            team.report(records_of(system, timings, wrong, weather))
+        time_all = partial(measure, team, steps, options.seconds)
+        timings, weather = watch.calmest(time_all, options.repeats)
+        if timings is None:
+            continue
+        records = records_of(timings, options.backends[0], wrong)
+        for record in records:
+            label = record["backend"]
+            share = None if label == FAKE else communication_share(timings[label], timings[FAKE])
+            record.update(system=system, communication_share=share, **weather.record())
+        team.report(records)
     dist.destroy_process_group()
 
 
-def percents(share: dict[str, float]) -> str:
-    """``25% (20%–31%)``."""
-    return f"{share['p50']:.0%} ({share['p10']:.0%}–{share['p90']:.0%})"
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    share = record["communication_share"]
+    return [
+        *(record["system"], record["backend"]),
+        *(f"{record[name] / 1e3:.2f}" for name in ("p50_us", "p99_us")),
+        "" if share is None else share_range(share),
+        "" if share is None else comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = harness.make_parser(__doc__, seconds=20.0, per="system")
     add = parser.add_argument
     add("--systems", type=as_option(words), default=",".join(SYSTEMS))
     add("--backends", type=as_option(words), default="ringcomm,gloo")
@@ -193,8 +178,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--size", choices=list(PRESETS), default="0.8M", help="parameters of the model")
     add("--rows", type=int, default=2, help="rows of a rank's batch")
     add("--context", type=int, default=64, help="tokens of a row")
-    add("--seconds", type=float, default=20.0, help="per system")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     options = parser.parse_args(argv)
     for name in set(options.systems) - set(SYSTEMS):
         parser.error(f"--systems: {name!r} is not one of {', '.join(SYSTEMS)}")
@@ -207,8 +190,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures; returns the exit code, 3 when losses differ between the backends."""
     options = parse(argv)
-    console = make_console()
-    facts = machine.facts()
     dimensions = {
         "world_size": options.world,
         "size": options.size,
@@ -216,30 +197,11 @@ def main(argv: list[str]) -> int:
         "rows_per_rank": options.rows,
         "tokens_per_row": options.context,
     }
-    recorder = Recorder(options.json, {"kind": "steps", **facts, **dimensions})
-    found: list[dict[str, Any]] = []
-    columns = ["system", "backend", "p50 ms", "p99 ms", "communication", "time over", "others %"]
-    table = make_table(columns, "Communication: share of a step beyond one that moves nothing.")
-
-    def on_message(records: list[dict[str, Any]]) -> None:
-        for record in records:
-            recorder.write(record)
-            share, ratio = record["communication_share"], record["ratio"]
-            table.add_row(
-                *(record["system"], record["backend"]),
-                *(f"{record[name]:.2f}" for name in ("p50_ms", "p99_ms")),
-                "" if share is None else percents(share),
-                "" if ratio is None else f"{ratio['p50']:.2f}×",
-                f"{record['others_busy_percent']:.1f}",
-            )
-        table.add_section()
-        found.extend(records)
-
-    run_ranks(options.world, lambda team: run_rank(team, options), on_message)
-    console.print(facts_line(facts))
-    console.print(table)
-    console.print(f"records: {options.json}")
-    return EXIT_OK if all(record["verified"] for record in found) else EXIT_WRONG_RESULTS
+    report = Report("steps", options.json, **dimensions)
+    run_ranks(options.world, lambda team: run_rank(team, options), report.add)
+    headers = ["system", "backend", "p50 ms", "p99 ms", "communication", "time over", "others %"]
+    caption = "Communication: share of a step beyond one that moves nothing."
+    return report.finish(table_of(headers, caption, report.records, row_of, ("system",)))
 
 
 if __name__ == "__main__":

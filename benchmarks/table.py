@@ -1,19 +1,20 @@
 #!/usr/bin/env python3
 """Prints Markdown tables of the newest records, or writes README's.
 
-    python benchmarks/table.py [--kind collective] [FILE.jsonl ...]
+    python benchmarks/table.py [--kind waiting] [FILE.jsonl ...]
     python benchmarks/table.py --write README.md
 
-Without files it reads all of benchmarks/results. The backends of a row come from one run; where
-several runs measured the same point, the newest one with verified results on a quiet machine
-counts, else the newest.
+Without files it reads all of benchmarks/results, without --kind it prints what README shows. The
+backends of a row come from one run; where several runs measured the same point, the newest one with
+verified results on a quiet machine counts, else the newest. Kinds without records have no table.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,37 +22,60 @@ from typing import Any
 import harness
 
 from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT
 from ringcomm.bench.records import read_records
 from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import byte_count, comparison, facts_line, microseconds
+from ringcomm.bench.sweep import DEFAULT_SIZES
+from ringcomm.bench.wording import (
+    amount,
+    byte_count,
+    byte_counts,
+    comparison,
+    factor,
+    facts_line,
+    inverse,
+    microseconds,
+    share_range,
+)
 
 Record = dict[str, Any]
+Run = list[Record]  # of one point: a record per backend, or the one of a race
 Point = tuple[Any, ...]
-# What makes rows of one table, and then what tells its rows (and the columns of races) apart.
-TABLE_FIELDS = {
-    "collective": ("world_size", "device", "dtype"),
-    "waiting": ("op",),
-    "races": ("world_size", "device", "size"),
-}
-ROW_FIELDS = {
-    "collective": ("op", "bytes"),
-    "waiting": ("world_size", "strangers"),
-    "races": ("system", "tokens"),
-}
-README_KINDS = ("collective", "races")
+# In detail, for 2 and 4 ranks; the other operations share one table.
+DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
 README_WORLDS = (2, 4)
+README_BYTES = (0, *byte_counts(DEFAULT_SIZES))
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
-def newest(records: list[Record], kind: str) -> list[list[Record]]:
-    """For each point, in order, the records of one run: one per backend, or the one of a race.
+@dataclass(frozen=True)
+class Layout:
+    """How the records of one kind become tables.
+
+    Attributes:
+        kind: of the records.
+        table_fields: what makes rows of one table.
+        row_fields: what tells its rows apart, or its rows and columns.
+        lines: heading and grid of one table.
+        is_readme: whether README shows a record.
+    """
+
+    kind: str
+    table_fields: tuple[str, ...]
+    row_fields: tuple[str, ...]
+    lines: Callable[[list[Run]], list[str]]
+    is_readme: Callable[[Record], bool] = lambda record: True
+
+
+def newest(records: list[Record], layout: Layout) -> list[Run]:
+    """For each point, in order, the records of one run.
 
     Numbers ascend; words come as the records first have them.
     """
-    fields = TABLE_FIELDS[kind] + ROW_FIELDS[kind]
-    runs: dict[Point, dict[str, list[Record]]] = {}
+    fields = layout.table_fields + layout.row_fields
+    runs: dict[Point, dict[str, Run]] = {}
     for record in records:
-        if record["kind"] == kind:
+        if record["kind"] == layout.kind:
             point = (*machine_of(record), *(record[field] for field in fields))
             runs.setdefault(point, {}).setdefault(record["date"], []).append(record)
     places: dict[Any, int] = {}
@@ -68,55 +92,158 @@ def machine_of(record: Record) -> Point:
     return record["machine"]["cpu"], record["machine"]["cores"]
 
 
-def _is_clean(records: list[Record]) -> bool:
-    return all(record["quiet"] and record["verified"] for record in records)
+def _is_clean(run: Run) -> bool:
+    return all(record["quiet"] and record["verified"] for record in run)
 
 
-def _table_of(run: list[Record], kind: str) -> Point:
-    return (*machine_of(run[0]), *(run[0][field] for field in TABLE_FIELDS[kind]))
+def _by(field: str, run: Run) -> dict[str, Record]:
+    return {record[field]: record for record in run}
+
+
+def _mark(text: str, record: Record) -> str:
+    """With an asterisk when the machine was disturbed."""
+    return text if record["quiet"] else f"{text} *"
 
 
 def _grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[str]:
     """A table whose first ``num_words`` columns are words, and the others figures."""
     rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
-    return [f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
+    return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _timing_row(run: list[Record], kind: str, backends: list[str]) -> list[str]:
-    by_backend = {record["backend"]: record for record in run}
-    first = run[0]
-    if kind == "collective":
-        cells = [f"`{first['op']}`", byte_count(first["bytes"]) if first["bytes"] else "–"]
-    else:
-        cells = [str(first["world_size"]), str(first["strangers"])]
-    found = [by_backend.get(name) for name in backends]
-    cells += [microseconds(r["p50_us"]) if r else "–" for r in found]
-    return cells + [comparison(r) if r else "–" for r in found[1:]]
-
-
-def _timing_lines(runs: list[list[Record]], kind: str) -> list[str]:
-    """Times of calls: a row per point, with a column per backend."""
-    first = runs[0][0]
+def _backends(runs: list[Run]) -> list[str]:
+    """Of all rows; the one that the others are compared with is the first."""
     backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
     subjects = {r["ratio"]["over"] for run in runs for r in run if r["ratio"]}
-    backends.sort(key=lambda name: name not in subjects)
-    if kind == "collective":
-        title = f"{first['world_size']} ranks, {first['dtype']}, {first['device']}"
-        headers = ["operation", "bytes"]
-    else:
-        title, headers = f"`{first['op']}`, any number of ranks", ["ranks", "strangers"]
-    headers += [f"{name}, µs" for name in backends]
+    return sorted(backends, key=lambda name: name not in subjects)
+
+
+def _timing_grid(
+    headers: list[str], num_words: int, runs: list[Run], words: Callable[[Record], list[str]]
+) -> list[str]:
+    """Times of calls: a row per point, with a column per backend."""
+    backends = _backends(runs)
+    headers = headers + [f"{name}, µs" for name in backends]
     headers += [f"{name} / {backends[0]} (10–90 %)" for name in backends[1:]]
-    rows = [_timing_row(run, kind, backends) for run in runs]
-    num_words = 1 if kind == "collective" else 0
+    rows = []
+    for run in runs:
+        found = [_by("backend", run).get(name) for name in backends]
+        times = [microseconds(r["p50_us"]) if r else "–" for r in found]
+        ratios = [comparison(r) if r else "–" for r in found[1:]]
+        rows.append([*words(run[0]), *times, *ratios])
+    return _grid(headers, num_words, rows)
+
+
+def _collective_lines(runs: list[Run]) -> list[str]:
+    first = runs[0][0]
     return [
-        f"{title}; median of calls, the slowest rank counts:",
-        "",
-        *_grid(headers, num_words, rows),
+        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}; median of calls, the"
+        " slowest rank counts:",
+        *_timing_grid(
+            ["operation", "bytes"],
+            1,
+            runs,
+            lambda r: [f"`{r['op']}`", byte_count(r["bytes"]) if r["bytes"] else "–"],
+        ),
     ]
 
 
-def _race_lines(runs: list[list[Record]]) -> list[str]:
+def _operation_lines(runs: list[Run]) -> list[str]:
+    """A row per operation, with a column per size."""
+    first = runs[0][0]
+    ours, theirs = _backends(runs)[:2]
+    sizes = sorted({run[0]["bytes"] for run in runs})
+    cells = {}
+    for run in runs:
+        mine, other = (_by("backend", run).get(name) for name in (ours, theirs))
+        times = f" ({factor(other['ratio']['p50'])}×)" if other and other["ratio"] else ""
+        text = f"{microseconds(mine['p50_us'])}{times}" if mine else "–"
+        cells[run[0]["op"], run[0]["bytes"]] = _mark(text, run[0])
+    rows = [
+        [f"`{op}`", *(cells.get((op, size), "–") for size in sizes)]
+        for op in dict.fromkeys(run[0]["op"] for run in runs)
+    ]
+    return [
+        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}; median µs of calls over"
+        f" {ours} by bytes, and how many times as long {theirs} takes:",
+        *_grid(["operation", *map(byte_count, sizes)], 1, rows),
+    ]
+
+
+def _waiting_lines(runs: list[Run]) -> list[str]:
+    return [
+        f"`{runs[0][0]['op']}`, any number of ranks; median of calls, the slowest rank counts:",
+        *_timing_grid(
+            ["ranks", "strangers"],
+            0,
+            runs,
+            lambda r: [str(r["world_size"]), str(r["strangers"])],
+        ),
+    ]
+
+
+def _floor_lines(runs: list[Run]) -> list[str]:
+    """Times, and the floor's part of them."""
+    variants = {"staged": "`all_reduce`", "shared": "on shared buffers"}
+    headers = ["ranks", "bytes", "floor, µs"]
+    headers += [f"{name}, {what}" for name in variants.values() for what in ("µs", "share")]
+    rows = []
+    for run in runs:
+        by_variant = _by("variant", run)
+        floor = by_variant["floor"]
+        row = [str(floor["world_size"]), byte_count(floor["bytes"]), microseconds(floor["p50_us"])]
+        for name in variants:
+            record = by_variant[name]
+            share = share_range(inverse(record["ratio"])) if record["ratio"] else "wrong results"
+            row += [microseconds(record["p50_us"]), _mark(share, record)]
+        rows.append(row)
+    return [
+        "`all_reduce` over ringcomm beside the memory's floor, which is to read and write each byte"
+        " once; medians, and what share the floor is (10–90 %):",
+        *_grid(headers, 0, rows),
+    ]
+
+
+def _update_lines(runs: list[Run]) -> list[str]:
+    first = runs[0][0]
+    subject, *others = _by("way", runs[0])
+    rows = [
+        [
+            byte_count(run[0]["bytes"]),
+            microseconds(run[0]["p50_us"]),
+            *(comparison(_by("way", run)[name]) for name in others),
+        ]
+        for run in runs
+    ]
+    names = {"zero1": "ZeRO-1 over ringcomm", "ringcomm": "DDP over ringcomm", "gloo": "over Gloo"}
+    headers = [f"{names.get(name, name)} / {subject}" for name in others]
+    return [
+        f"Gradients averaged and parameters updated ({first['optimizer']}), {first['world_size']}"
+        f" ranks, {first['dtype']}; median of steps, the slowest rank counts (10–90 %):",
+        *_grid(["parameters", f"{subject}, µs", *headers], 0, rows),
+    ]
+
+
+def _step_lines(runs: list[Run]) -> list[str]:
+    """What part of a step is communication, and how steps compare."""
+    first = runs[0][0]
+    backends = [name for name in _backends(runs) if name != "fake"]
+    rows = []
+    for run in runs:
+        found = [_by("backend", run)[name] for name in backends]
+        shares = [_mark(share_range(r["communication_share"]), r) for r in found]
+        rows.append([run[0]["system"], *shares, *map(comparison, found[1:])])
+    headers = ["system", *(f"communication over {name}" for name in backends)]
+    headers += [f"step, {name} / {backends[0]}" for name in backends[1:]]
+    return [
+        f"Training steps: {first['world_size']} ranks, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; communication is"
+        " what a step takes beyond one that moves nothing (10–90 %):",
+        *_grid(headers, 1, rows),
+    ]
+
+
+def _race_lines(runs: list[Run]) -> list[str]:
     """Ratios of training steps: a row per system, with a column per number of tokens."""
     records = [run[0] for run in runs]
     first = records[0]
@@ -132,36 +259,85 @@ def _race_lines(runs: list[list[Record]]) -> list[str]:
         f"Training steps, {theirs} / {ours}, by tokens: {first['world_size']} ranks,"
         f" {first['num_params']:,} parameters, {first['device']}; median of pairs of neighbouring"
         " steps (10–90 %), the slowest rank counts:",
-        "",
         *_grid(headers, 1, rows),
     ]
 
 
-def _markdown(runs: list[list[Record]], kind: str) -> str:
+def _footprint_lines(runs: list[Run]) -> list[str]:
+    backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
+    rows = []
+    for run in runs:
+        found = [_by("backend", run).get(name) for name in backends]
+        values = [_mark(amount(r["value"], r["unit"]), r) if r else "–" for r in found]
+        rows.append([run[0]["quantity"], *values])
+    title = f"Footprint, {runs[0][0]['world_size']} ranks:"
+    return [title, *_grid(["quantity", *backends], 1, rows)]
+
+
+def _is_usual(record: Record) -> bool:
+    """Whether type, size and number of ranks are what README shows; some kinds do not say."""
+    return (
+        record.get("world_size") in README_WORLDS
+        and record.get("dtype", "float32") == "float32"
+        and (record["kind"] != "collective" or record["bytes"] in README_BYTES)
+    )
+
+
+_SWEEP = ("world_size", "device", "dtype")
+_STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
+# In README's order.
+LAYOUTS = {
+    "collective": Layout(
+        "collective", _SWEEP, ("op", "bytes"), _collective_lines, lambda r: r["op"] in DETAILED_OPS
+    ),
+    "operations": Layout(
+        "collective",
+        _SWEEP,
+        ("op", "bytes"),
+        _operation_lines,
+        lambda r: r["op"] not in DETAILED_OPS and r["world_size"] == 2,
+    ),
+    "floor": Layout("floor", (), ("world_size", "bytes"), _floor_lines),
+    "races": Layout("races", ("world_size", "device", "size"), ("system", "tokens"), _race_lines),
+    "steps": Layout("steps", _STEPS, ("system",), _step_lines),
+    "fused_update": Layout("fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
+    "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
+    "waiting": Layout(
+        "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
+    ),
+}
+
+
+def _markdown(runs: list[Run], layout: Layout) -> str:
     """One table with its heading in front and, below it, where its rows come from."""
-    lines = _race_lines(runs) if kind == "races" else _timing_lines(runs, kind)
     sources = dict.fromkeys(facts_line(run[0]) for run in runs)
-    lines += ["", *(f"Measured on {source}." for source in sources)]
-    busy = "other programs used more than 10 % of the machine"
+    lines = [*layout.lines(runs), "", *(f"Measured on {source}." for source in sources)]
+    busy = f"other programs used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
     noisy = [record for run in runs for record in run if not record["quiet"]]
     reasons = dict.fromkeys(record.get("no_claim") or busy for record in noisy)
     return "\n".join([*lines, *(["", f"\\* {'; or '.join(reasons)}."] if reasons else [])])
 
 
-def tables(records: list[Record], kind: str) -> list[str]:
-    """The tables of one kind in Markdown."""
-    grouped = groupby(newest(records, kind), key=lambda run: _table_of(run, kind))
-    return [_markdown(list(runs), kind) for _, runs in grouped]
+def tables(records: list[Record], layout: Layout) -> list[str]:
+    """The tables of one layout in Markdown."""
+
+    def table_of(run: Run) -> Point:
+        return (*machine_of(run[0]), *(run[0][field] for field in layout.table_fields))
+
+    grouped = groupby(newest(records, layout), key=table_of)
+    return [_markdown(list(runs), layout) for _, runs in grouped]
 
 
 def readme_tables(records: list[Record]) -> list[str]:
-    """README's tables: collectives in the usual type, then races."""
-    chosen = [
-        record
-        for record in records
-        if record.get("world_size") in README_WORLDS and record.get("dtype") in (None, "float32")
+    """README's tables, in order."""
+    usual = [record for record in records if _is_usual(record)]
+    return [
+        text
+        for layout in LAYOUTS.values()
+        for text in tables(
+            [r for r in usual if r["kind"] == layout.kind and layout.is_readme(r)], layout
+        )
     ]
-    return [text for kind in README_KINDS for text in tables(chosen, kind)]
 
 
 def with_tables(text: str, written: list[str]) -> str:
@@ -173,25 +349,25 @@ def with_tables(text: str, written: list[str]) -> str:
     return f"{head}{begin}\n\n" + "\n\n".join(written) + f"\n\n{end}{tail}"
 
 
+def read_results(files: list[Path]) -> list[Record]:
+    """The records of files, or of all in benchmarks/results. Raises ValueError."""
+    return read_records(files or sorted(harness.RESULTS.glob("*.jsonl")))
+
+
 def main(argv: list[str]) -> int:
     """Prints or writes the tables; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.jsonl")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--kind", choices=sorted(TABLE_FIELDS), default="collective")
+    what.add_argument("--kind", choices=list(LAYOUTS), help="everything of one kind")
     what.add_argument(
-        "--write",
-        type=Path,
-        metavar="README.md",
-        help="put the tables of collectives and races between its two marks",
+        "--write", type=Path, metavar="README.md", help="put the tables between its two marks"
     )
     options = parser.parse_args(argv)
-    files = options.files or sorted(harness.RESULTS.glob("*.jsonl"))
-    records = read_records(files)
-    found = readme_tables(records) if options.write else tables(records, options.kind)
+    records = read_results(options.files)
+    found = tables(records, LAYOUTS[options.kind]) if options.kind else readme_tables(records)
     if not found:
-        kinds = " or ".join(README_KINDS) if options.write else options.kind
-        print(f"no records of kind {kinds} in {len(files)} file(s)", file=sys.stderr)
+        print(f"no records of kind {options.kind or 'that README shows'}", file=sys.stderr)
         return EXIT_FAILED
     if options.write:
         text = options.write.read_text(encoding="utf-8")

@@ -14,7 +14,8 @@ import argparse
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
+from itertools import product
 from types import TracebackType
 from typing import Any
 
@@ -24,24 +25,24 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from ringcomm.bench import machine
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.flags import did_flags_change
-from ringcomm.bench.interleave import Timings, labelled, make_contender, measure, open_groups
-from ringcomm.bench.operations import OPERATIONS, Buffers, Place
-from ringcomm.bench.point import Bench, count_wrong, make_bench
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.records import Recorder
-from ringcomm.bench.screen import make_console, make_table, state_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import (
-    as_option,
-    comparison,
-    facts_line,
-    microseconds,
-    whole_numbers,
-    words,
+from ringcomm.bench.interleave import (
+    Contender,
+    Timings,
+    labelled,
+    make_contender,
+    measure,
+    open_groups,
+    records_of,
 )
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT
+from ringcomm.bench.operations import OPERATIONS
+from ringcomm.bench.point import Bench, count_wrong, make_bench, make_buffers
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import state_of, table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import Weather, worst
+from ringcomm.bench.wording import as_option, comparison, microseconds, whole_numbers, words
 
 OPS = ("barrier", "all_reduce")
 NUM_BYTES = 1024
@@ -83,109 +84,85 @@ Condition = tuple[str, int]  # operation, strangers
 
 
 class Tally:
-    """What rank 0 collects of one world, over all turns."""
+    """What is found in one world, over all turns; timings on rank 0 only."""
 
     def __init__(self) -> None:
         self._blocks: dict[Condition, dict[str, list[list[float]]]] = {}
-        self._others: dict[Condition, list[float]] = {}
+        self._weathers: dict[Condition, list[Weather]] = {}
 
-    def add(self, condition: Condition, timings: dict[str, Timings], others: float) -> None:
-        """One turn; ``others`` in percent."""
-        blocks = self._blocks.setdefault(condition, {label: [] for label in timings})
-        for label, timing in timings.items():
-            blocks[label] += timing.blocks
-        self._others.setdefault(condition, []).append(others)
+    def add(
+        self, condition: Condition, timings: dict[str, Timings] | None, weather: Weather
+    ) -> None:
+        """One turn."""
+        blocks = self._blocks.setdefault(condition, {})
+        for label, timing in (timings or {}).items():
+            blocks.setdefault(label, []).extend(timing.blocks)
+        self._weathers.setdefault(condition, []).append(weather)
 
     def records(self, bench: Bench, wrong: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
         """One record per condition and backend; ``wrong`` by operation and backend."""
         found = []
         for (name, strangers), blocks in self._blocks.items():
             timings = {label: Timings(lists) for label, lists in blocks.items()}
-            others = max(self._others[(name, strangers)])
-            for label, timing in timings.items():
-                is_verified = not (wrong[name][label] or wrong[name][bench.subject])
-                ratio = None
-                if label != bench.subject and is_verified:
-                    ratio = {"over": bench.subject, **timing.ratio_over(timings[bench.subject])}
-                found.append(
-                    {
-                        "op": name,
-                        "bytes": NUM_BYTES if OPERATIONS[name].has_data else 0,
-                        "world_size": bench.team.world_size,
-                        "strangers": strangers,
-                        "backend": label,
-                        **timing.summary_us(),
-                        "num_calls": timing.num_calls(),
-                        "ratio": ratio,
-                        "wrong_elems": wrong[name][label],
-                        "verified": wrong[name][label] == 0,
-                        "others_busy_percent": others,
-                        "quiet": others <= machine.MAX_OTHERS_PERCENT,
-                    }
-                )
+            common = {
+                "op": name,
+                "bytes": NUM_BYTES if OPERATIONS[name].has_data else 0,
+                "world_size": bench.team.world_size,
+                "strangers": strangers,
+                **worst(self._weathers[(name, strangers)]).record(),
+            }
+            found += [common | r for r in records_of(timings, bench.subject, wrong[name])]
         return found
 
 
-def _make_buffers(team: Team, name: str) -> Buffers:
-    num_elems = OPERATIONS[name].num_elems(NUM_BYTES, torch.float32, team.world_size)
-    place = Place(team.rank, team.world_size, num_elems, torch.float32, torch.device("cpu"))
-    return OPERATIONS[name].setup(place)
-
-
-def _take_turn(
-    bench: Bench, buffers: dict[str, Buffers], strangers: int, seconds: float, tally: Tally
-) -> None:
-    """All operations beside that many strangers. Collective."""
-    team = bench.team
-    for name in OPS:
-        contenders = {
-            label: make_contender(OPERATIONS[name], buffers[name], group)
-            for label, group in bench.groups.items()
-        }
-        watch = machine.OthersWatch(bench.own_pids) if team.rank == 0 else None
-        with Strangers(strangers if team.rank == 0 else 0):
-            team.share(None)
-            timings = measure(team, contenders, seconds)
-        if timings is not None and watch is not None:
-            tally.add((name, strangers), timings, watch.percent())
+def _time_beside(
+    team: Team, strangers: int, contenders: dict[str, Contender], seconds: float
+) -> dict[str, Timings] | None:
+    """All contenders beside that many strangers; on rank 0 their timings. Collective."""
+    with Strangers(strangers if team.rank == 0 else 0):
+        team.share(None)
+        return measure(team, contenders, seconds)
 
 
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports the world's records to the parent."""
     groups = open_groups(team, labelled(options.backends))
     bench = make_bench(team, groups, torch.device("cpu"))
-    buffers = {name: _make_buffers(team, name) for name in OPS}
-    wrong = {name: count_wrong(bench, OPERATIONS[name], buffers[name]) for name in OPS}
+    buffers = {op: make_buffers(bench, OPERATIONS[op], NUM_BYTES, torch.float32) for op in OPS}
+    wrong = {op: count_wrong(bench, OPERATIONS[op], buffers[op]) for op in OPS}
+    contenders = {
+        op: {label: make_contender(OPERATIONS[op], buffers[op], g) for label, g in groups.items()}
+        for op in OPS
+    }
     tally = Tally()
-    before_us = bench.probe.latency_us()
+    seconds = options.seconds / NUM_TURNS
     for _ in range(NUM_TURNS):
-        for strangers in options.strangers:
-            _take_turn(bench, buffers, strangers, options.seconds / NUM_TURNS, tally)
-    after_us = bench.probe.latency_us()
+        for strangers, op in product(options.strangers, OPS):
+            turn = partial(_time_beside, team, strangers, contenders[op], seconds)
+            tally.add((op, strangers), *bench.watch.calmest(turn, options.repeats))
     if team.rank == 0:
-        steady = not did_flags_change(before_us, after_us)
-        flags = {"flag_us": {"before": before_us, "after": after_us}, "steady": steady}
-        team.report([{**record, **flags} for record in tally.records(bench, wrong)])
+        team.report(tally.records(bench, wrong))
     dist.destroy_process_group()
 
 
-def measure_world(world_size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A world's records, of the attempt in which others disturbed it least."""
-    attempts: list[list[dict[str, Any]]] = []
-    while len(attempts) <= options.repeats:
-        run_ranks(world_size, lambda team: run_rank(team, options), attempts.append)
-        if all(record["quiet"] for record in attempts[-1]):
-            break
-    best = min(attempts, key=lambda records: max(r["others_busy_percent"] for r in records))
-    return [{**record, "num_attempts": len(attempts)} for record in best]
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        record["op"],
+        str(record["world_size"]),
+        str(record["strangers"]),
+        record["backend"],
+        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99", "mean")),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+        state_of(record),
+    ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    per = "operation, world and --strangers"
+    parser = harness.make_parser(__doc__, seconds=3.0, per=per)
     add = parser.add_argument
     add("--backends", type=as_option(words), default="ringcomm,gloo", help="one may be given twice")
     add("--worlds", type=as_option(whole_numbers), default="2,4,8", help="numbers of ranks")
@@ -195,9 +172,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default="0,1",
         help="CPU-bound processes beside them",
     )
-    add("--seconds", type=float, default=3.0, help="per operation, world and --strangers")
-    add("--repeats", type=int, default=3, help="at most, while others disturb the machine")
-    add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     options = parser.parse_args(argv)
     if min(options.worlds) < 1 or min(options.strangers) < 0:
         parser.error("--worlds are at least 1, --strangers at least 0")
@@ -210,35 +184,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures every world; returns the exit code, 3 when any result was wrong."""
     options = parse(argv)
-    console = make_console()
-    facts = machine.facts()
-    recorder = Recorder(options.json, {"kind": "waiting", **facts, "dtype": "float32"})
-    headers = ["op", "ranks", "strangers", "backend", "p50 µs", "p90 µs", "p99 µs", "mean µs"]
-    table = make_table(
-        [*headers, "time over", "others %", "state"],
-        "Others: programs apart from this run and its strangers. * they used more than"
-        f" {machine.MAX_OTHERS_PERCENT:.0f} % of the machine.",
-    )
-    is_wrong = False
+    report = Report("waiting", options.json, dtype="float32")
     for world_size in options.worlds:
-        for record in measure_world(world_size, options):
-            recorder.write(record)
-            is_wrong = is_wrong or not record["verified"]
-            table.add_row(
-                record["op"],
-                str(record["world_size"]),
-                str(record["strangers"]),
-                record["backend"],
-                *(microseconds(record[f"{p}_us"]) for p in ("p50", "p90", "p99", "mean")),
-                comparison(record),
-                f"{record['others_busy_percent']:.1f}",
-                state_of(record),
-            )
-        table.add_section()
-    console.print(facts_line(facts))
-    console.print(table)
-    console.print(f"records: {options.json}")
-    return EXIT_WRONG_RESULTS if is_wrong else EXIT_OK
+        run_ranks(world_size, lambda team: run_rank(team, options), report.add)
+    headers = ["op", "ranks", "strangers", "backend", "p50 µs", "p90 µs", "p99 µs", "mean µs"]
+    headers += ["time over", "others %", "state"]
+    caption = (
+        "Others: programs apart from this run and its strangers. * they used more than"
+        f" {MAX_OTHERS_PERCENT:.0f} % of the machine."
+    )
+    return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
 
 
 if __name__ == "__main__":

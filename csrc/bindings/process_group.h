@@ -124,6 +124,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
   /// group's.
+  /// all_reduce whose input stays as it is; blocks.
+  void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
@@ -131,7 +133,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
  private:
   Work start(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
              std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async);
-  TensorCall all_reduce_call(const at::Tensor& tensor, const c10d::ReduceOp& op) const;
+  TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
+                             const c10d::ReduceOp& op) const;
   TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
   TensorCall all_gather_list_call(const std::vector<at::Tensor>& outputs,
                                   const at::Tensor& input) const;

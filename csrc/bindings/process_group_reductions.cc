@@ -21,15 +21,17 @@ const void* input_of(const at::Tensor& buffer, const c10d::ReduceOp& op, TensorC
 
 }  // namespace
 
-TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& tensor,
+TensorCall ProcessGroupRingcomm::all_reduce_call(const at::Tensor& input, const at::Tensor& output,
                                                  const c10d::ReduceOp& op) const {
   TensorCall item;
-  const at::Tensor buffer = as_real(Writable(tensor, item, true).buffer(), op);
+  const bool is_in_place = input.is_same(output);
+  const at::Tensor buffer = as_real(Writable(output, item, is_in_place).buffer(), op);
   item.call = {.op = OpKind::kAllReduce,
                .dtype = reduced_dtype(buffer, "all_reduce"),
                .reduction = reduction_of(op, "all_reduce"),
                .num_elems = num_elems_of(buffer)};
-  item.inputs = {input_of(buffer, op, item)};
+  item.inputs = {is_in_place ? input_of(buffer, op, item)
+                             : readable(premultiplied(input, op), item)};
   item.outputs = {buffer.data_ptr()};
   return item;
 }
@@ -43,7 +45,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce(std::vector<at::Tenso
                  tensors, opts.timeout, opts.asyncOp);
   }
   const at::Tensor& tensor = only_tensor(tensors, "all_reduce");
-  calls.push_back(all_reduce_call(tensor, opts.reduceOp));
+  calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
   return start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), tensors,
                opts.timeout, opts.asyncOp);
 }
@@ -53,17 +55,27 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::allreduce_coalesced(
   std::vector<TensorCall> calls;
   for (const at::Tensor& tensor : tensors) {
     check_tensor(tensor, "all_reduce_coalesced");
-    calls.push_back(all_reduce_call(tensor, opts.reduceOp));
+    calls.push_back(all_reduce_call(tensor, tensor, opts.reduceOp));
   }
   return start(c10d::OpType::ALLREDUCE_COALESCED, "ringcomm:all_reduce", std::move(calls), tensors,
                opts.timeout, opts.asyncOp);
+}
+
+void ProcessGroupRingcomm::all_reduce_into(const at::Tensor& input, const at::Tensor& output,
+                                           const c10d::ReduceOp& op) {
+  check_tensor(input, "all_reduce");
+  check_tensor(output, "all_reduce");
+  std::vector<TensorCall> calls;
+  calls.push_back(all_reduce_call(input, output, op));
+  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {output},
+        options_->timeout, false);
 }
 
 void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num_slots,
                                            int64_t slot_bytes) {
   check_tensor(tensor, "ring_all_reduce_");
   std::vector<TensorCall> calls;
-  calls.push_back(all_reduce_call(tensor, c10d::ReduceOp::SUM));
+  calls.push_back(all_reduce_call(tensor, tensor, c10d::ReduceOp::SUM));
   TORCH_CHECK_VALUE(num_slots >= 0 && num_slots <= UINT32_MAX && slot_bytes >= 0,
                     "ringcomm: ring_all_reduce_ got num_slots=", num_slots,
                     " and slot_bytes=", slot_bytes);

@@ -43,7 +43,9 @@ class Engine {
   using Arch = shm::HostArch;
 
   Engine(shm::Group& group, shm::WaitScope& scope)
-      : group_(group), arch_(scope), board_(arch_, budget_, group.board(), group.rank()) {}
+      : group_(group),
+        arch_(scope, group.world_size()),
+        board_(arch_, budget_, group.board(), group.rank()) {}
 
   int rank() const { return group_.rank(); }
   int world_size() const { return group_.world_size(); }

@@ -16,6 +16,9 @@ namespace {
 // How long operations may stand still before the engine's thread moves them. Whoever waits is there
 // sooner, and keeps the thread out of the way.
 constexpr std::chrono::milliseconds kGrace{1};
+// How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
+// has to wake it: a thread woken for every message takes the core from the rank that waits.
+constexpr int kMaxIdleLooks = 100;
 constexpr std::chrono::milliseconds kPollInterval{50};
 // How late a time-out, a death or an interruption may be noticed.
 constexpr std::chrono::milliseconds kLookInterval{50};
@@ -26,7 +29,7 @@ P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
     : group_(group),
       failure_(failure),
       stats_(stats),
-      arch_(slice_),
+      arch_(slice_, group.world_size()),
       mailboxes_(static_cast<std::size_t>(group.world_size())) {}
 
 P2pEngine::~P2pEngine() {
@@ -52,9 +55,9 @@ P2pEngine::~P2pEngine() {
 P2pMailbox& P2pEngine::mailbox(int rank) {
   auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
   if (mailbox == nullptr)
-    mailbox =
-        std::make_unique<P2pMailbox>(arch_, budget_, rank, group_.p2p_link(group_.rank(), rank),
-                                     group_.p2p_link(rank, group_.rank()));
+    mailbox = std::make_unique<P2pMailbox>(
+        arch_, budget_, rank, group_.p2p_link(group_.rank(), rank),
+        group_.p2p_link(rank, group_.rank()), [this, rank] { ring(rank); });
   return *mailbox;
 }
 
@@ -101,12 +104,10 @@ void P2pEngine::start_thread() {
 bool P2pEngine::progress() {
   if (failure_.has_failed()) return false;
   bool has_moved = false;
-  for (std::size_t rank = 0; rank < mailboxes_.size(); ++rank) {
-    if (mailboxes_[rank] == nullptr) continue;
-    const bool has_sent = mailboxes_[rank]->progress_sends();
-    const bool has_received = !is_stopping_ && mailboxes_[rank]->progress_receives(receives_);
-    if (has_sent || has_received) ring(static_cast<int>(rank));
-    has_moved |= has_sent || has_received;
+  for (const auto& mailbox : mailboxes_) {
+    if (mailbox == nullptr) continue;
+    has_moved |= mailbox->progress_sends();
+    if (!is_stopping_) has_moved |= mailbox->progress_receives(receives_);
   }
   return has_moved;
 }
@@ -129,7 +130,7 @@ void P2pEngine::ring(int rank) {
   Cursor& doorbell = group_.doorbell(rank);
   // The one cursor with several writers: what counts is that it changes, so each adds one.
   __atomic_fetch_add(&doorbell.value, 1, __ATOMIC_SEQ_CST);
-  if (arch_.load_seq_cst(doorbell.sleepers) != 0) arch_.wake(doorbell.value);
+  wake_sleepers(arch_, doorbell);
 }
 
 // Runs with the lock held, but for its sleeps and for calls of `done` and `is_interrupted`.
@@ -138,17 +139,22 @@ void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
   is_driving_ = true;
   driving_thread_ = std::this_thread::get_id();
   Cursor& doorbell = group_.doorbell(group_.rank());
+  SpinBudget no_spin = SpinBudget::none();
+  bool has_slept = false;  // a slice went by in vain: the wait goes on, and misses but once
   while (!is_enough()) {
     const std::uint64_t seen = arch_.load_acquire(doorbell.value);
     const bool has_moved = progress_or_fail();
     settle(lock);
     // By the clock and not when a sleep was in vain: one peer's traffic hides no other's silence.
     if (Clock::now() >= next_look_) look_around(lock, is_interrupted);
-    if (has_moved || is_enough()) continue;
+    if (has_moved || is_enough()) {
+      has_slept = false;
+      continue;
+    }
     lock.unlock();
     slice_.begin();
-    [[maybe_unused]] const Stop slice_over =
-        wait_at_least(arch_, budget_, doorbell, seen + 1, group_.rank());
+    has_slept = wait_at_least(arch_, has_slept ? no_spin : budget_, doorbell, seen + 1,
+                              group_.rank()) != Stop::kNone;
     lock.lock();
   }
   is_driving_ = false;
@@ -281,16 +287,22 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
 
 void P2pEngine::run_thread() {
   Lock lock(mutex_);
+  int num_idle_looks = 0;
   while (!is_stopping_) {
-    if (pending_.empty() || is_driving_) {
+    if (num_idle_looks == kMaxIdleLooks) {
       is_thread_asleep_ = true;
       has_work_.wait(lock);
       is_thread_asleep_ = false;
+      num_idle_looks = 0;
       continue;
     }
     has_work_.wait_for(lock, kGrace);
-    if (!is_driving_)
-      drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
+    if (pending_.empty() || is_driving_) {
+      ++num_idle_looks;
+      continue;
+    }
+    num_idle_looks = 0;
+    drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
   }
 }
 

@@ -6,9 +6,9 @@
 namespace ringcomm {
 
 bool P2pMailbox::progress_sends() {
-  bool has_moved = false;
   std::byte* slot = nullptr;
-  while (!sends_.empty() && to_.try_acquire(slot)) {
+  std::uint32_t num_moved = 0;
+  for (; num_moved < num_slots_ && !sends_.empty() && to_.try_acquire(slot); ++num_moved) {
     P2pOp& op = *sends_.front();
     std::size_t room_bytes = slot_bytes_;
     if (!has_begun_sending_) {
@@ -20,14 +20,14 @@ bool P2pMailbox::progress_sends() {
     const std::size_t num_bytes = std::min(room_bytes, op.num_bytes - op.moved_bytes);
     arch_.copy(slot, op.data + op.moved_bytes, num_bytes);
     to_.publish();
-    has_moved = true;
+    ring_();
     op.moved_bytes += num_bytes;
     has_begun_sending_ = op.moved_bytes < op.num_bytes;
     if (has_begun_sending_) continue;
     op.is_done = true;
     sends_.pop_front();
   }
-  return has_moved;
+  return num_moved > 0;
 }
 
 bool P2pMailbox::wants_more(const P2pReceives& receives) const {
@@ -38,9 +38,9 @@ bool P2pMailbox::wants_more(const P2pReceives& receives) const {
 }
 
 bool P2pMailbox::progress_receives(P2pReceives& receives) {
-  bool has_moved = false;
   const std::byte* slot = nullptr;
-  while (wants_more(receives) && from_.try_wait(slot)) {
+  std::uint32_t num_moved = 0;
+  for (; num_moved < num_slots_ && wants_more(receives) && from_.try_wait(slot); ++num_moved) {
     std::size_t available_bytes = slot_bytes_;
     if (arrivals_.empty() || arrivals_.back().is_complete()) {
       MessageHeader header;
@@ -54,13 +54,13 @@ bool P2pMailbox::progress_receives(P2pReceives& receives) {
         std::min<std::size_t>(available_bytes, arrival.header.num_bytes - arrival.moved_bytes);
     arch_.copy(arrival.data() + arrival.moved_bytes, slot, num_bytes);
     from_.release();
-    has_moved = true;
+    ring_();
     arrival.moved_bytes += num_bytes;
     if (arrival.receive == nullptr || !arrival.is_complete()) continue;
     arrival.receive->is_done = true;
     arrivals_.pop_back();
   }
-  return has_moved;
+  return num_moved > 0;
 }
 
 void P2pMailbox::begin_arrival(const MessageHeader& header, P2pReceives& receives) {

@@ -3,8 +3,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
+#include <utility>
 
 #include "collectives/p2p_op.h"
 #include "core/link_protocol.h"
@@ -32,12 +34,15 @@ class P2pMailbox {
     std::uint64_t sent_bytes;
   };
 
+  /// `ring` tells the peer that a slot was filled or drained.
   P2pMailbox(Arch& arch, SpinBudget& budget, int peer, const LinkGeometry& to,
-             const LinkGeometry& from)
+             const LinkGeometry& from, std::function<void()> ring)
       : peer_(peer),
+        ring_(std::move(ring)),
         arch_(arch),
         to_(arch, budget, to, peer),
         from_(arch, budget, from, peer),
+        num_slots_(to.num_slots),
         slot_bytes_(to.slot_bytes) {}
 
   void post_send(const P2pOpPtr& op) { sends_.push_back(op); }
@@ -45,9 +50,10 @@ class P2pMailbox {
   /// SizeMismatch.
   bool match_kept(const P2pOpPtr& op);
 
-  /// Fills free slots with what is to be sent. True when anything moved.
+  /// Fills free slots with what is to be sent, at most as many as the link has: a peer that drains
+  /// as fast keeps nobody in a call that only posts. True when anything moved.
   bool progress_sends();
-  /// Drains slots while a receive wants something from here; messages take theirs out of
+  /// Drains as many while a receive wants something from here; messages take theirs out of
   /// `receives`. True when anything moved. Throws SizeMismatch.
   bool progress_receives(P2pReceives& receives);
 
@@ -75,9 +81,12 @@ class P2pMailbox {
   void assign(Arrival& arrival, const P2pOpPtr& op) const;
 
   int peer_;
+  std::function<void()>
+      ring_;  // after every slot: the peer copies one while this rank does the next
   Arch& arch_;
   SendLink<Arch> to_;
   RecvLink<Arch> from_;
+  std::uint32_t num_slots_;
   std::size_t slot_bytes_;
   std::deque<P2pOpPtr> sends_;
   bool has_begun_sending_ = false;  // the first of sends_

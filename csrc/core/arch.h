@@ -8,6 +8,10 @@
 
 namespace ringcomm {
 
+/// Who had the processor while a rank yielded: nobody, somebody for a moment, or somebody who kept
+/// it for longer than ranks that wait do.
+enum class Yielded : std::uint8_t { kToNobody, kBriefly, kDearly };
+
 /// What a machine must offer for the protocols of core to run on it.
 ///
 /// The link and board protocols are written once, against this concept, and run under several
@@ -21,9 +25,10 @@ namespace ringcomm {
 ///   another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
 /// - copy moves payload and has no order of its own.
 /// - pause is one step of waiting.
-/// - yield gives the processor away; true when it came back late, because a stranger had it.
+/// - yield gives the processor away, and tells what became of it.
 /// - park sleeps while the low half of the word equals that of `expected`, for one slice at most.
 /// - wake wakes all that are parked on the word.
+/// - note_core writes down where this rank runs; leave_core asks to run elsewhere if it runs there.
 /// - stopped says why this rank should no longer wait for `peer`; Stop::kNone while it should.
 /// Asked
 ///   before every slice of sleep, and always before a wait ends without its condition.
@@ -37,9 +42,11 @@ concept Arch = requires(A arch, std::uint64_t& word, std::uint32_t& count, std::
   arch.add_seq_cst(count, std::int32_t{1});
   arch.copy(to, from, num_bytes);
   arch.pause();
-  { arch.yield() } -> std::same_as<bool>;
+  { arch.yield() } -> std::same_as<Yielded>;
   arch.park(word, value);
   arch.wake(word);
+  arch.note_core(count);
+  arch.leave_core(count);
   { arch.stopped(peer) } -> std::same_as<Stop>;
 };
 

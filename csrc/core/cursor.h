@@ -14,13 +14,14 @@ inline constexpr std::size_t kLineBytes = 128;
 /// `value` is 64-bit, monotonic, never reset, and has one writer, so that "at least" is the only
 /// comparison a reader needs. `sleepers` counts the ranks that are about to sleep on `value`; it
 /// stands on a line of its own, so that the writer's look at it stays in its cache as long as
-/// nobody sleeps.
+/// nobody sleeps. `waker_core` is the processor that whoever woke them last ran on.
 ///
 /// Plain words, not std::atomic: the struct lies in memory shared with other processes (and later
 /// with GPUs), and every access goes through an Arch, which gives it its order.
 struct Cursor {
   alignas(kLineBytes) std::uint64_t value = 0;
   alignas(kLineBytes) std::uint32_t sleepers = 0;
+  std::uint32_t waker_core = 0;
 };
 static_assert(sizeof(Cursor) == 2 * kLineBytes);
 

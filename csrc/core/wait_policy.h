@@ -20,6 +20,9 @@ class SpinBudget {
   static constexpr std::uint32_t kMinPauses = 20;
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
   static constexpr std::uint32_t kMaxYields = 10;
+  /// Yields that nobody takes count apart: they cost nobody anything, and keep a rank whose budget
+  /// has shrunk from a futex round trip for every wait of 5 us.
+  static constexpr std::uint32_t kMaxIdleYields = 200;
   /// A yield beside a busy stranger gives away a whole scheduler slice (3-4 ms). After one such,
   /// this many waits go from spinning to sleeping at once: with 4 ranks and a stranger on two cores
   /// a barrier takes 1,600 us on average when every wait may yield, and 20-30 with this.
@@ -70,11 +73,14 @@ Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t ta
       return Stop::kNone;
     }
   }
-  for (std::uint32_t num_yields = budget.miss(); num_yields > 0; --num_yields) {
-    const bool was_dear = arch.yield();
-    if (was_dear) budget.yield_was_dear();
+  const std::uint32_t max_yields = budget.miss();
+  for (std::uint32_t num_taken = 0, num_idle = 0;
+       num_taken < max_yields && num_idle < SpinBudget::kMaxIdleYields;) {
+    const Yielded yielded = arch.yield();
+    if (yielded == Yielded::kDearly) budget.yield_was_dear();
     if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
-    if (was_dear) break;
+    if (yielded == Yielded::kDearly) break;
+    ++(yielded == Yielded::kToNobody ? num_idle : num_taken);
   }
   for (;;) {
     const Stop stop = arch.stopped(peer);
@@ -89,7 +95,16 @@ Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t ta
     const std::uint64_t seen = arch.load_seq_cst(cursor.value);
     if (seen < target) arch.park(cursor.value, seen);
     arch.add_seq_cst(cursor.sleepers, -1);
+    arch.leave_core(cursor.waker_core);
   }
+}
+
+/// Wakes whoever sleeps on `cursor`, whose value has changed.
+template <Arch A>
+void wake_sleepers(A& arch, Cursor& cursor) {
+  if (arch.load_seq_cst(cursor.sleepers) == 0) return;
+  arch.note_core(cursor.waker_core);
+  arch.wake(cursor.value);
 }
 
 /// Publishes `value` in `cursor` and wakes whoever sleeps on it. All that this rank wrote before is
@@ -97,7 +112,7 @@ Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t ta
 template <Arch A>
 void advance(A& arch, Cursor& cursor, std::uint64_t value) {
   arch.store_seq_cst(cursor.value, value);
-  if (arch.load_seq_cst(cursor.sleepers) != 0) arch.wake(cursor.value);
+  wake_sleepers(arch, cursor);
 }
 
 }  // namespace ringcomm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +12,25 @@ import torch
 import torch.distributed as dist
 
 from ringcomm.bench.fit import Median, cross_over_bytes, fit_cost
-from ringcomm.bench.interleave import Timings, make_contender, measure, open_groups
-from ringcomm.bench.machine import MAX_OTHERS_PERCENT, OthersWatch
-from ringcomm.bench.operations import OPERATIONS, Place
-from ringcomm.bench.point import RINGCOMM, Bench, count_wrong, make_bench
+from ringcomm.bench.interleave import open_groups
+from ringcomm.bench.machine import MAX_OTHERS_PERCENT
+from ringcomm.bench.point import RINGCOMM, Bench, make_bench, measure_point
 from ringcomm.bench.ranks import RankError, Team, run_ranks
 from ringcomm.bench.records import rounded
-from ringcomm.options import AlgorithmName, Options
+from ringcomm.options import Options
 from ringcomm.tuning import Point, World
 
+# How groups are made that run them. What is chosen by size is direct on buffers that the ranks
+# share, from where on that pays.
+ALGORITHMS = {
+    "one_shot": Options(algorithm="one_shot"),
+    "two_shot": Options(algorithm="two_shot"),
+    "ring": Options(algorithm="ring"),
+    "ring, rank_order": Options(algorithm="ring", deterministic="rank_order"),
+    "direct": Options(algorithm="auto"),
+}
 # The ring is measured to show what it costs; it is never chosen in shared memory.
-ALGORITHMS: tuple[AlgorithmName, ...] = ("one_shot", "two_shot", "ring")
+TUNED = ("one_shot", "two_shot", "ring")
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class SizeTimes:
     """All algorithms at one size.
 
     Attributes:
-        points: in the order of ``ALGORITHMS``.
+        points: in the order of ``TUNED``.
         ratio: two_shot's time over one_shot's: the median of neighbouring blocks' ratios.
         others_percent: how much of the machine other programs used meanwhile.
     """
@@ -44,61 +53,26 @@ class SizeTimes:
         return self.others_percent <= MAX_OTHERS_PERCENT
 
 
-def _point(label: str, num_bytes: int, timings: Timings) -> Point:
-    us = timings.summary_us()
-    times: dict[str, Any] = {name: us[name] for name in ("p10_us", "p50_us", "p90_us")}
-    return Point(num_bytes, label, **rounded(times), num_calls=timings.num_calls())
-
-
-def _time_size(bench: Bench, num_bytes: int, seconds: float) -> SizeTimes | None:
-    """One size on this rank; the times on rank 0. Raises RankError where a result is wrong."""
-    operation = OPERATIONS["all_reduce"]
-    num_elems = operation.num_elems(num_bytes, torch.float32, bench.team.world_size)
-    place = Place(
-        bench.team.rank, bench.team.world_size, num_elems, torch.float32, torch.device("cpu")
-    )
-    buffers = operation.setup(place)
-    wrong = {
-        label: count for label, count in count_wrong(bench, operation, buffers).items() if count
-    }
-    if wrong:
-        raise RankError(f"wrong elements in all_reduce of {num_bytes} bytes, by algorithm: {wrong}")
-    contenders = {
-        label: make_contender(operation, buffers, group) for label, group in bench.groups.items()
-    }
-    watch = OthersWatch(bench.own_pids) if bench.team.rank == 0 else None
-    timings = measure(bench.team, contenders, seconds)
-    if timings is None or watch is None:
-        return None
-    points = tuple(_point(label, buffers.output.nbytes, timings[label]) for label in ALGORITHMS)
-    ratio = timings["two_shot"].ratio_over(timings["one_shot"])["p50"]
-    return SizeTimes(points, ratio, watch.percent())
-
-
-def _least_disturbed(
-    bench: Bench, num_bytes: int, seconds: float, max_repeats: int
-) -> SizeTimes | None:
-    """One size again while other programs disturb it; on rank 0 its quietest times. Collective."""
-    best: SizeTimes | None = None
-    for _ in range(max_repeats + 1):
-        times = _time_size(bench, num_bytes, seconds)
-        if times is not None and (best is None or times.others_percent < best.others_percent):
-            best = times
-        if bench.team.agree(best is not None and best.is_quiet):
-            break
-    return best
-
-
-def _run_rank(team: Team, sizes: list[int], seconds: float, max_repeats: int) -> None:
+def open_bench(team: Team, names: Sequence[str]) -> Bench:
+    """One group per algorithm, on ordinary CPU tensors. Collective."""
     os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that is to be written
-    options: dict[str, Any] = {name: Options(algorithm=name) for name in ALGORITHMS}
-    groups = open_groups(team, dict.fromkeys(ALGORITHMS, RINGCOMM), options)
-    bench = make_bench(team, groups, torch.device("cpu"))
-    for num_bytes in sizes:
-        times = _least_disturbed(bench, num_bytes, seconds, max_repeats)
-        if times is not None:
-            team.report(times)
-    dist.destroy_process_group()
+    pg_options: dict[str, Any] = {name: ALGORITHMS[name] for name in names}
+    groups = open_groups(team, dict.fromkeys(names, RINGCOMM), pg_options)
+    return make_bench(team, groups, torch.device("cpu"))
+
+
+def _size_times(records: list[dict[str, Any]]) -> SizeTimes:
+    """Raises RankError where a result is wrong."""
+    wrong = {r["backend"]: r["wrong_elems"] for r in records if not r["verified"]}
+    if wrong:
+        num_bytes = records[0]["bytes"]
+        raise RankError(f"wrong elements in all_reduce of {num_bytes} bytes, by algorithm: {wrong}")
+    names = ("bytes", "p10_us", "p50_us", "p90_us", "num_calls")
+    points = [
+        Point(algorithm=r["backend"], **rounded({name: r[name] for name in names})) for r in records
+    ]
+    (ratio,) = (r["ratio"]["p50"] for r in records if r["backend"] == "two_shot")
+    return SizeTimes(tuple(points), ratio, records[0]["others_busy_percent"])
 
 
 def measure_algorithms(
@@ -110,11 +84,18 @@ def measure_algorithms(
         RankError: a rank failed, or a result was wrong.
     """
     found: list[SizeTimes] = []
-    run_ranks(
-        world_size,
-        lambda team: _run_rank(team, sorted(sizes), seconds, max_repeats),
-        found.append,
-    )
+
+    def run_rank(team: Team) -> None:
+        bench = open_bench(team, TUNED)
+        for num_bytes in sorted(sizes):
+            records = measure_point(
+                bench, "all_reduce", num_bytes, torch.float32, seconds, max_repeats
+            )
+            if records:
+                team.report(records)
+        dist.destroy_process_group()
+
+    run_ranks(world_size, run_rank, lambda records: found.append(_size_times(records)))
     return found
 
 

@@ -39,3 +39,5 @@ class Communicator:
         self.barrier: Callable[[], None] = world.Barrier
         self.all_reduce: Callable[[Any, Any], None] = world.Allreduce
         self.in_place: Any = library.IN_PLACE
+        # Some end theirs with a line and a zero.
+        self.version: str = library.Get_library_version().partition("\n")[0].strip(" \0")

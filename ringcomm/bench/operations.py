@@ -7,15 +7,16 @@ over time, multiplied by the share of them that has to cross between ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringcomm.bench.mpi import Communicator
+import ringcomm
+from ringcomm.bench.mpi import MPI, Communicator
 from ringcomm.bench.ranks import Team
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
@@ -51,8 +52,13 @@ class Buffers:
     output: torch.Tensor
 
     @cached_property
+    def input_array(self) -> Any:
+        """The input as numpy's, for libraries that know no tensors."""
+        return self.input.numpy()
+
+    @cached_property
     def output_array(self) -> Any:
-        """The output as numpy's, for libraries that know no tensors."""
+        """The same of the output."""
         return self.output.numpy()
 
     def clear(self) -> None:
@@ -70,7 +76,8 @@ class Operation:
         call: runs the collective once; blocks until this rank's part is done (on a GPU: enqueued).
         verify: runs it once, as its first argument, on known integers; returns how many elements
             of this rank are wrong.
-        call_mpi: the same as `call` over a communicator of mpi4py; None where nobody asked yet.
+        own_calls: the same as `call` by backend, for those that have a better way or, as a
+            communicator of mpi4py, another one.
         bus_factor: bus bandwidth over algorithm bandwidth, by world_size.
         is_divided: whether each rank owns a part of the larger buffer.
         has_data: without, there is one point of 0 bytes.
@@ -80,7 +87,7 @@ class Operation:
     call: Callable[[Buffers, dist.ProcessGroup], None]
     verify: Callable[[Callable[[], None], Buffers, Team], int]
     bus_factor: Callable[[int], float]
-    call_mpi: Callable[[Buffers, Communicator], None] | None = None
+    own_calls: Mapping[str, Callable[[Buffers, Any], None]] = field(default_factory=dict)
     is_divided: bool = False
     has_data: bool = True
 
@@ -88,11 +95,11 @@ class Operation:
         self, buffers: Buffers, group: dist.ProcessGroup | Communicator
     ) -> Callable[[], None]:
         """The call, ready to be made. Raises ValueError where there is none over MPI."""
-        if isinstance(group, dist.ProcessGroup):
-            return partial(self.call, buffers, group)
-        if self.call_mpi is None:
+        if not isinstance(group, Communicator):
+            return partial(self.own_calls.get(dist.get_backend(group), self.call), buffers, group)
+        if MPI not in self.own_calls:
             raise ValueError("this operation is not measured over MPI")
-        return partial(self.call_mpi, buffers, group)
+        return partial(self.own_calls[MPI], buffers, group)
 
     def num_elems(self, num_bytes: int, dtype: torch.dtype, world_size: int) -> int:
         """Elements of the larger buffer for about ``num_bytes``: at least 1, or 1 per rank."""
@@ -161,6 +168,11 @@ def _in_place(place: Place) -> Buffers:
     return Buffers(place, buffer, buffer)
 
 
+def _in_place_shared(place: Place) -> Buffers:
+    buffer = ringcomm.empty_shared(place.num_elems, dtype=place.dtype, device=place.device).zero_()
+    return Buffers(place, buffer, buffer)
+
+
 def _apart(*, whole_input: bool, whole_output: bool) -> Callable[[Place], Buffers]:
     """Two buffers, each of num_elems or of a rank's part of them."""
 
@@ -181,6 +193,20 @@ def _call_all_reduce(buffers: Buffers, group: dist.ProcessGroup) -> None:
 
 def _call_all_reduce_mpi(buffers: Buffers, communicator: Communicator) -> None:
     communicator.all_reduce(communicator.in_place, buffers.output_array)
+
+
+def _call_all_reduce_apart(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    """As users of torch.distributed have to do it."""
+    buffers.output.copy_(buffers.input)
+    dist.all_reduce(buffers.output, group=group)
+
+
+def _call_all_reduce_apart_ringcomm(buffers: Buffers, group: dist.ProcessGroup) -> None:
+    ringcomm.ops.all_reduce(buffers.input, group=group, out=buffers.output)
+
+
+def _call_all_reduce_apart_mpi(buffers: Buffers, communicator: Communicator) -> None:
+    communicator.all_reduce(buffers.input_array, buffers.output_array)
 
 
 def _call_reduce_scatter(buffers: Buffers, group: dist.ProcessGroup) -> None:
@@ -280,7 +306,24 @@ OPERATIONS: dict[str, Operation] = {
         call=_call_all_reduce,
         verify=_verify_elements(_total),
         bus_factor=_twice_all_but_one,
-        call_mpi=_call_all_reduce_mpi,
+        own_calls={MPI: _call_all_reduce_mpi},
+    ),
+    "all_reduce_apart": Operation(
+        setup=_apart(whole_input=True, whole_output=True),
+        call=_call_all_reduce_apart,
+        verify=_verify_elements(_total),
+        bus_factor=_twice_all_but_one,
+        own_calls={
+            MPI: _call_all_reduce_apart_mpi,
+            "ringcomm": _call_all_reduce_apart_ringcomm,
+        },
+    ),
+    "all_reduce_shared": Operation(
+        setup=_in_place_shared,
+        call=_call_all_reduce,
+        verify=_verify_elements(_total),
+        bus_factor=_twice_all_but_one,
+        own_calls={MPI: _call_all_reduce_mpi},
     ),
     "reduce_scatter": Operation(
         setup=_apart(whole_input=True, whole_output=False),

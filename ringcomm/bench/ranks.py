@@ -160,8 +160,16 @@ class _StoreChannel:
 
 
 def _mpi_store() -> tuple[dist.Store, int, int]:
-    """A store for the processes that mpiexec has started, with rank and number. Collective."""
+    """A store for the processes that mpiexec has started, with rank and number. Collective.
+
+    Raises ValueError, on all ranks, where they do not find each other.
+    """
     all_ranks = mpi.Communicator()
+    if all_ranks.size != mpi.started_world_size():
+        raise ValueError(
+            f"mpiexec has started {mpi.started_world_size()} rank(s), of which mpi4py sees"
+            f" {all_ranks.size}: it belongs to another MPI"
+        )
     host = all_ranks.broadcast(socket.gethostname())
     store = dist.TCPStore(host, 0, is_master=True) if all_ranks.rank == 0 else None
     port = all_ranks.broadcast(store.port if store is not None else None)
@@ -169,11 +177,15 @@ def _mpi_store() -> tuple[dist.Store, int, int]:
 
 
 def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
-    """This process's end of the team that its launcher has started. Collective."""
-    is_mpi = mpi.started_world_size() is not None
-    store, rank, size = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
+    """This process's end of the team that its launcher has started. Collective.
+
+    Raises ValueError where it has started another number, before any rank waits for others.
+    """
+    size = joined_world_size()
     if size != world_size:
         raise ValueError(f"the launcher has started {size} rank(s), and {world_size} are asked for")
+    is_mpi = mpi.started_world_size() is not None
+    store, rank, _ = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
     side = dist.PrefixStore("ringcomm-bench-side-channel", store)
     others = range(1, world_size) if rank == 0 else [0]
     peers = [_StoreChannel(side, rank, other) for other in others]

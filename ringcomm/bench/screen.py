@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +43,22 @@ def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
     for header in headers:
         justify = "left" if header in TEXT_COLUMNS else "right"
         table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
+    return table
+
+
+def table_of(
+    headers: list[str],
+    caption: str,
+    records: list[dict[str, Any]],
+    row: Callable[[dict[str, Any]], list[str]],
+    section: tuple[str, ...] = (),
+) -> Table:
+    """A row per record, with a rule where a field of ``section`` changes."""
+    table = make_table(headers, caption)
+    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
+        for record in together:
+            table.add_row(*row(record))
+        table.add_section()
     return table
 
 
@@ -103,8 +121,6 @@ def _machine_table(records: list[dict[str, Any]]) -> Table:
     return table
 
 
-def print_tables(console: Console, records: list[dict[str, Any]], title: str, subject: str) -> None:
+def sweep_tables(records: list[dict[str, Any]], subject: str) -> tuple[Table, Table]:
     """What a sweep found, and the state of the machine meanwhile."""
-    console.print(title)
-    console.print(_results_table(records, subject))
-    console.print(_machine_table(records))
+    return _results_table(records, subject), _machine_table(records)

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm.bench import machine
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
 from ringcomm.bench.interleave import labelled, open_groups
 from ringcomm.bench.mpi import MPI, started_world_size
 from ringcomm.bench.operations import OPERATIONS
 from ringcomm.bench.point import RINGCOMM, make_bench, measure_point
 from ringcomm.bench.ranks import MAX_WORLD_SIZE, Team, run_ranks
-from ringcomm.bench.records import Recorder
-from ringcomm.bench.wording import as_option, byte_counts, comparison, facts_line, microseconds
+from ringcomm.bench.report import Report
+from ringcomm.bench.wording import as_option, byte_counts, comparison, microseconds
 
 DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
@@ -108,11 +106,12 @@ def _run_rank(team: Team, sweep: Sweep) -> None:
         torch.cuda.set_device(device)
     bench = make_bench(team, open_groups(team, labelled(sweep.backends)), device)
     dtype = getattr(torch, sweep.dtype)
+    versions = {"mpi": bench.groups[MPI].version} if MPI in bench.groups else {}
     for name in sweep.ops:
         for num_bytes in sweep.sizes if OPERATIONS[name].has_data else [0]:
             records = measure_point(bench, name, num_bytes, dtype, sweep.seconds, sweep.repeats)
             if records:
-                team.report(records)
+                team.report([{**versions, **record} for record in records])
     dist.destroy_process_group()
 
 
@@ -137,26 +136,15 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
         RankError: a rank failed.
         OSError: the records cannot be written.
     """
-    from ringcomm.bench.screen import make_console, print_tables  # which need rich; options do not
+    from ringcomm.bench.screen import sweep_tables  # which needs rich; options do not
 
-    console = make_console()
-    facts = machine.facts()
     dimensions = {"world_size": sweep.world_size, "dtype": sweep.dtype, "device": sweep.device}
-    recorder = Recorder(path, {"kind": "collective", **facts, **dimensions}) if path else None
-    found: list[dict[str, Any]] = []
+    report = Report("collective", path, **dimensions)
 
     def on_message(records: list[dict[str, Any]]) -> None:
-        if recorder is not None:
-            for record in records:
-                recorder.write(record)
-        found.extend(records)
-        console.print(_progress_line(records))
+        report.add(records)
+        report.console.print(_progress_line(records))
 
     run_ranks(sweep.world_size, lambda team: _run_rank(team, sweep), on_message)
-    if not found:  # another rank of torchrun's prints
-        return EXIT_OK
-    title = f"{sweep.world_size} ranks, {sweep.dtype}, {sweep.device}; {facts_line(facts)}"
-    print_tables(console, found, title, sweep.subject)
-    if path:
-        console.print(f"records: {path}")
-    return EXIT_WRONG_RESULTS if any(r["wrong_elems"] for r in found) else EXIT_OK
+    title = f"{sweep.world_size} ranks, {sweep.dtype}, {sweep.device}"
+    return report.finish(title, *sweep_tables(report.records, sweep.subject))

@@ -69,6 +69,13 @@ def byte_count(value: int) -> str:
     return f"{value:,} B"
 
 
+def amount(value: float, unit: str) -> str:
+    """Of "bytes" (in KiB), "%", or a plain number of things."""
+    if unit == "bytes":
+        return f"{value / 1024:,.0f} KiB"
+    return f"{value:.2g} %" if unit == "%" else f"{value:,.0f}"
+
+
 def comparison(record: dict[str, Any]) -> str:
     """``38.1× (35.0–41.2)``, with an asterisk when the machine was disturbed; or why not."""
     ratio = record["ratio"]
@@ -78,12 +85,24 @@ def comparison(record: dict[str, Any]) -> str:
     return f"{factor(ratio['p50'])}× ({factor(ratio['p10'])}–{factor(ratio['p90'])}){mark}"
 
 
+def share_range(share: dict[str, float]) -> str:
+    """``25 % (20–31)`` of a median with its 10 and 90 % points."""
+    middle, low, high = (f"{100 * share[name]:.0f}" for name in ("p50", "p10", "p90"))
+    return f"{middle} % ({low}–{high})"
+
+
+def inverse(ratio: dict[str, Any]) -> dict[str, float]:
+    """One over a ratio, with its 10 and 90 % points."""
+    return {"p50": 1 / ratio["p50"], "p10": 1 / ratio["p90"], "p90": 1 / ratio["p10"]}
+
+
 def facts_line(record: dict[str, Any]) -> str:
     """Machine, versions and date of a record in one line."""
     machine = record["machine"]
     changes = " + changes" if record["dirty"] else ""
+    mpi = f", {record['mpi']}" if "mpi" in record else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; torch"
-        f" {record['torch']}, ringcomm {record['ringcomm']}; {record['date']}; commit"
+        f" {record['torch']}, ringcomm {record['ringcomm']}{mpi}; {record['date']}; commit"
         f" {str(record['commit'])[:9]}{changes}"
     )

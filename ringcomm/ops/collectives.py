@@ -53,21 +53,35 @@ def _(input: Tensor, reduce_op: str, group_name: str) -> None:
 
 
 def all_reduce(
-    tensor: Tensor, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
+    tensor: Tensor,
+    reduce_op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The reduction of the ranks' tensors, as a new tensor.
+    """The reduction of the ranks' tensors, as a new tensor or in `out`; `tensor` stays as it is.
 
-    Arguments and errors as all_reduce_, but that the tensor may require grad: differentiable for
-    sum and avg, NotImplementedError in the backward pass for the others. Collective; blocks until
-    the result is there.
+    Arguments and errors as all_reduce_, but that the tensor may require grad where there is no
+    `out`: differentiable for sum and avg, NotImplementedError in the backward pass for the others.
+    `out` has the shape and dtype of `tensor`, else ValueError or TypeError, and may be `tensor`.
+    Collective; blocks until the result is there.
     """
-    result: Tensor = _ops.all_reduce(tensor, reduce_op, resolve_group(group).group_name)
+    name = resolve_group(group).group_name
+    if out is not None:
+        _ops.all_reduce_into(tensor, out, reduce_op, name)
+        return out
+    result: Tensor = _ops.all_reduce(tensor, reduce_op, name)
     return result
 
 
 @torch.library.register_fake("ringcomm::all_reduce")
 def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("ringcomm::all_reduce_into")
+def _(input: Tensor, out: Tensor, reduce_op: str, group_name: str) -> None:
+    return None
 
 
 def _save_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

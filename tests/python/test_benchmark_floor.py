@@ -31,8 +31,8 @@ def test_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for record in records:
         assert record["kind"] == "floor"
         assert record["wrong_elems"] == 0
-        assert (record["share_of_floor"] is None) == (record["variant"] == "floor")
-    assert "share %" in capfd.readouterr().out
+        assert (record["ratio"] is None) == (record["variant"] == "floor")
+    assert "share" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--worlds", "1"], ["--sizes", "0"], ["--sizes", "x"]])

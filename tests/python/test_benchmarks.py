@@ -9,9 +9,9 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +21,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import all_reduce
-import harness
-import races
 import table
 
-from ringcomm.bench import exit_codes, machine, operations, ranks
+from ringcomm.bench import exit_codes, machine, mpi, operations, ranks, weather
 from ringcomm.bench.interleave import Timings, labelled
 from ringcomm.bench.quantiles import quantile
-from ringcomm.bench.records import Recorder, read_records
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -233,6 +230,65 @@ def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.M
     assert found == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [{"PMI_SIZE": "3"}, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}],
+)
+def test_a_launcher_of_another_size_is_refused_before_anyone_waits(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"started 3 rank\(s\), and 2 are asked for"):
+        ranks.run_ranks(2, print, print)
+
+
+def test_ranks_that_mpi4py_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where mpi4py was built with another MPI than the one of mpiexec."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(mpi, "Communicator", lambda: SimpleNamespace(rank=0, size=1))
+    with pytest.raises(ValueError, match="it belongs to another MPI"):
+        ranks.run_ranks(2, print, print)
+
+
+@pytest.mark.parametrize(
+    ("percents", "calmest", "num_attempts"),
+    [([0.0], 0, 1), ([50.0, 5.0], 1, 2), ([50.0, 20.0, 30.0], 1, 3)],
+)
+def test_the_calmest_attempt_counts_on_all_ranks(
+    percents: list[float], calmest: int, num_attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watch:
+        def __init__(self, own_pids: list[int]) -> None:
+            assert len(own_pids) == 3
+
+        def percent(self) -> float:
+            return percents.pop(0)
+
+    monkeypatch.setattr(weather, "OthersWatch", Watch)
+    found: list[list[tuple[int, weather.Weather]]] = []
+
+    def main(team: ranks.Team) -> None:
+        attempts = iter(range(9))
+        both = team.share(weather.WeatherWatch(team).calmest(lambda: next(attempts), 2))
+        if team.rank == 0:
+            team.report(both)
+
+    ranks.run_ranks(2, main, found.append)
+    (first, second) = found[0]
+    assert first == second
+    assert (first[0], first[1].num_attempts) == (calmest, num_attempts)
+
+
+def test_weather_of_several_measurements() -> None:
+    parts = [weather.Weather(1.0, (0.1, 0.1)), weather.Weather(20.0, (0.1, 0.5), 3)]
+    whole = weather.worst(parts)
+    assert whole == weather.Weather(20.0, (0.1, 0.5), 3)
+    assert not whole.is_quiet
+    assert not whole.is_steady
+    assert whole.record()["flag_us"] == {"before": 0.1, "after": 0.5}
+
+
 def test_ratio_is_paired() -> None:
     """Both slow down tenfold half-way: each pair still says 3."""
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])
@@ -248,183 +304,6 @@ def test_quantiles_interpolate() -> None:
 def test_a_backend_may_race_itself() -> None:
     labels = {"gloo": "gloo", "ringcomm": "ringcomm", "gloo#2": "gloo"}
     assert labelled(["gloo", "ringcomm", "gloo"]) == labels
-
-
-def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
-    def record(date: str, quiet: bool) -> dict[str, Any]:
-        place = {"op": "all_reduce", "world_size": 2, "device": "cpu", "dtype": "float32"}
-        state = {"quiet": quiet, "verified": True, "machine": {"cpu": "a CPU", "cores": 2}}
-        return {"kind": "collective", "date": date, "bytes": 64, **place, **state}
-
-    old, quiet, busy = record("1", True), record("2", True), record("3", False)
-    assert table.newest([old, busy, quiet], "collective") == [[quiet]]
-    assert table.newest([busy], "collective") == [[busy]]
-
-
-FACTS = {
-    "date": "2026-11-20T10:00:00+00:00",
-    "commit": "0123456789abcdef",
-    "dirty": False,
-    "machine": {"cpu": "a CPU", "cores": 2, "kernel": "6.18"},
-    "torch": "2.13.0",
-    "ringcomm": "0.1.0",
-}
-MEASURED = (
-    "Measured on a CPU, 2 cores, Linux 6.18; torch 2.13.0, ringcomm 0.1.0;"
-    " 2026-11-20T10:00:00+00:00; commit 012345678."
-)
-
-
-def collective_records(world: int, op: str, num_bytes: int, us: float) -> list[dict[str, Any]]:
-    """Of a point where Gloo takes 12.5 times as long."""
-    place = {"op": op, "bytes": num_bytes, "world_size": world, "device": "cpu", "dtype": "float32"}
-    state = {"quiet": True, "verified": True}
-    ratio = {"over": "ringcomm", "p50": 12.5, "p10": 9.7, "p90": 104.4}
-    return [
-        {"kind": "collective", **FACTS, **place, **state, "backend": backend, **figures}
-        for backend, figures in (
-            ("ringcomm", {"p50_us": us, "ratio": None}),
-            ("gloo", {"p50_us": 12.5 * us, "ratio": ratio}),
-        )
-    ]
-
-
-def race_log(tokens: str) -> list[dict[str, Any]]:
-    """What a run of the main job leaves, apart from what the benchmark leaves aside."""
-    options = {"world_size": 2, "device": "cpu", "backends": ["ringcomm", "gloo"]}
-    options |= {"race_size": "4.6M", "tokens": tokens, "race_seconds": 6.0}
-    race = dict.fromkeys(races.RACE_FIELDS, 1) | {"num_pairs": 20, "ratio": [1.846, 1.62, 2.1]}
-    race |= {"sent_bytes": [18232320, None], "formula_bytes": 18232320.0, "step_s": [0.1, 0.2]}
-    race |= {"comm_s": [0.01, 0.1], "no_claim": None}
-    return [
-        {"kind": "run", "options": options},
-        {"kind": "race pair", "name": "LOMO"},
-        {"kind": "race", **race, "name": "LOMO"},
-        {"kind": "race", **race, "name": "DDP", "no_claim": "it is not known what others did"},
-    ]
-
-
-def race_records(tokens: str) -> list[dict[str, Any]]:
-    found = races.records_of(race_log(tokens), is_verified=True)
-    return [{"kind": "races", **FACTS, **record} for record in found]
-
-
-def test_records_of_races(tmp_path: Path) -> None:
-    path = tmp_path / "races.jsonl"
-    for record in races.records_of(race_log("small"), is_verified=True):
-        Recorder(path, FACTS).write(record)
-    first, second = lines_of(path)
-    assert (first["system"], second["system"]) == ("LOMO", "DDP")
-    assert (first["tokens"], first["rows_per_rank"], first["tokens_per_row"]) == ("small", 1, 64)
-    assert first["ratio"] == {"over": "ringcomm", "p50": 1.846, "p10": 1.62, "p90": 2.1}
-    assert (first["num_pairs"], first["comm_s"]) == (20, [0.01, 0.1])
-    assert (first["sent_bytes"], first["formula_bytes"]) == ([18232320, None], 18232320)
-    assert (first["quiet"], second["quiet"]) == (True, False)
-    wrong = races.records_of(race_log("small"), is_verified=False)
-    assert all(record["ratio"] is None and not record["verified"] for record in wrong)
-
-
-def write_records(path: Path, records: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
-def test_tables_are_written_between_the_marks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = [{**r, "date": "2026-11-19", "p50_us": 1} for r in collective_records(2, "x", 16, 9.0)]
-    files = [
-        write_records(tmp_path / "two.jsonl", collective_records(2, "x", 1 << 20, 2345.6)),
-        write_records(tmp_path / "small.jsonl", collective_records(2, "x", 16, 1.5) + old),
-        write_records(tmp_path / "other.jsonl", collective_records(2, "barrier", 0, 0.8)),
-        write_records(tmp_path / "four.jsonl", collective_records(4, "x", 16, 3.0)),
-        write_records(tmp_path / "eight.jsonl", collective_records(8, "x", 16, 3.0)),
-        write_records(tmp_path / "races.jsonl", race_records("default") + race_records("small")),
-    ]
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
-    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
-    header = (
-        "| operation | bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |\n"
-        "|---|---:|---:|---:|---:|"
-    )
-    num_params = race_records("small")[0]["num_params"]
-    expected = f"""before
-{table.BEGIN}
-
-2 ranks, float32, cpu; median of calls, the slowest rank counts:
-
-{header}
-| `x` | 16 B | 1.5 | 18.8 | 12.5× (9.70–104) |
-| `x` | 1 MiB | 2,346 | 29,320 | 12.5× (9.70–104) |
-| `barrier` | – | 0.8 | 10 | 12.5× (9.70–104) |
-
-{MEASURED}
-
-4 ranks, float32, cpu; median of calls, the slowest rank counts:
-
-{header}
-| `x` | 16 B | 3 | 37.5 | 12.5× (9.70–104) |
-
-{MEASURED}
-
-Training steps, gloo / ringcomm, by tokens: 2 ranks, {num_params:,} parameters, cpu; median \
-of pairs of neighbouring steps (10–90 %), the slowest rank counts:
-
-| system | default: 4 × 128 per rank | small: 1 × 64 per rank |
-|---|---:|---:|
-| LOMO | 1.85× (1.62–2.10) | 1.85× (1.62–2.10) |
-| DDP | 1.85× (1.62–2.10) * | 1.85× (1.62–2.10) * |
-
-{MEASURED}
-
-\\* it is not known what others did.
-
-{table.END}
-after
-"""
-    assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
-    assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--kind", "races", *files]) == exit_codes.EXIT_OK
-    assert "| LOMO | 1.85× (1.62–2.10) |" in capsys.readouterr().out
-    assert table.main(["--kind", "waiting", *files]) == exit_codes.EXIT_FAILED
-    with pytest.raises(ValueError, match="no line"):
-        table.with_tables(f"{table.END}{table.BEGIN}", ["a table"])
-
-
-def test_table_of_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = [record for world in (2, 4) for record in collective_records(world, "barrier", 0, 8.0)]
-    records = [{**r, "kind": "waiting", "strangers": 1, "quiet": False} for r in base]
-    path = write_records(tmp_path / "waiting.jsonl", records)
-    assert table.main(["--kind", "waiting", path]) == exit_codes.EXIT_OK
-    said = capsys.readouterr().out
-    assert "| ranks | strangers | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in said
-    assert "| 2 | 1 | 8 | 100 | 12.5× (9.70–104) * |\n| 4 | 1 | 8 |" in said
-    assert "\\* other programs used more than 10 %" in said
-
-
-def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
-    """As git has them: records that a run has added since are not README's yet."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(harness.ROOT), *arguments]
-        run = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
-        return run.stdout
-
-    try:
-        names = git("ls-files", "--", f"{harness.RESULTS.relative_to(harness.ROOT)}/*.jsonl")
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("not in a git checkout")
-    copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
-    for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
-        copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = table.readme_tables(read_records(copies))
-    if not written:
-        pytest.skip("there are no records yet")
-    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
-    told = "out of date: python benchmarks/table.py --write README.md"
-    assert table.with_tables(readme, written) == readme, told
 
 
 @pytest.mark.parametrize(

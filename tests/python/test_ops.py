@@ -39,6 +39,7 @@ def check_ops(rank: int) -> None:
         torch.library.opcheck(_ops.reduce_scatter.default, (grad(), reduce_op, name))
         torch.library.opcheck(_ops.all_reduce_.default, (rows.clone(), reduce_op, name))
     torch.library.opcheck(_ops.all_reduce.default, (rows.t(), "max", name))
+    torch.library.opcheck(_ops.all_reduce_into.default, (rows, torch.empty_like(rows), "sum", name))
     torch.library.opcheck(_ops.all_gather.default, (grad(), name))
     torch.library.opcheck(_ops.broadcast_.default, (rows.clone(), 0, name))
     torch.library.opcheck(_ops.broadcast.default, (grad(), 0, name))
@@ -81,6 +82,65 @@ def check_values(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_values(world_size: int) -> None:
     run_ranks(world_size, check_values)
+
+
+# ---- out=
+
+
+def check_out(rank: int, options: Options) -> None:
+    world_size = dist.get_world_size()
+    group = dist.new_group(pg_options=options)
+    for num_elems in (0, 1, 1000, 300_007):
+        inputs = [oracle.integers(r, 2 * num_elems, torch.float32) for r in range(world_size)]
+        total = oracle.reduced(inputs, "sum").view(num_elems, 2)
+        for place in (torch.empty, ringcomm.empty_shared):
+            own = place(num_elems, 2).copy_(inputs[rank].view(num_elems, 2))
+            out = place(num_elems, 2).fill_(-1)
+            assert ops.all_reduce(own, group=group, out=out) is out
+            oracle.assert_equal(out, total)
+            oracle.assert_equal(own, inputs[rank].view(num_elems, 2))
+            columns = torch.empty(2, num_elems).t()
+            ops.all_reduce(own, group=group, out=columns)
+            oracle.assert_equal(columns, total)
+            assert ops.all_reduce(own, group=group, out=own) is own
+            oracle.assert_equal(own, total)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (size, Options(algorithm=name))
+        for size in (2, 3)
+        for name in ("one_shot", "two_shot", "ring")
+    ]
+    + [
+        (1, Options()),
+        (3, Options(deterministic="rank_order", algorithm="ring")),
+        (3, Options(transport="p2p")),
+    ],
+)
+def test_out(world_size: int, options: Options) -> None:
+    run_ranks(world_size, check_out, options)
+
+
+def check_wrong_out(rank: int) -> None:
+    base = torch.ones(5)
+    for out, error, words in (
+        (torch.ones(3), ValueError, r"shape \[4\] into one of shape \[3\]"),
+        (torch.ones(4).double(), TypeError, "Float into Double"),
+        (base[1:], RuntimeError, "overlap|single memory location"),
+        (torch.ones(1).expand(4), ValueError, "location"),
+        (torch.ones(4, requires_grad=True), ValueError, "requires grad"),
+    ):
+        with pytest.raises(error, match=words):
+            ops.all_reduce(base[:4], out=out)
+    with pytest.raises(ValueError, match="requires grad"):
+        ops.all_reduce(torch.ones(4, requires_grad=True), out=torch.ones(4))
+    oracle.assert_equal(ops.all_reduce(base, out=torch.empty(5)), torch.full((5,), 2.0))
+
+
+def test_wrong_out() -> None:
+    run_ranks(2, check_wrong_out)
 
 
 # ---- gradients: those of the sum of the ranks' losses, computed in one process
@@ -222,6 +282,7 @@ def test_without_a_group() -> None:
 def check_over_gloo(rank: int) -> None:
     """All but the explicit ring run over any backend."""
     oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+    oracle.assert_equal(ops.all_reduce(torch.ones(2), out=torch.empty(2)), torch.full((2,), 2.0))
     oracle.assert_equal(ops.all_gather(torch.ones(1)), torch.ones(2))
     with pytest.raises(ValueError, match="gloo"):
         ops.ring_all_reduce_(torch.ones(2))

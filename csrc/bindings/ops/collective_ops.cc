@@ -1,5 +1,7 @@
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -59,10 +61,32 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
   mark_written(input);
 }
 
+// Returns nothing: what torch.compile can functionalize returns no alias of an argument.
+void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::string& reduce_op,
+                     const std::string& group_name) {
+  check_no_grad(input, "all_reduce with out=", "all_reduce without");
+  check_no_grad(out, "all_reduce with out=", "all_reduce without");
+  TORCH_CHECK_VALUE(input.sizes() == out.sizes(), "ringcomm: all_reduce of a tensor of shape ",
+                    input.sizes(), " into one of shape ", out.sizes());
+  TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), "ringcomm: all_reduce of ",
+                   input.scalar_type(), " into ", out.scalar_type());
+  at::assert_no_partial_overlap(input, out);
+  if (input.is_alias_of(out) && input.data_ptr() == out.data_ptr()) {
+    all_reduce_(out, reduce_op, group_name);
+  } else if (const auto ringcomm = find_ringcomm(*group_of(group_name), out)) {
+    ringcomm->all_reduce_into(input, out, reduce_op_from(reduce_op));
+    mark_written(out);
+  } else {
+    out.copy_(input);
+    all_reduce_(out, reduce_op, group_name);
+  }
+}
+
 at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op,
                       const std::string& group_name) {
-  const at::Tensor output = contiguous_copy(input.detach());
-  all_reduce_(output, reduce_op, group_name);
+  const at::Tensor source = input.detach();
+  const at::Tensor output = at::empty_like(source, source.options(), at::MemoryFormat::Contiguous);
+  all_reduce_into(source, output, reduce_op, group_name);
   return output;
 }
 
@@ -135,6 +159,7 @@ void ring_all_reduce_(const at::Tensor& input, const std::string& group_name, in
 TORCH_LIBRARY(ringcomm, m) {
   m.def("all_reduce_(Tensor(a!) input, str reduce_op, str group_name) -> ()");
   m.def("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor");
+  m.def("all_reduce_into(Tensor input, Tensor(a!) out, str reduce_op, str group_name) -> ()");
   m.def("reduce_scatter(Tensor input, str reduce_op, str group_name) -> Tensor");
   m.def("all_gather(Tensor input, str group_name) -> Tensor");
   m.def("broadcast_(Tensor(a!) input, int src, str group_name) -> ()");
@@ -146,6 +171,7 @@ TORCH_LIBRARY(ringcomm, m) {
 void implement(torch::Library& m) {
   m.impl("all_reduce_", all_reduce_);
   m.impl("all_reduce", all_reduce);
+  m.impl("all_reduce_into", all_reduce_into);
   m.impl("reduce_scatter", reduce_scatter);
   m.impl("all_gather", all_gather);
   m.impl("broadcast_", broadcast_);

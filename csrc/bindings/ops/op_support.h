@@ -18,16 +18,23 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_
   return c10d::resolve_process_group(group_name);
 }
 
-/// ringcomm's own backend of a group, for operators that c10d has no name for.
+/// ringcomm's own backend of a group for the tensor's device; null where the group has another.
+inline c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
+                                                              const at::Tensor& tensor) {
+  const auto backend = group.getBackend(tensor.device().type());
+  return c10::dynamic_intrusive_pointer_cast<ProcessGroupRingcomm>(backend);
+}
+
+/// The same for operators that c10d has no name for.
 inline c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::string& group_name,
                                                                   const at::Tensor& tensor,
                                                                   const char* op) {
-  const auto backend = group_of(group_name)->getBackend(tensor.device().type());
-  auto* ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
+  const auto group = group_of(group_name);
+  const auto ringcomm = find_ringcomm(*group, tensor);
   TORCH_CHECK_VALUE(ringcomm != nullptr, "ringcomm: ", op,
                     " wants a group of backend ringcomm for ", tensor.device(), ", this one's is ",
-                    backend->getBackendName());
-  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
+                    group->getBackend(tensor.device().type())->getBackendName());
+  return ringcomm;
 }
 
 /// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.

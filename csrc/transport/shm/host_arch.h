@@ -24,7 +24,8 @@ class StopSource {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  explicit HostArch(StopSource& source) : source_(&source) {}
+  /// `num_ranks` of this host wait for each other.
+  HostArch(StopSource& source, int num_ranks) : source_(&source), num_ranks_(num_ranks) {}
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
@@ -53,16 +54,21 @@ class HostArch {
     __asm__ __volatile__("isb");  // a few tens of cycles, where `yield` is one
 #endif
   }
-  bool yield() const;
+  Yielded yield() const;
 
   /// Sleeps while the low half of `word` is that of `expected`, 20 ms at most.
   void park(std::uint64_t& word, std::uint64_t expected) const;
   void wake(std::uint64_t& word) const;
 
+  void note_core(std::uint32_t& core) const;
+  /// Does nothing where there are fewer cores than ranks.
+  void leave_core(const std::uint32_t& core) const;
+
   Stop stopped(int peer) const { return source_->stopped(peer); }
 
  private:
   StopSource* source_;
+  int num_ranks_;
 };
 static_assert(Arch<HostArch>);
 

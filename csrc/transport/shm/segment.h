@@ -15,8 +15,8 @@ struct SegmentConfig {
   std::size_t board_bytes = (std::size_t{1} << 20) + 4096;
   std::uint32_t ring_num_slots = 2;
   std::size_t ring_slot_bytes = std::size_t{256} << 10;
-  std::uint32_t p2p_num_slots = 4;
-  std::size_t p2p_slot_bytes = std::size_t{128} << 10;
+  std::uint32_t p2p_num_slots = 8;
+  std::size_t p2p_slot_bytes = std::size_t{64} << 10;
 };
 
 /// The first rank that gives up writes why, once, for all others to read.

@@ -52,9 +52,9 @@ class CheckerArch {
   }
 
   void pause() { machine_.point(rank_); }
-  bool yield() {
+  Yielded yield() {
     machine_.point(rank_);
-    return false;
+    return Yielded::kBriefly;
   }
   void park(const std::uint64_t& word, std::uint64_t expected) {
     machine_.point(rank_);
@@ -64,6 +64,8 @@ class CheckerArch {
     machine_.point(rank_);
     machine_.wake(rank_, machine_.memory.word_idx(&word));
   }
+  void note_core(std::uint32_t&) {}
+  void leave_core(const std::uint32_t&) {}
   Stop stopped(int peer) {
     // Where nobody can die the answer never changes, so nothing can come between.
     if (machine_.has_victim()) machine_.point(rank_);

@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Measures what groups hold while nobody uses them, and what waiting costs.
+
+    python benchmarks/footprint.py --world 4 --groups 64
+
+Memory, file descriptors and threads that idle groups add to a rank, over ringcomm and over Gloo;
+ringcomm's shared memory per pair of ranks before and after use; and the CPU time of ranks that wait
+in an all_reduce for one that computes. All of it is the kernel's own count. One JSON line per
+quantity and backend is appended to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from ringcomm.bench.interleave import labelled, open_default_group, open_groups
+from ringcomm.bench.memory import KIB, mapped_memory
+from ringcomm.bench.quantiles import median
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import amount, as_option, byte_count, words
+
+SMALL_BYTES = 1024
+# Touches whatever a group touches: each algorithm of all_reduce, and messages.
+USED_BYTES = (SMALL_BYTES, 1 << 20, 64 << 20)
+# Of waiting: the backends take turns, and what comes first is the spinning before the sleep.
+NUM_TURNS = 3
+SETTLE_S = 0.05
+PROC = Path("/proc/self")
+# What the kernel counts of a process, in the records' units.
+COUNTED = {"memory": "bytes", "file descriptors": "", "threads": ""}
+
+
+def counts() -> list[int]:
+    """Of this process, in the order of ``COUNTED``; memory is what is resident."""
+    gc.collect()
+    resident = re.search(r"^Rss:\s+(\d+) kB", (PROC / "smaps_rollup").read_text(), re.M)
+    assert resident is not None
+    folders = (os.listdir(PROC / name) for name in ("fd", "task"))
+    return [int(resident[1]) * KIB, *map(len, folders)]
+
+
+def run_idle(team: Team, options: argparse.Namespace, backend: str) -> None:
+    """Rank 0 reports what idle groups have added to the rank to which they added most."""
+
+    def added() -> list[int]:
+        team.share(None)
+        mine = [now - then for now, then in zip(counts(), before, strict=True)]
+        return [max(ranks) for ranks in zip(*team.share(mine), strict=True)]
+
+    open_default_group(team, backend)
+    dist.all_reduce(torch.zeros(SMALL_BYTES // 4))
+    before = counts()
+    groups = [dist.new_group() for _ in range(options.groups)]
+    name = f"{options.groups} idle groups, per rank"
+    found = {name: added()}
+    dist.all_reduce(torch.zeros(SMALL_BYTES // 4), group=groups[0])
+    found[f"{name}, one of them used"] = added()
+    if team.rank == 0:
+        team.report(
+            [
+                {"quantity": f"{name}: {what}", "unit": unit, "backend": backend, "value": value}
+                for name, values in found.items()
+                for (what, unit), value in zip(COUNTED.items(), values, strict=True)
+            ]
+        )
+    dist.destroy_process_group()
+
+
+def run_mapped(team: Team) -> None:
+    """Rank 0 reports the shared memory of the only group, per pair of ranks."""
+    open_default_group(team, "ringcomm")
+    num_pairs = team.world_size * (team.world_size - 1) // 2
+    found: dict[str, int] = {}
+    for when in ("unused", f"after {byte_count(USED_BYTES[-1])}"):
+        if found:
+            use_group(team)
+        # All ranks map the same; of a page that n of them have each counts 1/n.
+        by_rank = team.share(mapped_memory())
+        found[f"{when}: mapped"] = by_rank[0]["mapped_bytes"]
+        found[f"{when}: resident"] = sum(memory["share_bytes"] for memory in by_rank)
+    if team.rank == 0:
+        record = {"unit": "bytes", "backend": "ringcomm"}
+        team.report(
+            [
+                {"quantity": f"a pair of ranks, {name}", "value": value / num_pairs, **record}
+                for name, value in found.items()
+            ]
+        )
+    dist.destroy_process_group()
+
+
+def use_group(team: Team) -> None:
+    """All that a group may map: all_reduces, and messages around the ring. Collective."""
+    for num_bytes in USED_BYTES:
+        buffer = torch.zeros(num_bytes // 4)
+        dist.all_reduce(buffer)
+        dist.broadcast(buffer, 0)
+        sending = dist.isend(buffer, (team.rank + 1) % team.world_size)
+        dist.recv(torch.empty_like(buffer), (team.rank - 1) % team.world_size)
+        assert sending is not None
+        sending.wait()
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """CPU time of processes, with all their threads: the clocks of clock_getcpuclockid(3)."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def wait_once(team: Team, group: dist.ProcessGroup, pids: list[int], seconds: float) -> float:
+    """Rank 0 computes, and the others wait for it in an all_reduce. Collective.
+
+    Returns:
+        On rank 0 percent of one core, for all waiting ranks together, without their first moment.
+    """
+
+    def compute_until(moment: float) -> float:
+        while (now := time.monotonic()) < moment:
+            pass
+        return now
+
+    buffer = torch.zeros(SMALL_BYTES // 4)
+    dist.all_reduce(buffer, group=group)
+    team.share(None)
+    percent = 0.0
+    if team.rank == 0:
+        begin = compute_until(time.monotonic() + SETTLE_S)
+        used_s = -cpu_seconds(pids)
+        end = compute_until(begin + seconds)
+        used_s += cpu_seconds(pids)
+        percent = 100 * used_s / (end - begin)
+    dist.all_reduce(buffer, group=group)
+    return percent
+
+
+def run_waiting(team: Team, options: argparse.Namespace) -> None:
+    """Rank 0 reports what waiting costs, over each backend."""
+    groups = open_groups(team, labelled(options.backends))
+    watch = WeatherWatch(team)
+    pids = team.share(os.getpid())[1:]
+
+    def measure() -> dict[str, float]:
+        turns = [
+            {label: wait_once(team, g, pids, options.seconds) for label, g in groups.items()}
+            for _ in range(NUM_TURNS)
+        ]
+        return {label: median(turn[label] for turn in turns) for label in groups}
+
+    percent, weather = watch.calmest(measure, options.repeats)
+    if team.rank == 0:
+        quantity = f"{len(pids)} ranks that wait for one that computes: CPU time, of one core"
+        record = {"quantity": quantity, "unit": "%", "seconds": options.seconds, **weather.record()}
+        team.report([{**record, "backend": name, "value": v} for name, v in percent.items()])
+    dist.destroy_process_group()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = harness.make_parser(__doc__, seconds=1.0, per="wait")
+    add = parser.add_argument
+    add("--backends", type=as_option(words), default="ringcomm,gloo")
+    add("--world", type=int, default=4, help="ranks, all on this machine")
+    add("--groups", type=int, default=64, help="groups that nobody uses")
+    options = parser.parse_args(argv)
+    if options.world < 2 or options.groups < 1 or options.seconds <= 0:
+        parser.error("wants 2 ranks and 1 group at least, and some seconds")
+    options.json = options.json or harness.default_path(f"footprint-w{options.world}")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures everything; returns the exit code."""
+    options = parse(argv)
+    report = Report("footprint", options.json, world_size=options.world)
+
+    def add(records: list[dict[str, Any]]) -> None:
+        """Others can change times, and no other counts."""
+        report.add([{"quiet": True, "verified": True, **record} for record in records])
+
+    for backend in options.backends:
+        run = partial(run_idle, options=options, backend=backend)
+        run_ranks(options.world, run, add)
+    run_ranks(options.world, run_mapped, add)
+    run_ranks(options.world, partial(run_waiting, options=options), add)
+
+    def row_of(record: dict[str, Any]) -> list[str]:
+        return [record["quantity"], record["backend"], amount(record["value"], record["unit"])]
+
+    return report.finish(table_of(["quantity", "backend", "value"], "", report.records, row_of))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("footprint.py", main))

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Draws times by size: all_reduce over the backends, and with ringcomm's algorithms.
+
+    python benchmarks/plot.py [--out docs/design] [FILE.jsonl ...]
+
+Takes the records that table.py would, of the machine that was measured last, and writes
+all_reduce.svg and algorithms.svg, the same bytes for the same records and matplotlib. What has no
+records, or where matplotlib is not installed, is left out and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import harness
+from table import LAYOUTS, README_WORLDS, Layout, Record, Run, machine_of, newest, read_results
+
+from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.bench.script import run_main
+from ringcomm.bench.sweep import DEFAULT_SIZES
+from ringcomm.bench.wording import byte_count, byte_counts
+
+ALGORITHMS = Layout("algorithm", ("world_size",), ("bytes",), lambda runs: [])
+# Okabe and Ito's, which most people can tell apart.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+# Text stays text, and nothing depends on the time or on chance.
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
+
+
+def all_reduce_runs(records: list[Record]) -> list[Run]:
+    """In place, in the usual type."""
+    usual = {"op": "all_reduce", "dtype": "float32", "device": "cpu"}
+    found = [r for r in records if r["kind"] == "collective" and usual.items() <= r.items()]
+    return _runs(found, LAYOUTS["collective"])
+
+
+def algorithm_runs(records: list[Record]) -> list[Run]:
+    """Of the algorithms beside each other."""
+    return _runs([r for r in records if r["kind"] == ALGORITHMS.kind], ALGORITHMS)
+
+
+def _runs(records: list[Record], layout: Layout) -> list[Run]:
+    """The points, in order, of the machine that was measured last."""
+    usual = [record for record in records if record["world_size"] in README_WORLDS]
+    last = max(usual, key=lambda record: record["date"], default=None)
+    return newest([r for r in usual if last and machine_of(r) == machine_of(last)], layout)
+
+
+def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> None:
+    """One number of ranks: a line per name, from the 10 to the 90 % point shaded."""
+    for color, name in zip(COLORS, names, strict=False):
+        points = [record for run in runs for record in run if record[field] == name]
+        sizes = [record["bytes"] for record in points]
+        low, middle, high = ([r[f"{p}_us"] for r in points] for p in ("p10", "p50", "p90"))
+        axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(sizes, middle, color=color, marker=".", linewidth=1.2, label=name)
+    for change in runs[-1][0].get("changes", []):
+        axes.axvline(change["bytes"], color="grey", linewidth=0.8, linestyle=":")
+        is_shared = change["op"] != "all_reduce"
+        text = f"{change['algorithm']} from {byte_count(change['bytes'] // 1024 * 1024)}"
+        place = {"rotation": 90, "va": "top", "ha": "left" if is_shared else "right"}
+        style = {"fontsize": 7, "color": "grey", "transform": axes.get_xaxis_transform()}
+        axes.text(change["bytes"], 0.99, f" {text} ", **place, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = byte_counts(DEFAULT_SIZES)
+    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
+    axes.minorticks_off()
+    axes.set(xlabel="bytes", title=f"{runs[0][0]['world_size']} ranks")
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(path: Path, runs: list[Run], field: str) -> None:
+    """Writes the SVG: a panel per number of ranks, a line per value of ``field``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
+    names = list(dict.fromkeys(record[field] for run in runs for record in run))
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(
+            1, len(worlds), figsize=(4.2 * len(worlds), 3.6), sharey=True, squeeze=False
+        )
+        for one, world in zip(axes[0], worlds, strict=True):
+            _plot_world(one, world, field, names)
+        axes[0][0].set_ylabel("µs per call: median, 10–90 %")
+        axes[0][-1].legend(fontsize=7, frameon=False, loc="lower right")
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+PLOTS: dict[str, tuple[Callable[[list[Record]], list[Run]], str]] = {
+    "all_reduce": (all_reduce_runs, "backend"),
+    "algorithms": (algorithm_runs, "algorithm"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Draws what there are records of; returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, metavar="FOLDER")
+    options = parser.parse_args(argv)
+    records = read_results(options.files)
+    for name, (runs_of, field) in PLOTS.items():
+        runs = runs_of(records)
+        path = options.out / f"{name}.svg"
+        try:
+            if runs:
+                draw(path, runs, field)
+            print(f"drawn: {path}" if runs else f"no records to draw {name} from")
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            print(f"{name} is not drawn: pip install matplotlib")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("plot.py", main))

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Makes all records behind README's tables and the plots, one measurement after another.
+
+    python benchmarks/run_all.py [--only floor steps] [--seconds 1] [--write]
+
+Records go to benchmarks/results. Then it prints the tables that table.py makes of all records there
+and draws the plots beside them; --write puts both where README and docs/design have them. MPI takes
+part in all_reduce where mpi4py and mpiexec are installed. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+import plot
+import table
+
+from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
+from ringcomm.bench.script import run_main
+
+# Each takes some minutes, and up to four times as long while it is disturbed.
+LIMIT_S = 900.0
+CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
+APART = "reduce_scatter,all_gather,all_to_all,broadcast,round_trip,barrier"
+# Scripts and their arguments by name, in order.
+JOBS: dict[str, list[str]] = {
+    "all_reduce": [
+        f"all_reduce.py --world 2 --ops all_reduce,all_reduce_apart --sizes {CURVE}",
+        f"all_reduce.py --world 4 --sizes {CURVE}",
+    ],
+    "operations": [f"all_reduce.py --world 2 --ops {APART}"],
+    "floor": ["floor.py"],
+    "algorithms": ["algorithms.py"],
+    "races": ["races.py"],
+    "steps": ["steps.py"],
+    "fused_update": ["fused_update.py"],
+    "footprint": ["footprint.py"],
+}
+WITH_MPI = ("all_reduce",)
+HOW_TO_GET_MPI = "without MPI as a peer; for Intel's: pip install impi-rt mpi4py"
+
+
+def find_mpiexec() -> str | None:
+    """The mpiexec beside this Python or on PATH, if mpi4py is there as well."""
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which("mpiexec", path=folders) if importlib.util.find_spec("mpi4py") else None
+
+
+def command_of(job: str, mpiexec: str | None) -> list[str]:
+    """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
+    script, *arguments = shlex.split(job)
+    command = [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments]
+    if mpiexec is None:
+        return command
+    world = arguments[arguments.index("--world") + 1]
+    return [mpiexec, "-n", world, *command, "--backends", "ringcomm,gloo,mpi4py"]
+
+
+def run(command: list[str]) -> bool:
+    """Runs a command with a heading; whether it ended well, in time."""
+    shown = [Path(word).name if os.path.isabs(word) else word for word in command]
+    print(f"\n== {shlex.join(shown)}", flush=True)
+    begin = time.monotonic()
+    # With Intel's own pinning a rank's threads, such as Gloo's, share one core.
+    environment = {**os.environ, "I_MPI_PIN": "off"}
+    try:
+        status = subprocess.run(command, env=environment, check=False, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {LIMIT_S:.0f} s")
+        return False
+    print(f"{time.monotonic() - begin:.0f} s, status {status}", flush=True)
+    return status == EXIT_OK
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--only", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
+    add("--seconds", type=float, help="passed on; each script has its own default and meaning")
+    add("--write", action="store_true", help="renew README.md and the plots in docs/design")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Runs everything, also after something has failed; returns the exit code."""
+    options = parse(argv)
+    mpiexec = find_mpiexec()
+    more = [] if options.seconds is None else ["--seconds", str(options.seconds)]
+    if mpiexec is None and set(WITH_MPI) & set(options.only):
+        print(HOW_TO_GET_MPI)
+    failed = []
+    for name in options.only:
+        for job in JOBS[name]:
+            if not run([*command_of(job, mpiexec if name in WITH_MPI else None), *more]):
+                failed.append(job)
+    print("\n== tables and plots\n", flush=True)
+    readme, design = harness.ROOT / "README.md", harness.ROOT / "docs" / "design"
+    table.main(["--write", str(readme)] if options.write else [])
+    plot.main(["--out", str(design)] if options.write else [])
+    for job in failed:
+        print(f"failed: {job}")
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("run_all.py", main))

@@ -1,0 +1,109 @@
+// How a rank waits: what it does before it sleeps, and where it runs after.
+#include <sched.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/wait_policy.h"
+#include "third_party/doctest/doctest.h"
+#include "transport/shm/host_arch.h"
+
+namespace {
+
+using namespace ringcomm;
+
+// A machine whose yields have given outcomes, and on which a rank that sleeps finds the value there
+// when it wakes.
+struct ScriptedArch {
+  Yielded outcome;
+  Cursor& cursor;
+  std::uint64_t value_on_waking;
+  std::uint32_t num_yields = 0;
+  std::uint32_t num_sleeps = 0;
+
+  std::uint64_t load_acquire(const std::uint64_t& word) const { return word; }
+  std::uint64_t load_seq_cst(const std::uint64_t& word) const { return word; }
+  std::uint32_t load_seq_cst(const std::uint32_t& word) const { return word; }
+  void store_seq_cst(std::uint64_t& word, std::uint64_t value) { word = value; }
+  void add_seq_cst(std::uint32_t& word, std::int32_t delta) {
+    word += static_cast<std::uint32_t>(delta);
+  }
+  void copy(void*, const void*, std::size_t) {}
+  void pause() {}
+  Yielded yield() {
+    ++num_yields;
+    return outcome;
+  }
+  void park(std::uint64_t&, std::uint64_t) {
+    ++num_sleeps;
+    cursor.value = value_on_waking;
+  }
+  void wake(std::uint64_t&) {}
+  void note_core(std::uint32_t&) {}
+  void leave_core(const std::uint32_t&) {}
+  Stop stopped(int) { return Stop::kNone; }
+};
+
+std::uint32_t yields_before_sleep(SpinBudget& budget, Yielded outcome) {
+  Cursor cursor;
+  ScriptedArch arch{.outcome = outcome, .cursor = cursor, .value_on_waking = 1};
+  CHECK(wait_at_least(arch, budget, cursor, 1, 0) == Stop::kNone);
+  CHECK(arch.num_sleeps == 1);
+  CHECK(cursor.sleepers == 0);
+  return arch.num_yields;
+}
+
+TEST_CASE("a rank sleeps after few yields that others took, and after many that nobody wanted") {
+  SpinBudget budget;
+  CHECK(yields_before_sleep(budget, Yielded::kBriefly) == SpinBudget::kMaxYields);
+  CHECK(yields_before_sleep(budget, Yielded::kToNobody) == SpinBudget::kMaxIdleYields);
+  CHECK(yields_before_sleep(budget, Yielded::kDearly) == 1);
+  CHECK(yields_before_sleep(budget, Yielded::kToNobody) == 0);  // for the next waits
+}
+
+class NoReason final : public shm::StopSource {
+  Stop stopped(int) override { return Stop::kNone; }
+};
+
+cpu_set_t allowed_cores() {
+  cpu_set_t cores;
+  REQUIRE(::sched_getaffinity(0, sizeof(cores), &cores) == 0);
+  return cores;
+}
+
+TEST_CASE("who is woken on its waker's core leaves it, where there are cores enough") {
+  const cpu_set_t allowed = allowed_cores();
+  const int num_cores = CPU_COUNT(&allowed);
+  if (num_cores < 2) return;  // nowhere to go
+  NoReason source;
+  const auto pin_to = [](const cpu_set_t& cores) {
+    REQUIRE(::sched_setaffinity(0, sizeof(cores), &cores) == 0);
+  };
+  std::uint32_t core = 0;
+
+  const shm::HostArch spacious(source, num_cores);
+  spacious.note_core(core);
+  cpu_set_t only_core;
+  CPU_ZERO(&only_core);
+  CPU_SET(core, &only_core);
+  pin_to(only_core);  // the kernel leaves it where it is until the next call
+  pin_to(allowed);
+  spacious.leave_core(core);
+  const cpu_set_t after = allowed_cores();
+  CHECK(CPU_EQUAL(&after, &allowed));
+
+  // With one core allowed it has nowhere to go, and stays pinned.
+  pin_to(only_core);
+  spacious.leave_core(core);
+  const cpu_set_t pinned = allowed_cores();
+  CHECK(CPU_EQUAL(&pinned, &only_core));
+  CHECK(::sched_getcpu() == static_cast<int>(core));
+  pin_to(allowed);
+
+  const shm::HostArch crowded(source, num_cores + 1);
+  crowded.leave_core(core);
+  const cpu_set_t same = allowed_cores();
+  CHECK(CPU_EQUAL(&same, &allowed));
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+"""The other benchmarks end to end in small, and the list of them all. No test asserts a time."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import run_all
+
+from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.bench.records import read_records
+
+
+def records_of(path: Path, script: str, *argv: str, seconds: str = "0.02") -> list[dict[str, Any]]:
+    """What a script records in as little time as it can."""
+    quick = ["--seconds", seconds, "--repeats", "0", "--json", str(path / "records.jsonl")]
+    assert import_module(script).main([*quick, *argv]) == EXIT_OK
+    records = read_records([path / "records.jsonl"])
+    assert all(record["verified"] for record in records)
+    return records
+
+
+def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "algorithms", "--worlds", "2", "--sizes", "4k,512k")
+    names = ["one_shot", "two_shot", "ring", "ring, rank_order"]
+    found = [(record["bytes"], record["algorithm"]) for record in records]
+    large = [(524288, name) for name in [*names, "direct"]]
+    assert found == [(4096, name) for name in names] + large  # too small to be worth it
+    changes = [(c["op"], c["bytes"], c["algorithm"]) for c in records[0]["changes"]]
+    assert changes == [
+        ("all_reduce", 262148, "two_shot"),
+        ("all_reduce_shared", 8192, "direct"),
+    ]
+
+
+def test_footprint(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "footprint", "--world", "2", "--groups", "3")
+    values = {(r["quantity"], r["backend"]): r["value"] for r in records}
+    idle = "3 idle groups, per rank"
+    for state in (idle, f"{idle}, one of them used"):
+        assert values[f"{state}: file descriptors", "ringcomm"] == 0
+        assert values[f"{state}: file descriptors", "gloo"] > 0
+    states = ("unused", "after 64 MiB")
+    mapped = [values[f"a pair of ranks, {state}: mapped", "ringcomm"] for state in states]
+    assert 0 < mapped[0] == mapped[1]
+    waiting = [name for name, _ in values if "wait for one that computes" in name]
+    assert len(waiting) == 2
+    assert all(0 <= r["value"] <= 100 for r in records if r["unit"] == "%")
+
+
+def test_steps(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "steps", "--systems", "DDP", "--rows", "1", "--context", "8")
+    assert [record["backend"] for record in records] == ["ringcomm", "gloo", "fake"]
+    assert [r["communication_share"] is None for r in records] == [False, False, True]
+
+
+def test_waiting(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "waiting", "--worlds", "2", "--strangers", "0")
+    found = [(record["op"], record["backend"], record["bytes"]) for record in records]
+    assert found == [
+        *(("barrier", name, 0) for name in ("ringcomm", "gloo")),
+        *(("all_reduce", name, 1024) for name in ("ringcomm", "gloo")),
+    ]
+
+
+@pytest.mark.parametrize("job", [job for jobs in run_all.JOBS.values() for job in jobs])
+def test_the_list_of_all_calls_scripts_as_they_are(job: str) -> None:
+    script, *arguments = shlex.split(job)
+    import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
+
+
+def test_mpi_takes_part_where_it_is_there() -> None:
+    assert all(job.startswith("all_reduce.py") for job in run_all.JOBS["all_reduce"])
+    command = run_all.command_of(run_all.JOBS["all_reduce"][1], "/usr/bin/mpiexec")
+    assert command[:4] == ["/usr/bin/mpiexec", "-n", "4", sys.executable]
+    assert command[-2:] == ["--backends", "ringcomm,gloo,mpi4py"]
+    assert run_all.command_of("floor.py", None)[0] == sys.executable
+
+
+def test_what_fails_or_hangs_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_all.run([sys.executable, "-c", "pass"])
+    assert not run_all.run([sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(run_all, "LIMIT_S", 0.5)
+    assert not run_all.run([sys.executable, "-c", "import time; time.sleep(60)"])
+    said = capfd.readouterr().out
+    assert "status 3" in said
+    assert "stopped after" in said
