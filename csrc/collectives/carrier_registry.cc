@@ -4,9 +4,9 @@
 #include <string>
 #include <utility>
 
-#include "collectives/hosts_carrier.h"
-#include "collectives/message_carrier.h"
-#include "collectives/shm_carrier.h"
+#include "collectives/hosts/carrier.h"
+#include "collectives/messages/carrier.h"
+#include "collectives/shm/carrier.h"
 #include "transport/messages/message_transport.h"
 #include "transport/roster.h"
 #include "transport/shm/rendezvous.h"

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "collectives/owner_update.h"
-#include "collectives/reduce_update_gather.h"
 #include "collectives/reduction.h"
+#include "collectives/update_in_parts.h"
 
 namespace ringcomm {
 namespace {
@@ -172,8 +172,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   };
   try {
     if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
-      count(header.op,
-            reduce_update_gather_in_parts(call, rank_, world_size_, [&](const Collective& part) {
+      count(header.op, update_in_parts(call, rank_, world_size_, [&](const Collective& part) {
               return carrier_->run(part, header_of(part), limits);
             }));
     else

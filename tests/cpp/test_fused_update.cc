@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collective_case.h"
-#include "collectives/reduce_update_gather.h"
+#include "collectives/update_in_parts.h"
 #include "core/chunk_layout.h"
 #include "device/update_op.h"
 #include "third_party/doctest/doctest.h"
@@ -231,7 +231,7 @@ TEST_CASE("the fused update has the bits of its parts, and of every other rank")
             communicator.run(part, kPatient);
             return Traffic{.sent_bytes = 1};
           };
-          const Traffic traffic = reduce_update_gather_in_parts(call, rank, kWorld, run);
+          const Traffic traffic = update_in_parts(call, rank, kWorld, run);
           expect(traffic.sent_bytes == 2, "bytes added up");
         };
         const Model one = run_steps(c, rank, kWorld, fused);

@@ -14,6 +14,10 @@ CSRC = ROOT / "csrc"
 
 # A file in csrc/X may include X and what stands left of it.
 LAYERS = ("core", "device", "transport", "collectives", "bindings")
+# A carrier's folder in csrc/collectives, and whose it may include besides; of the files beside the
+# folders only the registry knows what carriers there are.
+CARRIERS = {"shm": {"shm"}, "messages": {"messages"}, "hosts": {"hosts", "messages", "shm"}}
+REGISTRY = "carrier_registry.cc"
 TORCH_FOLDERS = {"torch", "ATen", "c10", "caffe2", "pybind11"}
 PYTHON_HEADERS = {"Python.h", "structmember.h"}
 # What core may take from outside C++'s standard library: the compiler's own, no library behind it.
@@ -63,6 +67,16 @@ def test_includes_point_left(path: Path) -> None:
         if layer == "core":
             is_standard = re.fullmatch(r"[a-z_0-9]+", name) or name in INTRINSICS
             assert is_standard, f"<{name}>: csrc/core needs the standard library alone"
+
+
+def test_carriers_know_no_other() -> None:
+    collectives = CSRC / "collectives"
+    for path in (p for p in CPP_FILES if p.is_relative_to(collectives) and p.name != REGISTRY):
+        allowed = CARRIERS.get(path.relative_to(collectives).parts[0], set())
+        for name in includes_of(path)[0]:
+            folder = name.removeprefix("collectives/").split("/")[0]
+            if name.startswith("collectives/") and folder in CARRIERS:
+                assert folder in allowed, f'{name_of(path)}: "{name}"'
 
 
 @pytest.mark.parametrize("path", [p for p in CPP_FILES if p.suffix in {".h", ".cuh"}], ids=name_of)

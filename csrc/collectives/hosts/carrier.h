@@ -1,0 +1,55 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "collectives/carrier.h"
+#include "collectives/carrier_registry.h"
+#include "collectives/communicator_options.h"
+#include "collectives/hosts/engine.h"
+#include "transport/key_value_store.h"
+#include "transport/messages/message_transport.h"
+#include "transport/messages/message_watch.h"
+#include "transport/messages/store_membership.h"
+#include "transport/roster.h"
+
+namespace ringcomm {
+
+/// Collectives of ranks on several hosts, of which some have more than one: shared memory inside a
+/// host, messages between hosts. Users' sends and receives all go over messages, so that one from
+/// any source sees every rank.
+///
+/// A rank that gives up says so twice: in the memory of its host, whose ranks wait there, and in
+/// the store, where every rank's watch looks and tells its own host's memory.
+class HostsCarrier final : public Carrier {
+ public:
+  /// Collective over the group. Throws Error.
+  HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
+               const CommunicatorOptions& options, const MakeMessages& make_messages,
+               std::chrono::milliseconds timeout);
+  ~HostsCarrier() override { members_.leave(); }
+
+  Membership& membership() override { return members_; }
+  std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
+  bool runs_in_caller() const override { return false; }
+  void plan(const Collective& call, CallHeader& header) const override;
+  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
+  std::size_t mapped_bytes() const override {
+    return local_ != nullptr ? local_->mapped_bytes() : 0;
+  }
+
+ private:
+  bool is_flat(const Collective& call) const;
+  void dispatch(const Collective& call, const CallHeader& header);
+
+  CommunicatorOptions options_;
+  Roster roster_;
+  StoreMembership members_;
+  std::unique_ptr<Carrier> local_;  // null on a host with one rank
+  std::unique_ptr<MessageTransport> transport_;
+  MessageWatch watch_;
+  MessageEngine planner_;  // of all ranks over messages, for calls that take that way
+  HostsEngine engine_;
+};
+
+}  // namespace ringcomm

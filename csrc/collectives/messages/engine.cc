@@ -1,0 +1,61 @@
+#include "collectives/messages/engine.h"
+
+#include <utility>
+
+namespace ringcomm {
+namespace {
+
+// Sends that have ended but were not waited for hold memory; more than these are waited for, the
+// oldest first. No circle of waits comes of it: the receive of an older send is posted before its
+// receiver looks at anything younger, and the slots of a ring are fewer.
+constexpr std::size_t kMaxSends = 256;
+
+}  // namespace
+
+MessageEngine::Handle MessageEngine::keep(MessageTransport::MessagePtr message, int peer) {
+  return posted_.insert(posted_.end(), {std::move(message), peer});
+}
+
+MessageEngine::Handle MessageEngine::irecv(int peer, int tag, void* data, std::size_t num_bytes) {
+  return keep(transport_.irecv(peer, tag, static_cast<std::byte*>(data), num_bytes), peer);
+}
+
+MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
+                                           std::size_t num_bytes) {
+  return keep(transport_.isend(peer, tag, static_cast<const std::byte*>(data), num_bytes), peer);
+}
+
+void MessageEngine::wait(Handle message) {
+  const MessageEnd end = message->message->wait();
+  if (end != MessageEnd::kDone)
+    throw Stopped{.stop = operation_->stop_of(end, message->peer),
+                  .peer = message->peer,
+                  .detail = end == MessageEnd::kFailed ? message->message->failure() : ""};
+  posted_.erase(message);
+}
+
+void MessageEngine::post_send(int peer, int tag, const void* data, std::size_t num_bytes) {
+  sends_.push_back(isend(peer, tag, data, num_bytes));
+  if (sends_.size() <= kMaxSends) return;
+  wait(sends_.front());
+  sends_.pop_front();
+}
+
+std::byte* MessageEngine::stage(std::size_t num_bytes) {
+  staging_.push_back(std::make_unique_for_overwrite<std::byte[]>(num_bytes));
+  return staging_.back().get();
+}
+
+void MessageEngine::finish() {
+  for (; !sends_.empty(); sends_.pop_front()) wait(sends_.front());
+  drop();
+}
+
+void MessageEngine::drop() {
+  sends_.clear();
+  posted_.clear();
+  staging_.clear();
+  operation_ = nullptr;
+}
+
+}  // namespace ringcomm

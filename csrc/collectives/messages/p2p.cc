@@ -1,0 +1,306 @@
+#include "collectives/messages/p2p.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "collectives/messages/tags.h"
+#include "collectives/p2p_errors.h"
+#include "transport/background_thread.h"
+#include "transport/wait_limits.h"
+
+namespace ringcomm {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{50};
+// Threads for lanes that nobody waits for; a lane beyond them has its turn when another is over.
+constexpr std::size_t kMaxThreads = 32;
+// Sends that are done before they are received take an envelope each.
+constexpr std::size_t kMaxEarly = 256;
+
+}  // namespace
+
+struct MessageP2p::Envelope {
+  std::uint64_t num_bytes = 0;
+  std::int32_t data_tag = 0;
+  std::array<std::byte, 4096 - 16> data = {};
+
+  bool is_whole() const { return num_bytes <= sizeof(data); }
+};
+
+struct MessageP2p::Item {
+  explicit Item(const P2pOpPtr& operation) : op(operation) {}
+
+  bool is_send() const { return op->kind == P2pOp::Kind::kSend; }
+
+  P2pOpPtr op;
+  bool is_early = false;
+  Envelope envelope;
+  std::optional<MessageWatch::Operation> watched;  // none where it is early: nobody waits
+  MessageTransport::MessagePtr envelope_message;
+  MessageTransport::MessagePtr data_message;
+};
+
+MessageP2p::MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure& failure,
+                       Stats& stats)
+    : transport_(transport),
+      watch_(watch),
+      failure_(failure),
+      stats_(stats),
+      num_long_sends_(static_cast<std::size_t>(transport.world_size())) {}
+
+MessageP2p::~MessageP2p() {
+  {
+    Lock lock(mutex_);
+    std::optional<MessageWatch::Operation> flush;
+    if (num_sends_ > 0) flush.emplace(watch_, flush_deadline_);
+    has_news_.wait(lock, [this] { return num_sends_ == 0; });
+    is_stopping_ = true;
+    const bool must_abort = num_items_ > 0 || !guards_.empty();
+    lock.unlock();
+    if (must_abort) transport_.abort();
+    lock.lock();
+    has_news_.wait(lock, [this] { return num_items_ == 0; });
+  }
+  has_work_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+  for (std::thread& thread : guard_threads_) thread.join();
+}
+
+void MessageP2p::check(const P2pOp& op) const {
+  check_peer(op, transport_.rank(), transport_.world_size());
+  if (!MessageTags::is_internal(op.tag) &&
+      op.tag >= static_cast<std::uint64_t>(MessageTransport::kFirstReservedTag))
+    throw std::invalid_argument("tags over the p2p transport are 0 to " +
+                                std::to_string(MessageTransport::kFirstReservedTag - 1) + ", got " +
+                                std::to_string(static_cast<std::int32_t>(op.tag)));
+}
+
+void MessageP2p::post(const P2pOpPtr& op) {
+  check(*op);
+  failure_.check_not_inherited();  // before the lock, which may have been held at the fork
+  Lock lock(mutex_);
+  failure_.rethrow_if_any();
+  op->deadline = deadline_after(op->timeout);
+  auto item = start(op);
+  if (item->is_send()) {
+    ++num_sends_;
+    flush_deadline_ = std::max(flush_deadline_, op->deadline);
+    item->is_early = item->envelope.is_whole() && num_early_ < kMaxEarly;
+  }
+  const bool is_early = item->is_early;
+  if (is_early)
+    ++num_early_;
+  else
+    item->watched.emplace(watch_, op->deadline);
+  ++num_items_;
+  const LaneKey key{op->kind, op->peer, op->tag};
+  Lane& lane = lanes_.try_emplace(key, Lane{.key = key, .items = {}}).first->second;
+  lane.items.push_back(std::move(item));
+  if (lane.items.size() == 1) {
+    ready_.push_back(&lane);
+    need_thread(kMaxThreads);
+  }
+  if (op->peer < 0) {
+    guard_sources();
+    fail_orphan(lock, MessageEnd::kFailed, (transport_.rank() + 1) % transport_.world_size());
+  }
+  if (is_early) tell(lock, op);
+}
+
+// In the order of the calls, with the lock held: messages of a lane match in that order.
+std::unique_ptr<MessageP2p::Item> MessageP2p::start(const P2pOpPtr& op) {
+  auto item = std::make_unique<Item>(op);
+  Envelope& envelope = item->envelope;
+  auto* bytes = reinterpret_cast<std::byte*>(&envelope);
+  const int tag = MessageTags::of(op->tag);
+  if (op->kind == P2pOp::Kind::kRecv) {
+    item->envelope_message = transport_.irecv(op->peer, tag, bytes, sizeof(envelope));
+    return item;
+  }
+  envelope.num_bytes = op->num_bytes;
+  if (!envelope.is_whole()) {
+    std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op->peer)];
+    envelope.data_tag = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
+  } else if (op->num_bytes > 0) {
+    std::memcpy(envelope.data.data(), op->data, op->num_bytes);
+  }
+  item->envelope_message = transport_.isend(op->peer, tag, bytes, sizeof(envelope));
+  if (!envelope.is_whole())
+    item->data_message = transport_.isend(op->peer, envelope.data_tag, op->data, op->num_bytes);
+  return item;
+}
+
+void MessageP2p::need_thread(std::size_t max_threads) {
+  if (num_idle_ >= ready_.size()) {
+    has_work_.notify_one();
+    return;
+  }
+  if (threads_.size() >= max_threads) return;
+  try {
+    threads_.push_back(start_background_thread("ringcomm-p2p", [this] { run_thread(); }));
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw;  // otherwise the lane has its turn later
+  }
+}
+
+void MessageP2p::run_thread() {
+  Lock lock(mutex_);
+  for (;;) {
+    if (ready_.empty()) {
+      if (is_stopping_ && num_items_ == 0) return;
+      ++num_idle_;
+      has_work_.wait(lock);
+      --num_idle_;
+      continue;
+    }
+    Lane& lane = *ready_.front();
+    ready_.pop_front();
+    Item& item = *lane.items.front();
+    lock.unlock();
+    complete(item);
+    const P2pOpPtr op = item.op;
+    const bool is_early = item.is_early;
+    lock.lock();
+    lane.items.pop_front();
+    if (lane.items.empty())
+      lanes_.erase(lane.key);
+    else
+      ready_.push_back(&lane);
+    if (!is_early) tell(lock, op);
+    if (is_early) --num_early_;
+    if (op->kind == P2pOp::Kind::kSend) --num_sends_;
+    --num_items_;
+    has_news_.notify_all();
+  }
+}
+
+// Runs without the lock, on one thread per lane; what goes wrong is the operation's error.
+void MessageP2p::complete(Item& item) {
+  if (item.is_early) {
+    // Whoever sent it has gone on; that its receiver has gone is for others to say.
+    static_cast<void>(item.envelope_message->wait());
+    return;
+  }
+  try {
+    wait_for(item, *item.envelope_message, item.op->peer);
+    if (!item.is_send()) complete_recv(item);
+    if (item.data_message != nullptr) wait_for(item, *item.data_message, item.op->peer);
+  } catch (const std::exception&) {
+    item.op->error = std::current_exception();
+    // The group has ended, and with it the other half of a long message.
+    transport_.abort();
+  }
+}
+
+void MessageP2p::complete_recv(Item& item) {
+  P2pOp& op = *item.op;
+  const Envelope& envelope = item.envelope;
+  {
+    const Lock lock(mutex_);  // whoever waits looks at it
+    op.peer = item.envelope_message->source();
+  }
+  if (envelope.num_bytes != op.num_bytes)
+    raise_misfit(failure_, op, envelope.num_bytes, transport_.rank());
+  if (!envelope.is_whole())
+    item.data_message = transport_.irecv(op.peer, envelope.data_tag, op.data, op.num_bytes);
+  else if (op.num_bytes > 0)
+    std::memcpy(op.data, envelope.data.data(), op.num_bytes);
+}
+
+void MessageP2p::wait_for(Item& item, Message& message, int peer) {
+  const MessageEnd end = message.wait();
+  if (end == MessageEnd::kDone) return;
+  {
+    const Lock lock(mutex_);
+    if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
+  }
+  failure_.raise_stopped(item.watched->stop_of(end, peer), peer, activity_of(*item.op),
+                         end == MessageEnd::kFailed ? message.failure() : "");
+}
+
+// The operation is done. Without the lock while its callback runs.
+void MessageP2p::tell(Lock& lock, const P2pOpPtr& op) {
+  const bool is_send = op->kind == P2pOp::Kind::kSend;
+  op->is_done = true;
+  if (op->error == nullptr)
+    for (Stats* stats : {&stats_, &Stats::process_wide()})
+      stats->count(is_send ? OpKind::kSend : OpKind::kRecv, Algorithm::kDirect,
+                   is_send ? op->num_bytes : 0);
+  const auto done = std::exchange(op->done, nullptr);
+  has_news_.notify_all();
+  lock.unlock();
+  if (done) done();
+  lock.lock();
+}
+
+void MessageP2p::guard_sources() {
+  if (guards_.empty())
+    for (int peer = 0; peer < transport_.world_size(); ++peer) {
+      if (peer == transport_.rank()) continue;
+      guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
+      guard_threads_.push_back(start_background_thread(
+          "ringcomm-guard",
+          [this, peer, message = guards_.back().get()] { guard(peer, *message); }));
+    }
+}
+
+void MessageP2p::guard(int peer, Message& message) {
+  const MessageEnd end = message.wait();
+  Lock lock(mutex_);
+  if (end != MessageEnd::kFailed || is_stopping_) return;
+  ++num_gone_;
+  fail_orphan(lock, end, peer);
+}
+
+// Ends the group where a receive from any source waits and nobody is left to send.
+void MessageP2p::fail_orphan(Lock& lock, MessageEnd end, int peer) {
+  if (num_gone_ < transport_.world_size() - 1) return;
+  for (const auto& [key, lane] : lanes_) {
+    if (std::get<1>(key) >= 0) continue;
+    const Activity activity = activity_of(*lane.items.front()->op);
+    lock.unlock();
+    try {
+      MessageWatch::Operation operation(watch_, Clock::time_point::max());
+      failure_.raise_stopped(operation.stop_of(end, peer), peer, activity);
+    } catch (const std::exception&) {
+      // Kept, and told to the operations, whose messages end with the group.
+    }
+    lock.lock();
+    return;
+  }
+}
+
+// Gives an operation's lane a thread, whatever their number.
+void MessageP2p::hurry(const P2pOp& op) {
+  const auto found = lanes_.find({op.kind, op.peer, op.tag});
+  if (found == lanes_.end()) return;
+  const auto place = std::find(ready_.begin(), ready_.end(), &found->second);
+  if (place == ready_.end()) return;
+  ready_.erase(place);
+  ready_.push_front(&found->second);
+  need_thread(threads_.size() + 1);
+}
+
+bool MessageP2p::wait(const P2pOpPtr& op, Clock::time_point deadline,
+                      const Interrupted& is_interrupted) {
+  failure_.check_not_inherited();
+  Lock lock(mutex_);
+  if (!op->is_done) hurry(*op);
+  while (!op->is_done && Clock::now() < deadline) {
+    has_news_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval));
+    if (op->is_done) break;
+    lock.unlock();
+    if (is_interrupted && is_interrupted())
+      failure_.abort("interrupted by a signal in a send or receive");
+    lock.lock();
+  }
+  return op->is_done;
+}
+
+}  // namespace ringcomm

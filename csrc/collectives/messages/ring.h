@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/messages/engine.h"
+#include "collectives/messages/shares.h"
+
+namespace ringcomm {
+
+/// The ring over messages: chunks go around in slices, so many at once that a rank reduces one
+/// while the next is on its way. Each returns the bytes that the next rank consumed; headers and
+/// sizes are compared before.
+
+/// Every rank ends with all chunks reduced, in `output`.
+std::uint64_t ring_all_reduce(MessageEngine& engine, const MessageShares& shares,
+                              std::uint32_t num_slots, std::size_t slot_bytes);
+/// Every rank ends with its own chunk reduced; the others' outputs are not touched.
+std::uint64_t ring_reduce_scatter(MessageEngine& engine, const MessageShares& shares,
+                                  std::uint32_t num_slots, std::size_t slot_bytes);
+/// Every rank starts with its own chunk in `output`, and ends with all.
+std::uint64_t ring_all_gather(MessageEngine& engine, const MessageShares& shares,
+                              std::uint32_t num_slots, std::size_t slot_bytes);
+
+}  // namespace ringcomm

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <chrono>
+
+#include "collectives/carrier.h"
+#include "collectives/communicator_options.h"
+#include "collectives/shm/direct_collectives.h"
+#include "collectives/shm/engine.h"
+#include "transport/key_value_store.h"
+#include "transport/shm/group.h"
+#include "transport/shm/rendezvous.h"
+
+namespace ringcomm {
+
+/// Collectives of ranks that share memory: on boards, and on the links of a ring.
+class ShmCarrier final : public Carrier {
+ public:
+  /// Collective over the group. Throws Error.
+  ShmCarrier(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
+             std::chrono::milliseconds timeout);
+  /// The same of ranks that have been found, on one host.
+  ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
+             const CommunicatorOptions& options);
+
+  /// Bytes of memory that the ranks of a group share.
+  static std::size_t shared_bytes(int world_size, const CommunicatorOptions& options);
+
+  Membership& membership() override { return group_; }
+  std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
+  bool runs_in_caller() const override { return true; }
+  bool fuses_updates() const override { return true; }
+  void plan(const Collective& call, CallHeader& header) const override;
+  Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
+  std::size_t mapped_bytes() const override { return group_.num_bytes(); }
+
+ private:
+  std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
+  std::uint64_t dispatch(const Collective& call, const CallHeader& header);
+  std::uint64_t run_staged(const Collective& call, const CallHeader& header);
+
+  CommunicatorOptions options_;
+  shm::Group group_;
+  shm::WaitScope scope_;
+  Engine engine_;
+  DirectCollectives direct_;
+};
+
+}  // namespace ringcomm

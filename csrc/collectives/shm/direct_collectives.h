@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "collectives/shm/engine.h"
+#include "transport/shm/peer_memory.h"
+
+namespace ringcomm {
+
+/// Collectives on buffers that the ranks can read where they lie (SharedArena): nothing is staged.
+///
+/// Where a rank's buffers lie is no fact of the group, so it is part of the first phase: a rank
+/// whose buffers are shared puts a note beside its header and no data behind it. All ranks see all
+/// notes, and so decide alike: all shared, and the collective runs on the buffers; some, and it is
+/// staged from the second phase on; none, and it has run as always. docs/design/shared_buffers.md
+class DirectCollectives {
+ public:
+  /// `algorithm` is the group's, for all_reduce.
+  DirectCollectives(Engine& engine, Algorithm algorithm);
+
+  /// Runs the call directly, or by `staged()`. Returns the bytes that peers consume from this rank.
+  /// Throws Stopped, Mismatched, Error.
+  template <class Staged>
+  std::uint64_t run(const Collective& call, const CallHeader& header, const Staged& staged) {
+    was_direct_ = false;
+    engine_.begin();
+    const BufferNote mine = note_of(call);
+    if (!mine.is_given()) {
+      try {
+        return staged();
+      } catch (const BuffersNoted&) {
+      }
+    }
+    if (!agree(call, header, mine)) return staged();
+    was_direct_ = true;
+    return run_directly(call);
+  }
+
+  bool was_direct() const { return was_direct_; }
+
+ private:
+  BufferNote note_of(const Collective& call) const;
+  bool agree(const Collective& call, const CallHeader& header, const BufferNote& mine);
+  std::uint64_t run_directly(const Collective& call);
+  std::uint64_t all_reduce(const Collective& call);
+  std::uint64_t reduce_scatter(const Collective& call);
+  std::uint64_t all_gather(const Collective& call);
+  std::uint64_t broadcast(const Collective& call);
+
+  std::byte* locate(int rank, const shm::ArenaLocation& location, std::size_t num_bytes);
+  void check_not_aborted();
+  void retire(const BufferNote& note) const;
+
+  Engine& engine_;
+  Algorithm algorithm_;
+  bool was_direct_ = false;
+  std::vector<BufferNote> notes_;                           // by rank, of the call that runs
+  std::vector<std::shared_ptr<shm::PeerMemory>> memories_;  // by rank; null until needed
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,123 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "collectives/carrier.h"
+#include "collectives/collective.h"
+#include "collectives/shm/store_kind.h"
+#include "core/board_protocol.h"
+#include "core/link_protocol.h"
+#include "core/stop.h"
+#include "core/wait_policy.h"
+#include "device/reduce_op.h"
+#include "transport/shm/group.h"
+#include "transport/shm/host_arch.h"
+#include "transport/shm/shared_arena.h"
+
+namespace ringcomm {
+
+/// Where the buffers of a rank's call lie in memory that its peers can map. Stands beside the
+/// call's header, and is not compared. A rank that says so stages no data in its first phase.
+struct BufferNote {
+  shm::ArenaLocation input;
+  shm::ArenaLocation output;
+
+  bool is_given() const { return input.is_somewhere(); }
+};
+
+/// Thrown out of the first phase of a staged collective: a peer has put no data there, since its
+/// buffers can be read where they lie. Every rank sees the same notes, so all go on alike
+/// (DirectCollectives).
+struct BuffersNoted {};
+
+/// The state in which collectives of one group run, one after another, on one thread at a time.
+///
+/// Each collective starts with a board phase whose region begins with the call's header, and checks
+/// every peer's header before it reads a byte of data. So a rank that called something else is
+/// found by every rank, whatever the algorithms, with no message of its own: the header travels in
+/// the line that carries the first data.
+class Engine {
+ public:
+  using Arch = shm::HostArch;
+
+  Engine(shm::Group& group, shm::WaitScope& scope)
+      : group_(group),
+        arch_(scope, group.world_size()),
+        board_(arch_, budget_, group.board(), group.rank()) {}
+
+  int rank() const { return group_.rank(); }
+  int world_size() const { return group_.world_size(); }
+  const shm::Group& group() const { return group_; }
+  Arch& arch() { return arch_; }
+  SpinBudget& budget() { return budget_; }
+
+  /// Bytes of data that one phase can carry.
+  std::size_t phase_bytes() const { return board_.region_bytes() - kHeaderBytes; }
+
+  /// Starts a collective: its first phase will be one with headers.
+  void begin() { are_headers_known_ = false; }
+
+  /// Opens the first phase of `header`'s collective: room for its first data.
+  std::byte* open_first(const CallHeader& header);
+  /// The data of `peer` in the first phase; throws Mismatched when it made another call, and
+  /// BuffersNoted.
+  const std::byte* wait_first(int peer, const CallHeader& header);
+  /// The same for whoever compares the headers.
+  const std::byte* wait_header(int peer, CallHeader& theirs);
+
+  /// A first phase that carries `note` and no data.
+  void publish_note(const CallHeader& header, const BufferNote& note);
+  /// The notes of all ranks; throws Mismatched. From then on the collective's headers are known,
+  /// and the first phase of what follows is one like any other.
+  void read_notes(const CallHeader& header, const BufferNote& mine, BufferNote* notes);
+  /// Ends the use of buffers that ranks lent each other; see Board.
+  void rejoin() { check(board_.rejoin()); }
+
+  /// The same for later phases.
+  std::byte* open();
+  const std::byte* wait(int peer);
+
+  /// Ends filling: what was written is for all to read.
+  void publish() { board_.publish(); }
+
+  /// A first phase without data, for algorithms that do not use boards.
+  void exchange_headers(const CallHeader& header);
+
+  /// Stages `num_bytes` for peers with the kind of stores that fits this machine now.
+  void stage(void* to, const void* from, std::size_t num_bytes);
+  StoreKindChooser& store_kinds() { return store_kinds_; }
+  /// Copies what a peer staged, or this rank's own share, into a result of `result_bytes` in all.
+  void copy_result(void* to, const void* from, std::size_t num_bytes, std::size_t result_bytes);
+
+  /// For what an algorithm stages or copies by itself.
+  void count_copied(std::size_t num_bytes) { copied_bytes_ += num_bytes; }
+  /// What was counted since it was last asked for.
+  std::uint64_t take_copied_bytes() { return std::exchange(copied_bytes_, 0); }
+
+  /// Throws Stopped unless `stop` is kNone.
+  static void check(Stop stop) {
+    if (stop != Stop::kNone) throw Stopped{stop};
+  }
+
+ private:
+  // The header's and the note's room in front of every region: whole lines, so that data starts
+  // aligned for any vector.
+  static constexpr std::size_t kNoteOffsetBytes = kLineBytes;
+  static constexpr std::size_t kHeaderBytes = 2 * kLineBytes;
+  static_assert(sizeof(CallHeader) <= kNoteOffsetBytes);
+
+  std::byte* open_with_header(const CallHeader& header, const BufferNote& note);
+  BufferNote check_header(int peer, const std::byte* payload, const CallHeader& header) const;
+
+  shm::Group& group_;
+  Arch arch_;
+  SpinBudget budget_;
+  Board<Arch> board_;
+  StoreKindChooser store_kinds_;
+  std::uint64_t copied_bytes_ = 0;
+  bool are_headers_known_ = false;
+};
+
+}  // namespace ringcomm

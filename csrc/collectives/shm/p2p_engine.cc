@@ -1,0 +1,309 @@
+#include "collectives/shm/p2p_engine.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "collectives/p2p_errors.h"
+#include "core/errors.h"
+#include "transport/background_thread.h"
+
+namespace ringcomm {
+namespace {
+
+// How long operations may stand still before the engine's thread moves them. Whoever waits is there
+// sooner, and keeps the thread out of the way.
+constexpr std::chrono::milliseconds kGrace{1};
+// How often in a row the thread finds nothing to do before it sleeps for good. Until then no post
+// has to wake it: a thread woken for every message takes the core from the rank that waits.
+constexpr int kMaxIdleLooks = 100;
+constexpr std::chrono::milliseconds kPollInterval{50};
+// How late a time-out, a death or an interruption may be noticed.
+constexpr std::chrono::milliseconds kLookInterval{50};
+
+}  // namespace
+
+P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
+    : group_(group),
+      failure_(failure),
+      stats_(stats),
+      arch_(slice_, group.world_size()),
+      mailboxes_(static_cast<std::size_t>(group.world_size())) {}
+
+P2pEngine::~P2pEngine() {
+  Lock lock(mutex_);
+  is_stopping_ = true;  // from here on nothing is received
+  has_work_.notify_all();
+  if (thread_.joinable()) {
+    nudge_driver();
+    lock.unlock();
+    thread_.join();
+    lock.lock();
+  }
+  for (const P2pOpPtr& op : pending_) {
+    if (op->kind != P2pOp::Kind::kRecv || op->is_done) continue;
+    op->error = orphaned(*op, group_.rank());
+    op->is_done = true;
+  }
+  receives_.clear();
+  settle(lock);
+  drive(lock, [this] { return pending_.empty(); }, {});
+}
+
+P2pMailbox& P2pEngine::mailbox(int rank) {
+  auto& mailbox = mailboxes_[static_cast<std::size_t>(rank)];
+  if (mailbox == nullptr)
+    mailbox = std::make_unique<P2pMailbox>(
+        arch_, budget_, rank, group_.p2p_link(group_.rank(), rank),
+        group_.p2p_link(rank, group_.rank()), [this, rank] { ring(rank); });
+  return *mailbox;
+}
+
+void P2pEngine::post(const P2pOpPtr& op) {
+  check_peer(*op, group_.rank(), group_.world_size());
+  failure_.check_not_inherited();  // before the lock, which may have been held at the fork
+  Lock lock(mutex_);
+  failure_.rethrow_if_any();
+  op->deadline = deadline_after(op->timeout);
+  // What is done at once costs no look, which may be one into Python.
+  if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
+  pending_.push_back(op);
+  progress_or_fail([&] { begin(op); });
+  if (!op->is_done) {
+    if (!thread_.joinable()) start_thread();
+    if (is_thread_asleep_ && !is_driving_) has_work_.notify_one();
+  }
+  settle(lock);
+}
+
+void P2pEngine::begin(const P2pOpPtr& op) {
+  if (op->kind == P2pOp::Kind::kSend) {
+    mailbox(op->peer).post_send(op);
+    return;
+  }
+  for (int rank = 0; rank < group_.world_size(); ++rank) {
+    if (rank == group_.rank() || (op->peer >= 0 && op->peer != rank)) continue;
+    if (mailbox(rank).match_kept(op)) return;
+  }
+  receives_.push_back(op);
+}
+
+void P2pEngine::start_thread() {
+  try {
+    thread_ = start_background_thread("ringcomm-p2p", [this] { run_thread(); });
+  } catch (const std::system_error&) {
+    // No thread to be had: whoever waits moves everything, and only what nobody waits for stands
+    // still.
+  }
+}
+
+// Moves nothing once the group has ended: an operation that failed is done, its buffer perhaps
+// freed, and yet half of its message may be in a mailbox.
+bool P2pEngine::progress() {
+  if (failure_.has_failed()) return false;
+  bool has_moved = false;
+  for (const auto& mailbox : mailboxes_) {
+    if (mailbox == nullptr) continue;
+    has_moved |= mailbox->progress_sends();
+    if (!is_stopping_) has_moved |= mailbox->progress_receives(receives_);
+  }
+  return has_moved;
+}
+
+// Progress after `first`. What goes wrong ends the group: this may be a thread that nobody listens
+// to.
+bool P2pEngine::progress_or_fail(const std::function<void()>& first) {
+  try {
+    if (first) first();
+    return progress();
+  } catch (const P2pMailbox::SizeMismatch& mismatch) {
+    fail_size(mismatch);
+  } catch (const std::exception& error) {  // no memory for a message that is to be kept
+    failure_.abort(std::string("send or receive: ") + error.what());
+  }
+  return false;
+}
+
+void P2pEngine::ring(int rank) {
+  Cursor& doorbell = group_.doorbell(rank);
+  // The one cursor with several writers: what counts is that it changes, so each adds one.
+  __atomic_fetch_add(&doorbell.value, 1, __ATOMIC_SEQ_CST);
+  wake_sleepers(arch_, doorbell);
+}
+
+// Runs with the lock held, but for its sleeps and for calls of `done` and `is_interrupted`.
+void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
+                      const Interrupted& is_interrupted) {
+  is_driving_ = true;
+  driving_thread_ = std::this_thread::get_id();
+  Cursor& doorbell = group_.doorbell(group_.rank());
+  SpinBudget no_spin = SpinBudget::none();
+  bool has_slept = false;  // a slice went by in vain: the wait goes on, and misses but once
+  while (!is_enough()) {
+    const std::uint64_t seen = arch_.load_acquire(doorbell.value);
+    const bool has_moved = progress_or_fail();
+    settle(lock);
+    // By the clock and not when a sleep was in vain: one peer's traffic hides no other's silence.
+    if (Clock::now() >= next_look_) look_around(lock, is_interrupted);
+    if (has_moved || is_enough()) {
+      has_slept = false;
+      continue;
+    }
+    lock.unlock();
+    slice_.begin();
+    has_slept = wait_at_least(arch_, has_slept ? no_spin : budget_, doorbell, seen + 1,
+                              group_.rank()) != Stop::kNone;
+    lock.lock();
+  }
+  is_driving_ = false;
+  if (num_waiting_ > 0) has_news_.notify_all();
+  if (is_thread_asleep_ && !pending_.empty()) has_work_.notify_one();
+}
+
+void P2pEngine::abort_if(const Interrupted& is_interrupted) {
+  if (is_interrupted && is_interrupted())
+    failure_.abort("interrupted by a signal in a send or receive");
+}
+
+void P2pEngine::look_around(Lock& lock, const Interrupted& is_interrupted) {
+  lock.unlock();
+  abort_if(is_interrupted);
+  lock.lock();
+  next_look_ = Clock::now() + kLookInterval;
+  fail_stuck();
+  settle(lock);
+}
+
+// Ends operations that have no hope: past their deadline, or with a peer that is gone.
+void P2pEngine::fail_stuck() {
+  const Clock::time_point now = Clock::now();
+  struct Stuck {
+    P2pOpPtr op;
+    Stop stop;
+    int peer;
+  };
+  std::vector<Stuck> stuck;
+  for (const P2pOpPtr& op : pending_) {
+    const int peer = awaited_peer(*op);
+    const Stop state = group_.state_of(peer >= 0 ? peer : group_.rank());
+    if (state != Stop::kNone)
+      stuck.push_back({op, state, peer});
+    else if (now >= op->deadline)
+      stuck.push_back({op, Stop::kTimeout, peer});
+  }
+  if (stuck.empty()) return;
+  // A peer that sent and then left has still sent: the links have the last word, and are read after
+  // the reason to stop.
+  progress_or_fail();
+  for (const auto& [op, stop, peer] : stuck)
+    if (!op->is_done) fail(op, stop, peer);
+}
+
+// Whom an operation cannot do without: its peer; of a receive from any source nobody (-1), unless
+// all are gone.
+int P2pEngine::awaited_peer(const P2pOp& op) const {
+  int peer = op.peer;
+  for (int rank = 0; op.peer < 0 && rank < group_.world_size(); ++rank) {
+    if (rank == group_.rank()) continue;
+    if (group_.state_of(rank) == Stop::kNone) return -1;
+    peer = rank;
+  }
+  return peer;
+}
+
+void P2pEngine::fail(const P2pOpPtr& op, Stop stop, int peer) {
+  try {
+    failure_.raise_stopped(stop, peer, activity_of(*op));
+  } catch (...) {
+    op->error = std::current_exception();
+  }
+  op->is_done = true;
+  receives_.remove(op);
+}
+
+void P2pEngine::fail_size(const P2pMailbox::SizeMismatch& mismatch) {
+  const P2pOpPtr& op = mismatch.receive;
+  try {
+    raise_misfit(failure_, *op, mismatch.sent_bytes, group_.rank());
+  } catch (...) {
+    op->error = std::current_exception();
+  }
+  op->is_done = true;
+}
+
+// Takes finished operations off the list and tells whoever waits for them.
+void P2pEngine::settle(Lock& lock) {
+  std::vector<P2pOpPtr> finished;
+  for (auto op = pending_.begin(); op != pending_.end();) {
+    if ((*op)->is_done) {
+      finished.push_back(std::move(*op));
+      op = pending_.erase(op);
+    } else {
+      ++op;
+    }
+  }
+  if (finished.empty()) return;
+  for (const P2pOpPtr& op : finished) {
+    if (op->error != nullptr) continue;
+    const OpKind kind = op->kind == P2pOp::Kind::kSend ? OpKind::kSend : OpKind::kRecv;
+    const std::uint64_t sent_bytes = kind == OpKind::kSend ? op->num_bytes : 0;
+    stats_.count(kind, Algorithm::kDirect, sent_bytes);
+    Stats::process_wide().count(kind, Algorithm::kDirect, sent_bytes);
+  }
+  if (num_waiting_ > 0) has_news_.notify_all();
+  lock.unlock();
+  for (const P2pOpPtr& op : finished)
+    if (const auto done = std::exchange(op->done, nullptr)) done();
+  lock.lock();
+}
+
+bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
+                     const Interrupted& is_interrupted) {
+  failure_.check_not_inherited();
+  Lock lock(mutex_);
+  if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a receive or send was waited for inside another one of its group, from "
+                "a signal handler "
+                "perhaps; it would wait for itself");
+  const auto is_over = [&] { return op->is_done || Clock::now() >= deadline; };
+  while (!is_over()) {
+    if (!is_driving_) {
+      drive(lock, is_over, is_interrupted);
+      continue;
+    }
+    ++num_waiting_;
+    nudge_driver();  // the engine's thread hands over
+    has_news_.wait_for(lock, kPollInterval);
+    --num_waiting_;
+    lock.unlock();
+    abort_if(is_interrupted);
+    lock.lock();
+  }
+  return op->is_done;
+}
+
+void P2pEngine::run_thread() {
+  Lock lock(mutex_);
+  int num_idle_looks = 0;
+  while (!is_stopping_) {
+    if (num_idle_looks == kMaxIdleLooks) {
+      is_thread_asleep_ = true;
+      has_work_.wait(lock);
+      is_thread_asleep_ = false;
+      num_idle_looks = 0;
+      continue;
+    }
+    has_work_.wait_for(lock, kGrace);
+    if (pending_.empty() || is_driving_) {
+      ++num_idle_looks;
+      continue;
+    }
+    num_idle_looks = 0;
+    drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
+  }
+}
+
+}  // namespace ringcomm

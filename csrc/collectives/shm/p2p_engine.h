@@ -1,0 +1,97 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "collectives/failure.h"
+#include "collectives/point_to_point.h"
+#include "collectives/shm/p2p_mailbox.h"
+#include "collectives/stats.h"
+#include "core/wait_policy.h"
+#include "transport/shm/group.h"
+#include "transport/shm/host_arch.h"
+
+namespace ringcomm {
+
+/// Point-to-point messages over links in shared memory.
+///
+/// Whoever waits drives all operations of the rank; when nobody does for a millisecond, a thread of
+/// the engine takes over. Peers ring this rank's doorbell (a cursor in shared memory) whenever they
+/// filled or drained a slot, so that one wait covers all links.
+class P2pEngine final : public PointToPoint {
+ public:
+  P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
+  /// Ends the receives that are still waiting with an error; sends what is still to be sent, as
+  /// long as the receivers live and within the messages' time-outs.
+  ~P2pEngine() override;
+  P2pEngine(const P2pEngine&) = delete;
+  P2pEngine& operator=(const P2pEngine&) = delete;
+
+  void post(const P2pOpPtr& op) override;
+  bool wait(const P2pOpPtr& op, Clock::time_point deadline,
+            const Interrupted& is_interrupted) override;
+
+ private:
+  // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at
+  // all peers.
+  class OneSlice final : public shm::StopSource {
+   public:
+    void begin() { is_over_ = false; }
+    Stop stopped(int) override {
+      return std::exchange(is_over_, true) ? Stop::kTimeout : Stop::kNone;
+    }
+
+   private:
+    bool is_over_ = false;
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+
+  bool progress();
+  void begin(const P2pOpPtr& op);
+  bool progress_or_fail(const std::function<void()>& first = {});
+  P2pMailbox& mailbox(int rank);
+  void start_thread();
+  void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
+  void abort_if(const Interrupted& is_interrupted);
+  void look_around(Lock& lock, const Interrupted& is_interrupted);
+  void fail_stuck();
+  int awaited_peer(const P2pOp& op) const;
+  void fail(const P2pOpPtr& op, Stop stop, int peer);
+  void fail_size(const P2pMailbox::SizeMismatch& mismatch);
+  void settle(Lock& lock);
+  void ring(int rank);
+  void nudge_driver() { ring(group_.rank()); }
+  void run_thread();
+
+  shm::Group& group_;
+  Failure& failure_;
+  Stats& stats_;
+  OneSlice slice_;
+  shm::HostArch arch_;
+  SpinBudget budget_;
+
+  std::mutex mutex_;  // guards all below, and the links
+  std::vector<std::unique_ptr<P2pMailbox>>
+      mailboxes_;  // by rank, null until needed: links cost memory once looked at
+  P2pReceives receives_;
+  std::list<P2pOpPtr> pending_;
+  std::condition_variable has_news_;  // waiters that do not drive sleep here
+  std::condition_variable has_work_;  // the thread does here
+  bool is_driving_ = false;
+  std::thread::id driving_thread_;
+  Clock::time_point next_look_ = {};
+  int num_waiting_ = 0;
+  bool is_thread_asleep_ = false;
+  bool is_stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ringcomm
