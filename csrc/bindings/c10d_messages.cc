@@ -13,14 +13,12 @@
 
 #include "bindings/python_errors.h"
 #include "core/errors.h"
+#include "transport/wait_limits.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
-
-// For backends that want a time-out; the watch of the group's messages has the real ones.
-constexpr std::chrono::milliseconds kForever = std::chrono::hours(24 * 365);
 
 // The first line is the cause; torch adds where in its own code it was found.
 std::string first_line(const char* text) {
@@ -58,7 +56,8 @@ class C10dMessages::Pending final : public Message {
       work = (*place_)->get();
     }
     try {
-      if (work->wait(kForever)) {
+      // The watch of the group's messages has the real time-outs.
+      if (work->wait(kLongestTimeout)) {
         if (peer_ == kAnySource) peer_ = work->sourceRank();
         return MessageEnd::kDone;
       }
@@ -83,7 +82,7 @@ class C10dMessages::Pending final : public Message {
 C10dMessages::C10dMessages(c10::intrusive_ptr<c10d::Backend> backend)
     : backend_(std::move(backend)), name_(backend_->getBackendName()) {
   try {
-    backend_->setTimeout(kForever);
+    backend_->setTimeout(kLongestTimeout);
   } catch (const std::exception&) {
     // Many backends cannot; where a wait takes a time-out, that is used.
   }

@@ -11,6 +11,7 @@
 #include "bindings/python_errors.h"
 #include "collectives/p2p_op.h"
 #include "core/errors.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {
@@ -18,8 +19,6 @@ namespace {
 // Users' tags have 32 bits.
 constexpr std::uint64_t kArrivalTag = std::uint64_t{1} << 32;
 constexpr std::uint64_t kAnswerTag = std::uint64_t{1} << 33;
-// Of receives: what the barrier waits for ends by its own deadline, and leaves them behind.
-constexpr std::chrono::milliseconds kNoDeadline = std::chrono::hours(24 * 365);
 
 using Clock = PointToPoint::Clock;
 
@@ -83,7 +82,8 @@ class MonitoredBarrier {
                  .tag = tag + barrier_idx_,
                  .data = reinterpret_cast<std::byte*>(&note->answer),
                  .num_bytes = sizeof(note->answer),
-                 .timeout = is_send ? patience_ : kNoDeadline,
+                 // What is received ends by the barrier's own deadline, and is left behind.
+                 .timeout = is_send ? patience_ : kLongestTimeout,
                  .done = [note] {}};
     communicator_.p2p()->post(note->op);
     return note;

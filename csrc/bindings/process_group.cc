@@ -13,12 +13,11 @@
 #include "bindings/python_errors.h"
 #include "bindings/store_adapter.h"
 #include "core/errors.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {
 
-// A deadline far enough not to matter and near enough to be added to a clock.
-constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 
 }  // namespace

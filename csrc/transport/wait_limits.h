@@ -5,6 +5,9 @@
 
 namespace ringcomm {
 
+/// In place of time-outs without end: far enough not to matter, near enough to be added to a clock.
+inline constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365);
+
 /// How long, and under whose eyes, an operation may wait.
 struct WaitLimits {
   std::chrono::milliseconds timeout{std::chrono::minutes(30)};

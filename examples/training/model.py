@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringcomm import ops
+
 VOCAB_SIZE = 256
 ROTARY_BASE = 10_000.0
 # Small, so that the first guess is that all bytes are alike.
@@ -54,9 +56,7 @@ ALIASES = {"small": "0.8M", "medium": "4.6M", "large": "20M"}
 
 def shard_range(total: int, world_size: int, rank: int) -> range:
     """The part of ``range(total)`` that ``rank`` owns: contiguous, the first parts one longer."""
-    base, extra = divmod(total, world_size)
-    start = rank * base + min(rank, extra)
-    return range(start, start + base + (rank < extra))
+    return range(*ops.shard_range(total, world_size, rank))
 
 
 class Whole:

@@ -325,6 +325,28 @@ inline void run_case(Communicator& communicator, const Case& c) {
   buffers.check();
 }
 
+/// What all_reduce can be told to use on any carrier.
+inline constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot,
+                                            Algorithm::kRing};
+
+/// Runs all_reduce with each algorithm on every pair of reduction and dtype that has a meaning.
+inline void run_every_reduction(Communicator& communicator) {
+  std::uint32_t salt = 0;
+  for (int d = 0; d < kNumDTypes; ++d)
+    for (int r = 0; r < kNumReductions; ++r)
+      for (const Algorithm algorithm : kAlgorithms) {
+        const auto dtype = static_cast<DType>(d);
+        const auto reduction = static_cast<Reduction>(r);
+        if (!oracle::has_meaning(reduction, dtype)) continue;
+        run_case(communicator, {.dtype = dtype,
+                                .reduction = reduction,
+                                .algorithm = algorithm,
+                                .num_elems = 131,
+                                .is_in_place = salt % 3 == 0,
+                                .salt = ++salt});
+      }
+}
+
 /// Runs `ops` with every count, in place and not, on groups of 1 to 8 ranks.
 template <class Ops, class CountsOf>
 void run_cases_of_worlds(const Ops& ops, const CountsOf& counts_of, bool is_uneven) {

@@ -16,12 +16,12 @@ namespace {
 using namespace ringcomm;
 using testing::Case;
 using testing::expect;
+using testing::kAlgorithms;
 using testing::kPhaseBytes;
 using testing::rooted;
 using testing::run_case;
 using testing::run_ranks;
 
-constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
 constexpr OpKind kOthers[] = {OpKind::kReduce,    OpKind::kReduceScatter, OpKind::kAllGather,
                               OpKind::kBroadcast, OpKind::kGather,        OpKind::kScatter,
                               OpKind::kAllToAll};
@@ -50,20 +50,7 @@ TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
 
 TEST_CASE("all_reduce of every reduction and dtype that has one") {
   run_ranks(4, [&](Communicator& communicator) {
-    std::uint32_t salt = 0;
-    for (int d = 0; d < kNumDTypes; ++d)
-      for (int r = 0; r < kNumReductions; ++r)
-        for (const Algorithm algorithm : kAlgorithms) {
-          const auto dtype = static_cast<DType>(d);
-          const auto reduction = static_cast<Reduction>(r);
-          if (!oracle::has_meaning(reduction, dtype)) continue;
-          run_case(communicator, {.dtype = dtype,
-                                  .reduction = reduction,
-                                  .algorithm = algorithm,
-                                  .num_elems = 131,
-                                  .is_in_place = salt % 3 == 0,
-                                  .salt = ++salt});
-        }
+    testing::run_every_reduction(communicator);
   });
 }
 

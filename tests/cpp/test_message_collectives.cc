@@ -16,17 +16,16 @@ namespace {
 using namespace ringcomm;
 using testing::Case;
 using testing::expect;
+using testing::kAlgorithms;
 using testing::MemoryNetwork;
+using testing::rooted;
 using testing::run_case;
 using testing::run_message_ranks;
 
-constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing};
 constexpr OpKind kOthers[] = {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                               OpKind::kBroadcast};
 // Slots so small that a few hundred elements go around in many slices.
 const CommunicatorOptions kSmallSlots{.num_slots = 3, .slot_bytes = 64};
-
-bool has_root(OpKind op) { return op == OpKind::kReduce || op == OpKind::kBroadcast; }
 
 // Nothing; fewer elements than ranks; one each; a longer chunk; a slice and one more; several.
 std::set<std::size_t> counts(int world_size) {
@@ -47,7 +46,7 @@ void run_all(Communicator& communicator) {
       for (const OpKind op : kOthers) {
         ++salt;
         run_case(communicator, {.op = op,
-                                .root = has_root(op) ? static_cast<int>(salt) % world_size : -1,
+                                .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
                                 .num_elems = num_elems,
                                 .is_in_place = is_in_place,
                                 .salt = salt});
@@ -79,7 +78,7 @@ TEST_CASE("messages: large calls") {
           ++salt;
           run_case(communicator, {.op = op,
                                   .dtype = DType::kInt32,
-                                  .root = has_root(op) ? static_cast<int>(salt) % world_size : -1,
+                                  .root = rooted(op) ? static_cast<int>(salt) % world_size : -1,
                                   .num_elems = (1 << 18) + 7,
                                   .is_in_place = is_in_place,
                                   .salt = salt});
@@ -94,20 +93,7 @@ TEST_CASE("messages: dtypes and reductions") {
   run_message_ranks(
       network, 3,
       [&](Communicator& communicator) {
-        std::uint32_t salt = 0;
-        for (int d = 0; d < kNumDTypes; ++d)
-          for (int r = 0; r < kNumReductions; ++r)
-            for (const Algorithm algorithm : kAlgorithms) {
-              const auto dtype = static_cast<DType>(d);
-              const auto reduction = static_cast<Reduction>(r);
-              if (!oracle::has_meaning(reduction, dtype)) continue;
-              run_case(communicator, {.dtype = dtype,
-                                      .reduction = reduction,
-                                      .algorithm = algorithm,
-                                      .num_elems = 131,
-                                      .is_in_place = salt % 3 == 0,
-                                      .salt = ++salt});
-            }
+        testing::run_every_reduction(communicator);
       },
       kSmallSlots);
 }
