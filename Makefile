@@ -26,7 +26,7 @@ build: check-python  ## set up .venv and build the extension in place
 test: CPP += ARGS=
 test: build test-cpp test-tsan test-asan test-checker test-python  ## all tests (ARGS to those in Python)
 
-test-cpp:  ## C++ tests, at each SIMD level that this CPU has
+test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
 
 test-tsan:  ## C++ tests under ThreadSanitizer

@@ -198,7 +198,14 @@ void check_pair(Reduction reduction, DType dtype, const std::vector<Bytes>& srcs
   }
 }
 
-TEST_CASE("every level gives the oracle's bits") {
+// One thread and the most work of all: not for ThreadSanitizer.
+#ifdef __SANITIZE_THREAD__
+constexpr bool kHasThreadSanitizer = true;
+#else
+constexpr bool kHasThreadSanitizer = false;
+#endif
+
+TEST_CASE("every level gives the oracle's bits" * doctest::skip(kHasThreadSanitizer)) {
   for_each_pair([](Reduction reduction, DType dtype) {
     if (!oracle::has_meaning(reduction, dtype)) return;
     for (const int num_srcs : kNumSrcs) {
