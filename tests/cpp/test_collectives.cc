@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collective_case.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -49,9 +50,7 @@ TEST_CASE("all_reduce of every algorithm, worlds 1 to 8") {
 }
 
 TEST_CASE("all_reduce of every reduction and dtype that has one") {
-  run_ranks(4, [&](Communicator& communicator) {
-    testing::run_every_reduction(communicator);
-  });
+  run_ranks(4, [&](Communicator& communicator) { testing::run_every_reduction(communicator); });
 }
 
 TEST_CASE("the other collectives, worlds 1 to 8") {
@@ -76,7 +75,7 @@ TEST_CASE("the other collectives in bytes, in halves, and averaged") {
 }
 
 // Pieces: what one phase carries, one element more or less, several and a rest.
-TEST_CASE("collectives in one piece and in several") {
+TEST_CASE("collectives in one piece and in several" * doctest::skip(testing::kHasThreadSanitizer)) {
   constexpr std::size_t kPhaseElems = kPhaseBytes / sizeof(std::int32_t);
   run_ranks(3, [&](Communicator& communicator) {
     std::uint32_t salt = 0;

@@ -11,6 +11,7 @@
 
 #include "collective_case.h"
 #include "collectives/shm/algorithm_choice.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 #include "transport/shm/shared_arena.h"
@@ -114,16 +115,9 @@ std::uint64_t direct_calls(const Communicator& communicator) {
 
 constexpr unsigned kAll = ~0U;
 
-// ThreadSanitizer does not see the hand-overs between ranks that are threads, since each maps the
-// group's memory for itself, but it would see the buffers. What orders them is explored by the
-// checker (checker/scenarios_lend.cc).
-#ifdef __SANITIZE_THREAD__
-constexpr bool kIsBlind = true;
-#else
-constexpr bool kIsBlind = false;
-#endif
-
-TEST_SUITE_BEGIN("shared buffers" * doctest::skip(kIsBlind));
+// ThreadSanitizer sees the buffers, and not the hand-overs that order them, which the checker
+// explores (checker/scenarios_lend.cc).
+TEST_SUITE_BEGIN("shared buffers" * doctest::skip(testing::kHasThreadSanitizer));
 
 TEST_CASE("all_reduce on shared buffers, worlds 2 to 5") {
   for (int world_size = 2; world_size <= 5; ++world_size) {

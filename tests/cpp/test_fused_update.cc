@@ -14,6 +14,7 @@
 #include "collectives/update_in_parts.h"
 #include "core/chunk_layout.h"
 #include "device/update_op.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -198,7 +199,7 @@ TEST_CASE("updates of 16-bit parameters and gradients") {
 }
 
 // Slices: one, one element more or less, several and a rest.
-TEST_CASE("updates in one slice and in several") {
+TEST_CASE("updates in one slice and in several" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [](Communicator& communicator) {
     constexpr std::size_t kSliceElems = (256 << 10) / sizeof(float) * 3;
     for (const std::size_t num_elems :

@@ -91,10 +91,7 @@ TEST_CASE("messages: large calls") {
 TEST_CASE("messages: dtypes and reductions") {
   MemoryNetwork network(3);
   run_message_ranks(
-      network, 3,
-      [&](Communicator& communicator) {
-        testing::run_every_reduction(communicator);
-      },
+      network, 3, [&](Communicator& communicator) { testing::run_every_reduction(communicator); },
       kSmallSlots);
 }
 

@@ -13,6 +13,7 @@
 #include "device/host/simd_tables.h"
 #include "device/reduce_op.h"
 #include "reduce_oracle.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -198,14 +199,8 @@ void check_pair(Reduction reduction, DType dtype, const std::vector<Bytes>& srcs
   }
 }
 
-// One thread and the most work of all: not for ThreadSanitizer.
-#ifdef __SANITIZE_THREAD__
-constexpr bool kHasThreadSanitizer = true;
-#else
-constexpr bool kHasThreadSanitizer = false;
-#endif
-
-TEST_CASE("every level gives the oracle's bits" * doctest::skip(kHasThreadSanitizer)) {
+// One thread, and the most work of all.
+TEST_CASE("every level gives the oracle's bits" * doctest::skip(testing::kHasThreadSanitizer)) {
   for_each_pair([](Reduction reduction, DType dtype) {
     if (!oracle::has_meaning(reduction, dtype)) return;
     for (const int num_srcs : kNumSrcs) {

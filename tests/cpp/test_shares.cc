@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective_case.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -31,7 +32,7 @@ TEST_CASE("uneven shares, worlds 1 to 8") {
 
 // Shares of no, some and many pieces beside each other; and after them calls of one size, which
 // find the boards as they expect them.
-TEST_CASE("uneven shares in several pieces") {
+TEST_CASE("uneven shares in several pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   run_ranks(3, [&](Communicator& communicator) {
     std::uint32_t salt = 0;
     for (const OpKind op : kUneven)

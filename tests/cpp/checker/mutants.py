@@ -24,7 +24,7 @@ class Mutant:
 
 
 STORE = "  arch.store_seq_cst(cursor.value, value);\n"
-LOOK = "  if (arch.load_seq_cst(cursor.sleepers) != 0) arch.wake(cursor.value);\n"
+LOOK = "  wake_sleepers(arch, cursor);\n"
 LAST_WORD = "    if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;\n"
 GIVE_UP = "    if (stop != Stop::kNone) return stop;\n"
 ANNOUNCE = "    arch.add_seq_cst(cursor.sleepers, 1);\n"
@@ -59,7 +59,7 @@ MUTANTS = (
         STORE + LOOK,
         "  const bool has_sleepers = arch.load_seq_cst(cursor.sleepers) != 0;\n"
         + STORE
-        + "  if (has_sleepers) arch.wake(cursor.value);\n",
+        + "  if (has_sleepers) wake_sleepers(arch, cursor);\n",
         (Run("link", "deadlock"),),
     ),
     Mutant("sleep_unannounced", "wait_policy.h", ANNOUNCE, "", (Run("link", "deadlock"),)),
