@@ -122,10 +122,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
-  /// group's.
   /// all_reduce whose input stays as it is; blocks.
   void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
+  /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
+  /// group's.
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);

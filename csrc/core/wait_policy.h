@@ -20,8 +20,8 @@ class SpinBudget {
   static constexpr std::uint32_t kMinPauses = 20;
   static constexpr std::uint32_t kMaxPauses = 20'000;  // about 0.5 ms at 24 ns a pause
   static constexpr std::uint32_t kMaxYields = 10;
-  /// Yields that nobody takes count apart: they cost nobody anything, and keep a rank whose budget
-  /// has shrunk from a futex round trip for every wait of 5 us.
+  /// Yields that nobody takes, where there are cores enough for all ranks, count apart: they keep a
+  /// rank whose budget has shrunk from a futex round trip for every wait of 5 us.
   static constexpr std::uint32_t kMaxIdleYields = 200;
   /// A yield beside a busy stranger gives away a whole scheduler slice (3-4 ms). After one such,
   /// this many waits go from spinning to sleeping at once: with 4 ranks and a stranger on two cores
@@ -95,7 +95,7 @@ Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t ta
     const std::uint64_t seen = arch.load_seq_cst(cursor.value);
     if (seen < target) arch.park(cursor.value, seen);
     arch.add_seq_cst(cursor.sleepers, -1);
-    arch.leave_core(cursor.waker_core);
+    if (seen < target && arch.load_acquire(cursor.value) > seen) arch.leave_core(cursor.waker_core);
   }
 }
 

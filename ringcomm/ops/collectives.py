@@ -81,7 +81,9 @@ def _(input: Tensor, reduce_op: str, group_name: str) -> Tensor:
 
 @torch.library.register_fake("ringcomm::all_reduce_into")
 def _(input: Tensor, out: Tensor, reduce_op: str, group_name: str) -> None:
-    return None
+    for what in ("device", "dtype", "shape"):
+        ours, theirs = getattr(input, what), getattr(out, what)
+        torch._check(ours == theirs, lambda: f"all_reduce: {what} {ours} into {theirs}")  # noqa: B023
 
 
 def _save_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

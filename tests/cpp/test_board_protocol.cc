@@ -66,7 +66,7 @@ struct Plan {
 
 void run_rank(BoardMemory& memory, const Plan& plan, int rank) {
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   SpinBudget budget = plan.is_parking ? SpinBudget::none() : SpinBudget();
   Board<Arch> board(arch, budget, memory.geometry(plan.world_size), rank);
   for (std::uint64_t phase = 0; phase < plan.num_phases; ++phase) {
@@ -125,7 +125,7 @@ TEST_CASE("boards on which one rank writes and the others only read") {
 TEST_CASE("a wait on a board names whom it waited for") {
   BoardMemory memory;
   testing::Refusal refusal(Stop::kTimeout);
-  Arch arch(refusal, 2);
+  Arch arch(refusal, 0, 2);
   SpinBudget budget = SpinBudget::none();
   const BoardGeometry geometry = memory.geometry(3);
   Board<Arch> board(arch, budget, geometry, 0);
@@ -146,7 +146,7 @@ TEST_CASE("a wait on a board names whom it waited for") {
 TEST_CASE("a region filled too early is seen by this test") {
   BoardMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   SpinBudget budget;
   const BoardGeometry geometry = memory.geometry(2);
   Board<Arch> hasty(arch, budget, geometry, 0);

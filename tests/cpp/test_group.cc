@@ -43,7 +43,7 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     Group group(store, identity(rank, 3), {}, testing::kBound);
     expect(group.pid_of((rank + 1) % 3) == ::getpid(), "the peer's pid");
     WaitScope scope(group);
-    HostArch arch(scope, 2);
+    HostArch arch(scope, 0, 2);
     SpinBudget budget;
     scope.begin(testing::kPatient);
     Board<HostArch> board(arch, budget, group.board(), rank);

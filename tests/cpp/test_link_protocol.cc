@@ -61,7 +61,7 @@ void nap(const Pace& pace, std::uint64_t n) {
 
 void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   SendLink<Arch> link(arch, pace.budget, memory.geometry(num_slots), 1);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
     nap(pace, n);
@@ -76,7 +76,7 @@ void send_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_mes
 
 void recv_all(LinkMemory& memory, std::uint32_t num_slots, std::uint64_t num_messages, Pace pace) {
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   RecvLink<Arch> link(arch, pace.budget, memory.geometry(num_slots), 0);
   for (std::uint64_t n = 0; n < num_messages; ++n) {
     const std::byte* slot = nullptr;
@@ -122,7 +122,7 @@ TEST_CASE("a link with a slow end, and one that does not wait") {
 TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") {
   LinkMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   SpinBudget budget;
   SendLink<Arch> to(arch, budget, memory.geometry(2), 1);
   RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);
@@ -147,7 +147,7 @@ TEST_CASE("try_acquire and try_wait say no where acquire and wait would sleep") 
 TEST_CASE("a wait on a link ends with the reason to stop") {
   LinkMemory memory;
   testing::Refusal refusal(Stop::kPeerDied);
-  Arch arch(refusal, 2);
+  Arch arch(refusal, 0, 2);
   SpinBudget budget = SpinBudget::none();
   SendLink<Arch> to(arch, budget, memory.geometry(2), 1);
   RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);
@@ -182,7 +182,7 @@ TEST_CASE("ends made anew go on where the old ones were, with another geometry o
 TEST_CASE("ends of different geometry are seen by this test") {
   LinkMemory memory;
   testing::Patience patience;
-  Arch arch(patience, 2);
+  Arch arch(patience, 0, 2);
   SpinBudget budget;
   SendLink<Arch> to(arch, budget, memory.geometry(3), 1);
   RecvLink<Arch> from(arch, budget, memory.geometry(2), 0);

@@ -104,6 +104,10 @@ def check_out(rank: int, options: Options) -> None:
             oracle.assert_equal(columns, total)
             assert ops.all_reduce(own, group=group, out=own) is own
             oracle.assert_equal(own, total)
+    corner = torch.zeros(4, 4)[:2, :2]  # the same memory, read and written in different orders
+    corner.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    ops.all_reduce(corner, group=group, out=corner.t())
+    oracle.assert_equal(corner, world_size * torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
 
 
 @pytest.mark.parametrize(

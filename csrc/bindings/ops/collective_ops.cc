@@ -64,14 +64,17 @@ void all_reduce_(const at::Tensor& input, const std::string& reduce_op,
 // Returns nothing: what torch.compile can functionalize returns no alias of an argument.
 void all_reduce_into(const at::Tensor& input, const at::Tensor& out, const std::string& reduce_op,
                      const std::string& group_name) {
-  check_no_grad(input, "all_reduce with out=", "all_reduce without");
-  check_no_grad(out, "all_reduce with out=", "all_reduce without");
+  TORCH_CHECK_VALUE(!(input.requires_grad() && at::GradMode::is_enabled()),
+                    "ringcomm: all_reduce with out= has no gradient, and its input requires grad; "
+                    "leave out out=, or use torch.no_grad()");
+  check_no_grad(out, "all_reduce with out=", "all_reduce without it");
   TORCH_CHECK_VALUE(input.sizes() == out.sizes(), "ringcomm: all_reduce of a tensor of shape ",
                     input.sizes(), " into one of shape ", out.sizes());
   TORCH_CHECK_TYPE(input.scalar_type() == out.scalar_type(), "ringcomm: all_reduce of ",
                    input.scalar_type(), " into ", out.scalar_type());
   at::assert_no_partial_overlap(input, out);
-  if (input.is_alias_of(out) && input.data_ptr() == out.data_ptr()) {
+  if (input.is_alias_of(out) && input.data_ptr() == out.data_ptr() &&
+      input.strides() == out.strides()) {
     all_reduce_(out, reduce_op, group_name);
   } else if (const auto ringcomm = find_ringcomm(*group_of(group_name), out)) {
     ringcomm->all_reduce_into(input, out, reduce_op_from(reduce_op));

@@ -4,9 +4,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <typeinfo>
 
 #include "bindings/process_group.h"
 
@@ -18,11 +20,17 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_
   return c10d::resolve_process_group(group_name);
 }
 
-/// ringcomm's own backend of a group for the tensor's device; null where the group has another.
+/// ringcomm's own backend of a group for the tensor's device; null where the group has another, or
+/// is of a class of its own, which may do more in a call than hand it to its backend.
 inline c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
                                                               const at::Tensor& tensor) {
-  const auto backend = group.getBackend(tensor.device().type());
-  return c10::dynamic_intrusive_pointer_cast<ProcessGroupRingcomm>(backend);
+  const auto device = tensor.device().type();
+  const auto devices = group.getDeviceTypes();
+  if (typeid(group) != typeid(c10d::ProcessGroup) ||
+      std::none_of(devices.begin(), devices.end(),
+                   [&](const c10::Device& other) { return other.type() == device; }))
+    return {};
+  return c10::dynamic_intrusive_pointer_cast<ProcessGroupRingcomm>(group.getBackend(device));
 }
 
 /// The same for operators that c10d has no name for.
@@ -33,7 +41,7 @@ inline c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::str
   const auto ringcomm = find_ringcomm(*group, tensor);
   TORCH_CHECK_VALUE(ringcomm != nullptr, "ringcomm: ", op,
                     " wants a group of backend ringcomm for ", tensor.device(), ", this one's is ",
-                    group->getBackend(tensor.device().type())->getBackendName());
+                    group->getBackendName());
   return ringcomm;
 }
 

@@ -44,7 +44,7 @@ class Engine {
 
   Engine(shm::Group& group, shm::WaitScope& scope)
       : group_(group),
-        arch_(scope, group.world_size()),
+        arch_(scope, group.rank(), group.world_size()),
         board_(arch_, budget_, group.board(), group.rank()) {}
 
   int rank() const { return group_.rank(); }

@@ -29,7 +29,7 @@ P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
     : group_(group),
       failure_(failure),
       stats_(stats),
-      arch_(slice_, group.world_size()),
+      arch_(slice_, group.rank(), group.world_size()),
       mailboxes_(static_cast<std::size_t>(group.world_size())) {}
 
 P2pEngine::~P2pEngine() {
@@ -61,10 +61,27 @@ P2pMailbox& P2pEngine::mailbox(int rank) {
   return *mailbox;
 }
 
+P2pEngine::Lock P2pEngine::enter() {
+  num_at_door_.fetch_add(1, std::memory_order_relaxed);
+  Lock lock(mutex_);
+  num_at_door_.fetch_sub(1, std::memory_order_relaxed);
+  return lock;
+}
+
+// A driver whose slots keep moving would keep the lock for as long as a message is large. It gives
+// the others about as much time as it takes to wake one.
+void P2pEngine::let_in(Lock& lock) const {
+  for (int i = 0; i < 100 && num_at_door_.load(std::memory_order_relaxed) > 0; ++i) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
+}
+
 void P2pEngine::post(const P2pOpPtr& op) {
   check_peer(*op, group_.rank(), group_.world_size());
   failure_.check_not_inherited();  // before the lock, which may have been held at the fork
-  Lock lock(mutex_);
+  Lock lock = enter();
   failure_.rethrow_if_any();
   op->deadline = deadline_after(op->timeout);
   // What is done at once costs no look, which may be one into Python.
@@ -149,6 +166,7 @@ void P2pEngine::drive(Lock& lock, const std::function<bool()>& is_enough,
     if (Clock::now() >= next_look_) look_around(lock, is_interrupted);
     if (has_moved || is_enough()) {
       has_slept = false;
+      let_in(lock);
       continue;
     }
     lock.unlock();
@@ -262,7 +280,7 @@ void P2pEngine::settle(Lock& lock) {
 bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
                      const Interrupted& is_interrupted) {
   failure_.check_not_inherited();
-  Lock lock(mutex_);
+  Lock lock = enter();
   if (!op->is_done && is_driving_ && driving_thread_ == std::this_thread::get_id())
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: a receive or send was waited for inside another one of its group, from "
@@ -288,6 +306,7 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
 void P2pEngine::run_thread() {
   Lock lock(mutex_);
   int num_idle_looks = 0;
+  const P2pOp* last_oldest = nullptr;  // to compare with only
   while (!is_stopping_) {
     if (num_idle_looks == kMaxIdleLooks) {
       is_thread_asleep_ = true;
@@ -302,6 +321,9 @@ void P2pEngine::run_thread() {
       continue;
     }
     num_idle_looks = 0;
+    // What came since the last look has not stood still for long; somebody may be about to wait.
+    const P2pOp* oldest = pending_.front().get();
+    if (std::exchange(last_oldest, oldest) != oldest) continue;
     drive(lock, [this] { return pending_.empty() || num_waiting_ > 0 || is_stopping_; }, {});
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -54,6 +55,8 @@ class P2pEngine final : public PointToPoint {
 
   using Lock = std::unique_lock<std::mutex>;
 
+  Lock enter();
+  void let_in(Lock& lock) const;
   bool progress();
   void begin(const P2pOpPtr& op);
   bool progress_or_fail(const std::function<void()>& first = {});
@@ -78,7 +81,8 @@ class P2pEngine final : public PointToPoint {
   shm::HostArch arch_;
   SpinBudget budget_;
 
-  std::mutex mutex_;  // guards all below, and the links
+  std::atomic<int> num_at_door_ = 0;  // threads that want the lock while somebody drives
+  std::mutex mutex_;                  // guards all below, and the links
   std::vector<std::unique_ptr<P2pMailbox>>
       mailboxes_;  // by rank, null until needed: links cost memory once looked at
   P2pReceives receives_;

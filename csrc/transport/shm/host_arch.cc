@@ -6,9 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstring>
 #include <ctime>
+#include <mutex>
+#include <set>
 
 namespace ringcomm::shm {
 namespace {
@@ -29,14 +33,65 @@ std::uint32_t* low_half(std::uint64_t& word) {
   return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? halves : halves + 1;
 }
 
+// How many ranks the largest group of this process has now.
+class LargestGroup {
+ public:
+  void enter(int num_ranks) {
+    const std::lock_guard lock(mutex_);
+    groups_.insert(num_ranks);
+    max_ranks_ = *groups_.rbegin();
+  }
+  void leave(int num_ranks) {
+    const std::lock_guard lock(mutex_);
+    groups_.erase(groups_.find(num_ranks));
+    max_ranks_ = groups_.empty() ? 0 : *groups_.rbegin();
+  }
+  int max_ranks() const { return max_ranks_; }
+
+ private:
+  std::mutex mutex_;
+  std::multiset<int> groups_;
+  std::atomic<int> max_ranks_ = 0;
+};
+// Never destroyed: groups may outlive static objects.
+LargestGroup& largest_group = *new LargestGroup;
+
+bool has_cores_for(int num_ranks) {
+  cpu_set_t allowed;
+  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_COUNT(&allowed) >= num_ranks;
+}
+
+// Gives the thread the cores back that it had. "All" is what a thread has that nobody has pinned: a
+// cpuset that grows later reaches it.
+void unpin(const cpu_set_t& allowed) {
+  cpu_set_t all;
+  std::memset(&all, 0xff, sizeof(all));
+  cpu_set_t now;
+  if (::sched_setaffinity(0, sizeof(all), &all) != 0 ||
+      ::sched_getaffinity(0, sizeof(now), &now) != 0 || !CPU_EQUAL(&now, &allowed))
+    ::sched_setaffinity(0, sizeof(allowed), &allowed);
+}
+
 }  // namespace
 
+HostArch::HostArch(StopSource& source, int rank, int num_ranks)
+    : source_(&source),
+      rank_(rank),
+      num_ranks_(num_ranks),
+      has_spare_cores_(has_cores_for(num_ranks)) {
+  largest_group.enter(num_ranks);
+}
+
+HostArch::~HostArch() { largest_group.leave(num_ranks_); }
+
+// Where ranks share cores nobody can tell an idle core by a yield that comes back at once: the
+// kernel may have found the others not eligible.
 Yielded HostArch::yield() const {
   const auto begin = std::chrono::steady_clock::now();
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
   if (away > kDearYield) return Yielded::kDearly;
-  return away > kIdleYield ? Yielded::kBriefly : Yielded::kToNobody;
+  return has_spare_cores_ && away <= kIdleYield ? Yielded::kToNobody : Yielded::kBriefly;
 }
 
 // FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag: the word lies in memory shared between
@@ -54,28 +109,31 @@ void HostArch::wake(std::uint64_t& word) const {
 }
 
 void HostArch::note_core(std::uint32_t& core) const {
-  __atomic_store_n(&core, static_cast<std::uint32_t>(::sched_getcpu()), __ATOMIC_RELAXED);
+  // One more, so that 0 is nobody's.
+  __atomic_store_n(&core, static_cast<std::uint32_t>(::sched_getcpu()) + 1, __ATOMIC_RELAXED);
 }
 
 // Linux may place who is woken beside its waker, which goes on running, though another core is idle
 // (virtual machines report idle cores as taken away), and leaves the two there for seconds: a round
-// trip then takes 20 us instead of 8, and what they compute twice as long. To be pinned to the next
-// core by number, which mostly has the same caches and memory, and unpinned moves the thread now.
+// trip then takes 20 us instead of 8, and what they compute twice as long. To be pinned elsewhere
+// and unpinned moves the thread now. Each rank goes to another core, since several may wake at
+// once.
 void HostArch::leave_core(const std::uint32_t& core) const {
   const int here = ::sched_getcpu();
-  if (here < 0 || static_cast<std::uint32_t>(here) != __atomic_load_n(&core, __ATOMIC_RELAXED))
+  if (here < 0 || static_cast<std::uint32_t>(here) + 1 != __atomic_load_n(&core, __ATOMIC_RELAXED))
     return;
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  if (CPU_COUNT(&allowed) < std::max(num_ranks_, 2)) return;
+  const int num_cores = CPU_COUNT(&allowed);
+  if (num_cores < std::max(largest_group.max_ranks(), 2)) return;
   int next = here;
-  do next = (next + 1) % CPU_SETSIZE;
-  while (!CPU_ISSET(next, &allowed));
+  for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
+      next = (next + 1) % CPU_SETSIZE;
+    while (!CPU_ISSET(next, &allowed));
   cpu_set_t only_next;
   CPU_ZERO(&only_next);
   CPU_SET(next, &only_next);
-  if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0)
-    ::sched_setaffinity(0, sizeof(allowed), &allowed);
+  if (::sched_setaffinity(0, sizeof(only_next), &only_next) == 0) unpin(allowed);
 }
 
 }  // namespace ringcomm::shm

@@ -24,8 +24,12 @@ class StopSource {
 /// Cores and a futex: runs the protocols of core between processes (or threads) that share memory.
 class HostArch {
  public:
-  /// `num_ranks` of this host wait for each other.
-  HostArch(StopSource& source, int num_ranks) : source_(&source), num_ranks_(num_ranks) {}
+  /// For `rank` of `num_ranks` that wait for each other on this host. Cores are enough for ranks as
+  /// long as no group of the process has more ranks than this thread may use cores.
+  HostArch(StopSource& source, int rank, int num_ranks);
+  ~HostArch();
+  HostArch(const HostArch&) = delete;
+  HostArch& operator=(const HostArch&) = delete;
 
   std::uint64_t load_acquire(const std::uint64_t& word) const {
     return __atomic_load_n(&word, __ATOMIC_ACQUIRE);
@@ -61,14 +65,16 @@ class HostArch {
   void wake(std::uint64_t& word) const;
 
   void note_core(std::uint32_t& core) const;
-  /// Does nothing where there are fewer cores than ranks.
+  /// Does nothing where there are fewer cores than ranks, or where nobody has noted a core.
   void leave_core(const std::uint32_t& core) const;
 
   Stop stopped(int peer) const { return source_->stopped(peer); }
 
  private:
   StopSource* source_;
+  int rank_;
   int num_ranks_;
+  bool has_spare_cores_;
 };
 static_assert(Arch<HostArch>);
 

@@ -14,7 +14,7 @@ namespace ringcomm::shm {
 namespace {
 
 // Changes whenever the layout of the shared memory or of the record does.
-constexpr const char* kVersion = "ringcomm-shm-1";
+constexpr const char* kVersion = "ringcomm-shm-2";
 
 }  // namespace
 
