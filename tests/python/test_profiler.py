@@ -136,10 +136,12 @@ def check_numbers(rank: int, folder: str) -> None:
     def body() -> None:
         for num_elems in (300_000, 10, 20):
             works.append(dist.all_reduce(torch.ones(num_elems), async_op=True))
+        # Here: torch writes the end of a work's event where the profiler, once it has stopped, has
+        # freed it (c10d::Work carries the profiler's state along; Gloo's works crash as well).
+        for work in works:
+            work.wait()
 
     events = traced(f"{folder}/numbers{rank}", body)
-    for work in works:
-        work.wait()
     numbers = [e["args"]["Seq"] for e in events if e.get("name") == "record_param_comms"]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
 
