@@ -67,29 +67,36 @@ bool has_root(const Call& call) { return call.collective().root >= 0; }
 // receive of another size.
 TEST_CASE("messages: calls that differ") {
   constexpr int kWorld = 4;
-  const std::vector<Call> calls = {
-      {OpKind::kBarrier, kWorld, 0},
-      {OpKind::kAllReduce, kWorld, 10, -1, Algorithm::kOneShot},
-      {OpKind::kAllReduce, kWorld, 5000, -1, Algorithm::kRing},
-      {OpKind::kAllReduce, kWorld, 5001, -1, Algorithm::kRing},
-      {OpKind::kAllReduce, kWorld, 5000, -1, Algorithm::kTwoShot},
-      {OpKind::kBroadcast, kWorld, 3000, 0},
-      {OpKind::kBroadcast, kWorld, 3000, 2},
-      {OpKind::kReduce, kWorld, 3000, 1},
-      {OpKind::kReduceScatter, kWorld, 300'000},
-      {OpKind::kAllGather, kWorld, 20},
-      {OpKind::kAllGather, kWorld, 300'000},
-      {OpKind::kAllToAll, kWorld, 20},
-      {OpKind::kAllToAll, kWorld, 2000},
-      {OpKind::kGather, kWorld, 20, 3},
-      {OpKind::kScatter, kWorld, 20, 3},
+  struct Spec {
+    OpKind op;
+    std::size_t num_elems;
+    int root = -1;
+    Algorithm algorithm = Algorithm::kAuto;
   };
-  for (std::size_t usual = 0; usual < calls.size(); ++usual) {
-    const std::size_t odd = (usual + 1) % calls.size();
+  const std::vector<Spec> specs = {
+      {OpKind::kBarrier, 0},
+      {OpKind::kAllReduce, 10, -1, Algorithm::kOneShot},
+      {OpKind::kAllReduce, 5000, -1, Algorithm::kRing},
+      {OpKind::kAllReduce, 5001, -1, Algorithm::kRing},
+      {OpKind::kAllReduce, 5000, -1, Algorithm::kTwoShot},
+      {OpKind::kBroadcast, 3000, 0},
+      {OpKind::kBroadcast, 3000, 2},
+      {OpKind::kReduce, 3000, 1},
+      {OpKind::kReduceScatter, 300'000},
+      {OpKind::kAllGather, 20},
+      {OpKind::kAllGather, 300'000},
+      {OpKind::kAllToAll, 20},
+      {OpKind::kAllToAll, 2000},
+      {OpKind::kGather, 20, 3},
+      {OpKind::kScatter, 20, 3},
+  };
+  for (std::size_t usual = 0; usual < specs.size(); ++usual) {
+    const std::size_t odd = (usual + 1) % specs.size();
     CAPTURE(usual);
     MemoryNetwork network(kWorld, 100us);
     run_message_ranks(network, kWorld, [&](Communicator& communicator) {
-      const Call& call = calls[communicator.rank() == 2 ? odd : usual];
+      const Spec& spec = specs[communicator.rank() == 2 ? odd : usual];
+      const Call call(spec.op, kWorld, spec.num_elems, spec.root, spec.algorithm);
       try {
         communicator.run(call.collective(), kPatient);
       } catch (const Error& error) {
@@ -98,7 +105,8 @@ TEST_CASE("messages: calls that differ") {
       }
       // Its part of the call, a leaf's, was over before anybody noticed; the next one says it.
       expect(has_root(call), "only of a tree some part to succeed");
-      expect_error(failure_of(communicator, calls[0]), ErrorKind::kMismatch);
+      expect_error(failure_of(communicator, Call(OpKind::kBarrier, kWorld, 0)),
+                   ErrorKind::kMismatch);
     });
     CHECK(network.num_misfits() == 0);
   }
