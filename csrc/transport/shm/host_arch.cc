@@ -5,7 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
@@ -56,9 +55,13 @@ class LargestGroup {
 // Never destroyed: groups may outlive static objects.
 LargestGroup& largest_group = *new LargestGroup;
 
-bool has_cores_for(int num_ranks) {
+// Whether each rank of the largest group may have a core of its own.
+bool are_enough(int num_cores) { return num_cores >= largest_group.max_ranks(); }
+
+// How many cores this thread may use; 0 where there are too many to tell.
+int count_cores() {
   cpu_set_t allowed;
-  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_COUNT(&allowed) >= num_ranks;
+  return ::sched_getaffinity(0, sizeof(allowed), &allowed) == 0 ? CPU_COUNT(&allowed) : 0;
 }
 
 // Gives the thread the cores back that it had. "All" is what a thread has that nobody has pinned: a
@@ -75,10 +78,7 @@ void unpin(const cpu_set_t& allowed) {
 }  // namespace
 
 HostArch::HostArch(StopSource& source, int rank, int num_ranks)
-    : source_(&source),
-      rank_(rank),
-      num_ranks_(num_ranks),
-      has_spare_cores_(has_cores_for(num_ranks)) {
+    : source_(&source), rank_(rank), num_ranks_(num_ranks), num_cores_(count_cores()) {
   largest_group.enter(num_ranks);
 }
 
@@ -91,7 +91,7 @@ Yielded HostArch::yield() const {
   ::sched_yield();
   const auto away = std::chrono::steady_clock::now() - begin;
   if (away > kDearYield) return Yielded::kDearly;
-  return has_spare_cores_ && away <= kIdleYield ? Yielded::kToNobody : Yielded::kBriefly;
+  return away <= kIdleYield && are_enough(num_cores_) ? Yielded::kToNobody : Yielded::kBriefly;
 }
 
 // FUTEX_WAIT and FUTEX_WAKE without the PRIVATE flag: the word lies in memory shared between
@@ -125,7 +125,7 @@ void HostArch::leave_core(const std::uint32_t& core) const {
   cpu_set_t allowed;
   if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   const int num_cores = CPU_COUNT(&allowed);
-  if (num_cores < std::max(largest_group.max_ranks(), 2)) return;
+  if (num_cores < 2 || !are_enough(num_cores)) return;
   int next = here;
   for (int num_steps = 1 + rank_ % (num_cores - 1); num_steps > 0; --num_steps) do
       next = (next + 1) % CPU_SETSIZE;

@@ -74,7 +74,7 @@ class HostArch {
   StopSource* source_;
   int rank_;
   int num_ranks_;
-  bool has_spare_cores_;
+  int num_cores_;
 };
 static_assert(Arch<HostArch>);
 
