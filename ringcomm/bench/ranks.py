@@ -32,6 +32,8 @@ from ringcomm.bench.fork import fork
 SIDE_CHANNEL_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 7200.0
 MAX_WORLD_SIZE = 64
+# A TCPStore drops the connection of who sets a value of more than 8 MiB.
+MAX_STORE_VALUE = 4 << 20
 
 
 class RankError(RuntimeError):
@@ -133,8 +135,12 @@ class _StoreChannel:
         self._num_sent = self._num_received = 0
 
     def send(self, value: Any) -> None:
+        text, name = pickle.dumps(value).hex(), f"{self._names[0]}/{self._num_sent}"
+        starts = range(0, len(text), MAX_STORE_VALUE)
         try:
-            self._store.set(f"{self._names[0]}/{self._num_sent}", pickle.dumps(value).hex())
+            for part, start in enumerate(starts):
+                self._store.set(f"{name}/{part}", text[start : start + MAX_STORE_VALUE])
+            self._store.set(name, str(len(starts)))  # last: it is what the other end waits for
         except dist.DistNetworkError as error:
             raise BrokenPipeError(str(error)) from None
         self._num_sent += 1
@@ -153,10 +159,12 @@ class _StoreChannel:
 
     def recv(self) -> Any:
         name = self._next()
-        value = pickle.loads(bytes.fromhex(self._store.get(name).decode()))
-        self._store.delete_key(name)
+        parts = [f"{name}/{part}" for part in range(int(self._store.get(name)))]
+        text = b"".join(map(self._store.get, parts)).decode()
+        for key in (name, *parts):
+            self._store.delete_key(key)
         self._num_received += 1
-        return value
+        return pickle.loads(bytes.fromhex(text))
 
 
 def _mpi_store() -> tuple[dist.Store, int, int]:

@@ -205,6 +205,20 @@ def test_what_does_not_come_through_a_store(tmp_path: Path) -> None:
         orphan.send("more")
 
 
+def test_a_store_passes_more_on_than_one_value_may_hold() -> None:
+    """Half a million times of a fast machine; torch's TCPStore drops who sets 8 MiB at once."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    times = [float(number) for number in range(600_000)]
+    sender, receiver = ranks._StoreChannel(client, 1, 0), ranks._StoreChannel(server, 0, 1)
+    num_keys = server.num_keys()
+    for value in (times, "next"):
+        sender.send(value)
+    assert receiver.poll(5.0)
+    assert [receiver.recv(), receiver.recv()] == [times, "next"]
+    assert server.num_keys() == num_keys
+
+
 def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a launcher has started agree through its store; here forked ones play them."""
     store = tmp_path / "env store"
