@@ -19,7 +19,7 @@ bool is_plain(const at::Tensor& tensor) {
 
 // Outputs that share memory cannot all hold their results. Of tensors whose elements do not lie one
 // after another that is hard to say (columns of a matrix interleave), and not asked.
-void check_disjoint(const std::vector<at::Tensor>& tensors) {
+void check_outputs_disjoint(const std::vector<at::Tensor>& tensors) {
   std::vector<std::pair<const char*, const char*>> ranges;
   for (const at::Tensor& tensor : tensors) {
     const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
@@ -109,7 +109,7 @@ void add_inputs(const std::vector<at::Tensor>& tensors, std::size_t element_byte
 
 void add_outputs(const std::vector<at::Tensor>& tensors, std::size_t element_bytes,
                  TensorCall& item) {
-  check_disjoint(tensors);
+  check_outputs_disjoint(tensors);
   for (const at::Tensor& tensor : tensors) {
     item.outputs.push_back(Writable(tensor, item, false).buffer().data_ptr());
     item.output_elems.push_back(tensor.nbytes() / element_bytes);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -294,6 +296,23 @@ def check_over_gloo(rank: int) -> None:
 
 def test_over_gloo() -> None:
     run_ranks(2, check_over_gloo, backend="gloo", fresh=True)
+
+
+def check_foreign_backend_ends(rank: int) -> None:
+    """Its sockets go with its group, whatever our operators did there."""
+    num_fds = len(os.listdir("/proc/self/fd"))
+    group = dist.new_group(backend="gloo")
+    for _ in range(3):
+        ops.all_reduce(torch.ones(2), group=group, out=torch.empty(2))
+    assert len(os.listdir("/proc/self/fd")) > num_fds
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
+
+
+def test_a_foreign_backend_ends() -> None:
+    run_ranks(2, check_foreign_backend_ends, fresh=True)
 
 
 # ---- torch.compile

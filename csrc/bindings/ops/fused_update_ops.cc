@@ -17,7 +17,7 @@
 namespace ringcomm {
 namespace {
 
-constexpr const char* kOp = "reduce_scatter_update_all_gather_";
+constexpr const char* kOpName = "reduce_scatter_update_all_gather_";
 
 UpdateSpec spec_of(Optimizer optimizer, double lr, double weight_decay, double grad_scale,
                    std::array<double, 3> coefficients, int64_t step) {
@@ -33,8 +33,9 @@ UpdateSpec spec_of(Optimizer optimizer, double lr, double weight_decay, double g
 
 void run(const UpdateTensors& tensors, const UpdateSpec& spec, bool average,
          const std::string& group_name) {
-  check_no_grad(tensors.param, kOp, "");
-  ringcomm_group_of(group_name, tensors.param, kOp)->reduce_update_gather(tensors, spec, average);
+  check_no_grad(tensors.param, kOpName, "");
+  ringcomm_group_of(group_name, tensors.param, kOpName)
+      ->reduce_update_gather(tensors, spec, average);
   mark_written(tensors.param);
   if (tensors.master.has_value()) mark_written(*tensors.master);
   for (const auto& [name, state] : tensors.states)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <typeinfo>
@@ -20,17 +21,26 @@ inline c10::intrusive_ptr<c10d::ProcessGroup> group_of(const std::string& group_
   return c10d::resolve_process_group(group_name);
 }
 
-/// ringcomm's own backend of a group for the tensor's device; null where the group has another, or
-/// is of a class of its own, which may do more in a call than hand it to its backend.
+/// A group's backend for the tensor's device; null where it has none.
+inline c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group,
+                                                     const at::Tensor& tensor) {
+  const auto type = tensor.device().type();
+  const auto devices = group.getDeviceTypes();
+  if (std::none_of(devices.begin(), devices.end(),
+                   [&](const c10::Device& device) { return device.type() == type; }))
+    return {};
+  return group.getBackend(type);
+}
+
+/// The same where it is ringcomm's own; null where it is another, or the group is of a class of its
+/// own, which may do more in a call than hand it to its backend.
 inline c10::intrusive_ptr<ProcessGroupRingcomm> find_ringcomm(c10d::ProcessGroup& group,
                                                               const at::Tensor& tensor) {
-  const auto device = tensor.device().type();
-  const auto devices = group.getDeviceTypes();
-  if (typeid(group) != typeid(c10d::ProcessGroup) ||
-      std::none_of(devices.begin(), devices.end(),
-                   [&](const c10::Device& other) { return other.type() == device; }))
-    return {};
-  return c10::dynamic_intrusive_pointer_cast<ProcessGroupRingcomm>(group.getBackend(device));
+  if (typeid(group) != typeid(c10d::ProcessGroup)) return {};
+  // Not torch's dynamic_intrusive_pointer_cast, which leaks what is of another class.
+  auto* const ringcomm = dynamic_cast<ProcessGroupRingcomm*>(backend_for(group, tensor).get());
+  if (ringcomm == nullptr) return {};
+  return c10::intrusive_ptr<ProcessGroupRingcomm>::reclaim_copy(ringcomm);
 }
 
 /// The same for operators that c10d has no name for.
@@ -39,10 +49,11 @@ inline c10::intrusive_ptr<ProcessGroupRingcomm> ringcomm_group_of(const std::str
                                                                   const char* op) {
   const auto group = group_of(group_name);
   const auto ringcomm = find_ringcomm(*group, tensor);
-  TORCH_CHECK_VALUE(ringcomm != nullptr, "ringcomm: ", op,
-                    " wants a group of backend ringcomm for ", tensor.device(), ", this one's is ",
-                    group->getBackendName());
-  return ringcomm;
+  if (ringcomm != nullptr) return ringcomm;
+  const auto other = backend_for(*group, tensor);
+  TORCH_CHECK_VALUE(false, "ringcomm: ", op, " wants a group of backend ringcomm for ",
+                    tensor.device(), ", this one has ",
+                    other != nullptr ? other->getBackendName() : "none");
 }
 
 /// In-place forms have no gradient: what they overwrite may be needed by somebody's backward.
