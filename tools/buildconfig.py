@@ -86,7 +86,23 @@ def is_set(name: str) -> bool:
 
 def cxx_flags() -> list[str]:
     """Returns the extension's flags; RINGCOMM_WERROR makes warnings errors."""
-    return [*CXX_FLAGS, *(["-Werror"] if is_set("RINGCOMM_WERROR") else [])]
+    werror = ["-Werror"] if is_set("RINGCOMM_WERROR") else []
+    return [*CXX_FLAGS, *openmp_flags(), *werror]
+
+
+def openmp_flags() -> list[str]:
+    """Returns what at::parallel_for, a template of OpenMP's pragmas, needs to have threads.
+
+    For compiling only: the runtime is the one that torch has loaded, whose threads torch counts.
+    Not for clang, whose code wants another one; there the operators run in one thread.
+    """
+    done = subprocess.run(
+        [*compiler(), "-dM", "-E", "-x", "c++", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [] if "__clang__" in done.stdout else ["-fopenmp"]
 
 
 def available_bytes() -> int:

@@ -127,6 +127,8 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// An all_reduce around the ring whatever the group's algorithm; 0 slots or bytes take the
   /// group's.
   void ring_all_reduce(const at::Tensor& tensor, int64_t num_slots, int64_t slot_bytes);
+  /// all_reduce of SoftmaxStats, as rows of floats, by their merging; blocks.
+  void merge_softmax_stats(const at::Tensor& input, const at::Tensor& output);
   /// Blocks. `spec` lacks what follows from the tensors.
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 

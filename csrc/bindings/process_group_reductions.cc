@@ -9,6 +9,7 @@
 #include "bindings/process_group.h"
 #include "bindings/sparse_all_reduce.h"
 #include "bindings/tensors.h"
+#include "device/softmax.h"
 
 namespace ringcomm {
 namespace {
@@ -83,6 +84,16 @@ void ProcessGroupRingcomm::ring_all_reduce(const at::Tensor& tensor, int64_t num
   calls[0].call.ring_num_slots = static_cast<std::uint32_t>(num_slots);
   calls[0].call.ring_slot_bytes = static_cast<std::uint64_t>(slot_bytes);
   start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {tensor},
+        options_->timeout, false);
+}
+
+void ProcessGroupRingcomm::merge_softmax_stats(const at::Tensor& input, const at::Tensor& output) {
+  std::vector<TensorCall> calls;
+  calls.push_back(all_reduce_call(input, output, c10d::ReduceOp::SUM));
+  calls[0].call.dtype = DType::kSoftmaxStats;
+  calls[0].call.reduction = Reduction::kMerge;
+  calls[0].call.num_elems = num_elems_of(input) / kNumSoftmaxStats;
+  start(c10d::OpType::ALLREDUCE, "ringcomm:all_reduce", std::move(calls), {output},
         options_->timeout, false);
 }
 

@@ -21,12 +21,24 @@ enum class DType : std::uint8_t {
   kBFloat16,
   kFloat32,
   kFloat64,
+  kSoftmaxStats,  ///< device/softmax.h; only Reduction::kMerge
 };
-inline constexpr int kNumDTypes = 14;
+inline constexpr int kNumDTypes = 15;
 
-/// How the elements of the ranks become one; names and meaning as in torch.distributed.ReduceOp.
-enum class Reduction : std::uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBitAnd, kBitOr, kBitXor };
-inline constexpr int kNumReductions = 8;
+/// How the elements of the ranks become one; names and meaning as in torch.distributed.ReduceOp,
+/// but for kMerge: of records, as their type says.
+enum class Reduction : std::uint8_t {
+  kSum,
+  kAvg,
+  kProduct,
+  kMin,
+  kMax,
+  kBitAnd,
+  kBitOr,
+  kBitXor,
+  kMerge
+};
+inline constexpr int kNumReductions = 9;
 
 constexpr std::size_t element_bytes(DType dtype) {
   switch (dtype) {
@@ -48,6 +60,8 @@ constexpr std::size_t element_bytes(DType dtype) {
     case DType::kUint64:
     case DType::kFloat64:
       return 8;
+    case DType::kSoftmaxStats:
+      return 24;
   }
   return 0;
 }
@@ -82,6 +96,8 @@ constexpr const char* name_of(DType dtype) {
       return "float32";
     case DType::kFloat64:
       return "float64";
+    case DType::kSoftmaxStats:
+      return "softmax_stats";
   }
   return "unknown dtype";
 }
@@ -104,6 +120,8 @@ constexpr const char* name_of(Reduction reduction) {
       return "bor";
     case Reduction::kBitXor:
       return "bxor";
+    case Reduction::kMerge:
+      return "merge";
   }
   return "unknown reduction";
 }

@@ -21,9 +21,8 @@ namespace ringcomm {
 ///
 /// The result depends on the values alone, never on the instruction set that was chosen.
 struct ReduceOp {
-  const char* name = nullptr;  ///< "sum float32"
-  std::size_t element_bytes = 0;
-  std::size_t alignment = 1;  ///< bytes to which every array must be aligned
+  const char* name = nullptr;     ///< "sum float32"
+  std::size_t element_bytes = 0;  ///< arrays may have any address
   void (*combine)(void* to, void* also_to, const void* const* srcs, int num_srcs,
                   std::size_t num_elems, int divisor) = nullptr;
 };

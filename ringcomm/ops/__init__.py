@@ -14,6 +14,7 @@ from ringcomm.ops.collectives import (
     reduce_scatter,
     ring_all_reduce_,
 )
+from ringcomm.ops.cross_entropy import cross_entropy
 from ringcomm.ops.fused_update import (
     SGD,
     AdamW,
@@ -22,6 +23,7 @@ from ringcomm.ops.fused_update import (
     reduce_scatter_update_all_gather_,
     shard_range,
 )
+from ringcomm.ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "SGD",
@@ -32,6 +34,8 @@ __all__ = [
     "all_reduce_",
     "broadcast",
     "broadcast_",
+    "cross_entropy",
+    "linear_cross_entropy",
     "monitored_barrier",
     "new_shard_state",
     "reduce",

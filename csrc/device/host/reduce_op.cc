@@ -1,14 +1,17 @@
 #include "device/reduce_op.h"
 
+#include <cstring>
+
 #include "core/types.h"
 #include "device/host/simd_tables.h"
+#include "device/softmax.h"
 
 namespace ringcomm::host {
 namespace {
 
-// "product bfloat16" is the longest; what does not fit fails to compile, as an index out of range
-// in a constant.
-constexpr std::size_t kMaxNameBytes = 20;
+// "product softmax_stats" would be the longest; what does not fit fails to compile, as an index out
+// of range in a constant.
+constexpr std::size_t kMaxNameBytes = 24;
 
 struct OpName {
   char text[kMaxNameBytes] = {};
@@ -43,17 +46,33 @@ struct OpTable {
   ReduceOp of[kNumReductions][kNumDTypes];
 };
 
+void merge_stats(void* to, void* also_to, const void* const* srcs, int num_srcs,
+                 std::size_t num_elems, int) {
+  for (std::size_t i = 0; i < num_elems; ++i) {
+    const auto element = [&](int src) {
+      SoftmaxStats stats;
+      std::memcpy(&stats, static_cast<const char*>(srcs[src]) + i * sizeof stats, sizeof stats);
+      return stats;
+    };
+    SoftmaxStats merged = element(0);
+    for (int src = 1; src < num_srcs; ++src) merged = merge(merged, element(src));
+    std::memcpy(static_cast<char*>(to) + i * sizeof merged, &merged, sizeof merged);
+    if (also_to != nullptr)
+      std::memcpy(static_cast<char*>(also_to) + i * sizeof merged, &merged, sizeof merged);
+  }
+}
+
 OpTable make_table(const SimdKernels& kernels) {
   OpTable table;
   for (int r = 0; r < kNumReductions; ++r) {
     for (int d = 0; d < kNumDTypes; ++d) {
-      // Alignment 1: the kernels load and store with instructions that take any address.
       table.of[r][d] = {.name = kNames.of[r][d].text,
                         .element_bytes = element_bytes(static_cast<DType>(d)),
-                        .alignment = 1,
                         .combine = kernels.combine[r][d]};
     }
   }
+  table.of[static_cast<int>(Reduction::kMerge)][static_cast<int>(DType::kSoftmaxStats)].combine =
+      merge_stats;
   return table;
 }
 

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/types.h"
+
+namespace ringcomm {
+
+/// What one pass over a token's logits leaves of them, for any part of the vocabulary: six words,
+/// as kernels on a GPU and tensors of shape (tokens, 6) have them. `z` is a logit as LogitRow says.
+struct SoftmaxStats {
+  float max;            ///< of z; -infinity without logits
+  float sum;            ///< of exp(z - max)
+  float target;         ///< z of the target; 0 where it is in another part
+  float weighted;       ///< sum of weight * z, where LogitRow::wants_weighted
+  float entropy;        ///< sum of exp(z - max) * (z - max), where LogitRow::wants_more
+  std::int32_t argmax;  ///< the first index of the largest, where LogitRow::wants_more
+};
+inline constexpr int kNumSoftmaxStats = 6;
+static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
+static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
+
+/// A token's logits on this rank. z = logit_scale * x, and with a softcap softcap * tanh(z /
+/// softcap).
+struct LogitRow {
+  const void* logits = nullptr;
+  std::size_t num_elems = 0;
+  const float* weight = nullptr;  ///< of these classes; null: all 1
+  std::int64_t target_idx = -1;   ///< in this row; -1: not here
+  float logit_scale = 1;
+  float softcap = 0;  ///< 0: none
+  bool wants_weighted = false;
+  bool wants_more = false;  ///< entropy and argmax
+};
+
+/// The gradient of a token's loss with respect to its logits x:
+///
+///     (prob * exp(z - max) - smooth * weight - [target] * target) * dz/dx
+struct LogitGrad {
+  float max = 0;
+  float prob = 0;
+  float smooth = 0;
+  float target = 0;
+};
+
+/// The passes over a row of logits of one type; all arithmetic is fp32. Results depend on the
+/// values alone, never on the instruction set. NaN and infinities go into them as in torch.
+struct SoftmaxOps {
+  /// Indices count from the row's beginning.
+  SoftmaxStats (*stats)(const LogitRow& row) = nullptr;
+  /// Writes num_elems elements of the logits' type, each rounded once, to nearest even. `to` may be
+  /// the logits.
+  void (*grad)(const LogitRow& row, const LogitGrad& grad, void* to) = nullptr;
+};
+
+namespace host {
+
+/// For this processor; null where logits of the type are not known: float32, float16 and bfloat16
+/// are.
+const SoftmaxOps* find_softmax_ops(DType dtype);
+
+/// Stats of two parts of one row as those of both, exact in all but the sums' rounding; `a` stands
+/// before `b` in every sum.
+SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b);
+
+}  // namespace host
+}  // namespace ringcomm

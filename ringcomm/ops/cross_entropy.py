@@ -1,0 +1,298 @@
+"""Cross-entropy over plain or vocab-parallel logits: wrapper, autograd and fakes.
+
+The steps are the operators of csrc/bindings/ops/cross_entropy_ops.cc; docs/design/cross_entropy.md
+has the formulas.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringcomm.ops.loss_options import (
+    LOGIT_DTYPES,
+    OUTPUTS,
+    LossOptions,
+    check_targets,
+    checked_num_items,
+    checked_options,
+    with_outputs,
+)
+from ringcomm.ops.soft_targets import soft_cross_entropy
+from ringcomm.ops.vocab_shards import VocabShard, find_shard, shard_of_dtensor
+
+_ops: Any = torch.ops.ringcomm
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    outputs: Sequence[str] = (),
+    inplace: bool = False,
+) -> Any:
+    """The cross-entropy of logits and targets, as torch.nn.functional.cross_entropy has it.
+
+    With z = softcap * tanh(logit_scale * x / softcap) of the logits x, a token's loss is
+    sum over classes c of q[c] * (lse - z[c]) + z_loss * lse ** 2, where lse = log(sum(exp(z))) and
+    q[c] = weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
+
+    With a `group` each rank has the logits of some classes, and all compute the same loss, with one
+    all_reduce of 24 bytes per token in the forward pass, and none in the backward pass. Over a
+    backend other than ringcomm it is an all_gather.
+
+    Args:
+        logits: shape (..., V), V this rank's classes; float32, float16 or bfloat16. A DTensor
+            sharded in its last dimension brings group and vocab_start along.
+        target: shape (...), int64 or int32: classes of the whole vocabulary, the same on all ranks.
+            Or, without a group, probabilities of shape (..., V); they get no gradient.
+        group: whose ranks share the vocabulary; None (the default) where this rank has all of it.
+        vocab_start: the first class of this rank's logits; shards may have any order, differ in
+            size and be empty. None: in rank order, which costs an all_gather of the sizes.
+        vocab_size: how many classes there are on all ranks together; columns behind are padding:
+            probability 0, gradient 0. None: as many as there are columns.
+        weight: shape (vocab_size,), float32: of all classes, on every rank.
+        ignore_index: targets without loss and gradient; may be a class.
+        label_smoothing: in [0, 1].
+        z_loss: the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
+        softcap: positive; None for none.
+        logit_scale: a factor of the logits, before the softcap.
+        reduction: "mean" over the weights of the targets that are not ignored, "sum" or "none".
+        num_items: what "mean" divides by instead: a number, or a tensor of one.
+        outputs: any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy" (1 where
+            the target is the first of the largest logits): also wanted by token.
+        inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
+            it, and one pass over them is saved. For "mean" and "sum".
+
+    Returns:
+        The loss, float32: without dimensions, or of target's shape for "none". With `outputs` it
+        and a dict of float32 tensors of target's shape, without gradients, 0 where ignored.
+        No tokens, or all ignored: NaN for "mean", 0 for "sum", and gradients of 0.
+
+    Raises:
+        ValueError: a shape, a device, an option or a combination of them is wrong; or the ranks'
+            shards do not add up to a vocabulary, on all ranks.
+        TypeError: a dtype is another one.
+        IndexError: a target is no class, and not ignore_index.
+        RingcommError: a rank failed or called something else.
+
+    Collective where there is a group; blocks until the result is there.
+    """
+    if isinstance(logits, DTensor):
+        logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
+    options = checked_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        outputs=outputs,
+    )
+    divisor = checked_num_items(num_items, reduction)
+    if logits.dtype not in LOGIT_DTYPES:
+        raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
+    if logits.dim() == 0:
+        raise ValueError("logits have a dimension of classes, got a scalar")
+    if target.is_floating_point():
+        if group is not None or inplace or outputs:
+            raise ValueError("probabilities as targets know no group, inplace or outputs")
+        return soft_cross_entropy(logits, target, weight, divisor, options, vocab_size)
+
+    check_targets(target, logits.shape[:-1], logits.device)
+    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
+    if inplace:
+        _check_inplace(logits, reduction)
+    apply = _InPlace.apply if inplace else _CrossEntropy.apply
+    loss, by_token = apply(
+        _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, options
+    )
+    return with_outputs(loss, by_token, target, options)
+
+
+# ---- arguments
+
+
+def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
+    """The logits as a matrix with classes side by side; for `inplace` in the same memory."""
+    shape = math.prod(logits.shape[:-1]), logits.shape[-1]
+    if not inplace:
+        rows = logits.reshape(shape)
+        return rows if rows.stride(1) == 1 else rows.contiguous()
+    if logits.stride(-1) == 1:
+        try:
+            return logits.view(shape)
+        except RuntimeError:
+            pass
+    raise ValueError(
+        f"inplace wants rows of logits side by side, got strides {tuple(logits.stride())}"
+    )
+
+
+def _check_inplace(logits: Tensor, reduction: str) -> None:
+    if reduction == "none":
+        raise ValueError('inplace is for reduction="mean" and "sum"')
+    if logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace overwrites the logits, and these are a leaf that requires grad")
+
+
+# ---- autograd
+
+
+def _stats(
+    rows: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
+) -> Tensor:
+    """The stats of the whole rows: of this rank's part, merged with the others'."""
+    stats: Tensor = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+    if shard.group_name is not None:
+        stats = _ops.merge_softmax_stats(stats, shard.group_name)
+    return stats
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        num_items: Tensor | None,
+        shard: VocabShard,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor]:
+        stats = _stats(rows, target, weight, shard, options)
+        loss, by_token, denominator = _ops.cross_entropy_loss(
+            stats, target, weight, num_items, *options.for_loss(shard)
+        )
+        ctx.save_for_backward(rows, target, weight, stats, denominator)
+        ctx.grad_options = options.for_grad(shard)
+        ctx.mark_non_differentiable(by_token)
+        return loss, by_token
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        rows, target, weight, stats, denominator = ctx.saved_tensors
+        grad = _ops.cross_entropy_grad(
+            grad_loss, rows, target, weight, stats, denominator, *ctx.grad_options
+        )
+        return grad, None, None, None, None, None
+
+
+class _InPlace(torch.autograd.Function):
+    """The forward pass leaves the gradient in the logits; the backward pass scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        num_items: Tensor | None,
+        shard: VocabShard,
+        options: LossOptions,
+    ) -> tuple[Tensor, Tensor]:
+        is_narrow = rows.dtype == torch.float16  # holds no gradient over the number of tokens
+        if shard.group_name is None:
+            loss, by_token, denominator = _ops.cross_entropy_and_grad_(
+                rows,
+                target,
+                weight,
+                num_items,
+                *options.for_grad(shard)[1:],
+                options.reduction,
+                options.wants_more,
+            )
+        else:
+            stats = _stats(rows, target, weight, shard, options)
+            loss, by_token, denominator = _ops.cross_entropy_loss(
+                stats, target, weight, num_items, *options.for_loss(shard)
+            )
+            divisor = torch.ones_like(denominator) if is_narrow else denominator
+            _ops.cross_entropy_grad_(
+                torch.ones_like(loss),
+                rows,
+                target,
+                weight,
+                stats,
+                divisor,
+                *options.for_grad(shard),
+            )
+        ctx.save_for_backward(rows.detach(), denominator if is_narrow else None)
+        ctx.is_used = False
+        ctx.mark_non_differentiable(by_token)
+        return loss, by_token
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        if ctx.is_used:
+            raise RuntimeError("cross_entropy(inplace=True) has one backward pass")
+        ctx.is_used = True
+        grad, denominator = ctx.saved_tensors
+        _ops.scale_(grad, grad_loss if denominator is None else grad_loss / denominator)
+        return grad, None, None, None, None, None
+
+
+# ---- fakes, in the order of the operators
+
+
+@torch.library.register_fake("ringcomm::softmax_stats")
+def _(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
+
+
+@torch.library.register_fake("ringcomm::merge_softmax_stats")
+def _(stats: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(stats)
+
+
+def _loss_fakes(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = target.numel()
+    return (
+        target.new_empty([tokens] if reduction == "none" else [], dtype=torch.float32),
+        target.new_empty([len(OUTPUTS), tokens], dtype=torch.float32),
+        target.new_empty([], dtype=torch.float64),
+    )
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_loss")
+def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _loss_fakes(target, options[-1])
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_grad")
+def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_grad_")
+def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
+def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _loss_fakes(target, options[-2])
+
+
+@torch.library.register_fake("ringcomm::scale_")
+def _(tensor: Tensor, factor: Tensor) -> None:
+    return None

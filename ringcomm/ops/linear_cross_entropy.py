@@ -1,0 +1,391 @@
+"""Cross-entropy of a linear layer's outputs, which never all exist at once.
+
+Hidden states are taken a block of tokens at a time: their logits, the loss's part of them and the
+gradients that follow are made and dropped before the next block's. Where a block's gradients depend
+on its own logits alone, the forward pass makes them too, for 6 * tokens * hidden * classes
+operations. Else (a group, whose stats are exchanged first; a gradient for each token; a fused
+update) the backward pass makes the logits again: 8 instead of 6.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcomm.ops.loss_options import (
+    LOGIT_DTYPES,
+    LossOptions,
+    check_targets,
+    checked_num_items,
+    checked_options,
+    with_outputs,
+)
+from ringcomm.ops.vocab_shards import VocabShard, find_shard
+
+_ops: Any = torch.ops.ringcomm
+
+# What the logits of a block may take. Less makes the products slower, more only larger.
+BLOCK_BYTES = 64 << 20
+MIN_BLOCK_TOKENS = 64
+MIN_BLOCK_CLASSES = 256
+
+# Called with a slice of the weight's rows and their gradient in fp32.
+FusedUpdate = Callable[[slice, Tensor], None]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    outputs: Sequence[str] = (),
+    sequence_parallel: bool = False,
+    fused_update: FusedUpdate | None = None,
+) -> Any:
+    """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
+
+    Gradients of hidden, weight and bias are summed in fp32 and rounded once.
+
+    Args:
+        hidden: shape (..., H), float32, float16 or bfloat16; with a group the same on all ranks,
+            unless sequence_parallel.
+        weight: shape (V, H), of hidden's dtype: the rows of this rank's V classes.
+        target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
+        bias: shape (V,), of hidden's dtype; None for none.
+        group: whose ranks share the vocabulary; None where this rank has all of it.
+        vocab_start: this rank's first class, as in cross_entropy.
+        vocab_size: the number of classes without padding, as in cross_entropy.
+        class_weight: shape (vocab_size,), float32: cross_entropy's `weight`.
+        ignore_index: as in cross_entropy.
+        label_smoothing: as in cross_entropy.
+        z_loss: as in cross_entropy.
+        softcap: as in cross_entropy.
+        logit_scale: as in cross_entropy.
+        reduction: as in cross_entropy.
+        num_items: as in cross_entropy.
+        outputs: as in cross_entropy.
+        sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
+            gathered; its gradient is reduce-scattered instead of all-reduced.
+        fused_update: called in the backward pass with a slice of the weight's rows and their
+            gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
+            updates those rows in place. The weight's own gradient then stays None.
+
+    Returns:
+        As cross_entropy.
+
+    Raises:
+        ValueError, TypeError, IndexError, RingcommError: as cross_entropy.
+
+    Collective where there is a group, in the forward pass and, for hidden's gradient, in the
+    backward pass; blocks until the result is there.
+    """
+    options = checked_options(
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        outputs=outputs,
+    )
+    divisor = checked_num_items(num_items, reduction)
+    _check_layer(hidden, weight, bias)
+    if sequence_parallel and group is None:
+        raise ValueError("sequence_parallel is for a group of ranks")
+    shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
+    tokens = hidden.shape[:-1]
+    if shard.group_name is not None:
+        enter = _GatherTokens if sequence_parallel else _SumGradients
+        hidden = enter.apply(hidden, shard.group_name)
+        tokens = hidden.shape[:-1]
+    check_targets(target, tokens, hidden.device)
+    rows = hidden.reshape(target.numel(), hidden.shape[-1])
+    loss, by_token = _LinearCrossEntropy.apply(
+        rows,
+        weight,
+        bias,
+        target.reshape(-1).long(),
+        class_weight,
+        divisor,
+        shard,
+        options,
+        fused_update,
+    )
+    return with_outputs(loss, by_token, target, options)
+
+
+def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if hidden.dtype not in LOGIT_DTYPES:
+        raise TypeError(f"hidden is float32, float16 or bfloat16, got {hidden.dtype}")
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"hidden of shape (..., H) wants a weight of shape (V, H), got {tuple(hidden.shape)}"
+            f" and {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias has shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(f"hidden is {hidden.dtype}, and the {name} {tensor.dtype}")
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"hidden is on {hidden.device}, and the {name} on {tensor.device}")
+
+
+# ---- hidden states into a group
+
+
+class _SumGradients(torch.autograd.Function):
+    """Each rank's classes give a part of hidden's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _ops.all_reduce(grad, "sum", ctx.group_name), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """The same where each rank has a share of the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        gathered: Tensor = _ops.all_gather(hidden, group_name)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _ops.reduce_scatter(grad, "sum", ctx.group_name), None
+
+
+# ---- blocks
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def _token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    row_bytes = max(1, weight.shape[0]) * rows.element_size()
+    return _slices(len(rows), max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes))
+
+
+def _class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    column_bytes = max(1, len(rows)) * rows.element_size()
+    return _slices(len(weight), max(MIN_BLOCK_CLASSES, BLOCK_BYTES // column_bytes))
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(rows, weight, bias)
+
+
+def _part_of(stats: Tensor, block: slice) -> Tensor:
+    """The stats of a block of tokens, with the entry that tells the shards."""
+    return torch.cat([stats[:-1][block], stats[-1:]])
+
+
+class _Gradients:
+    """Gradients of the layer, as blocks of tokens add to them; in fp32 where they are sums."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+    ) -> None:
+        self.rows = torch.empty_like(rows) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        has_bias = wanted[2] and bias is not None
+        self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
+
+    def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
+        """What the logits of a block of tokens give."""
+        if self.rows is not None:
+            torch.mm(grad_logits, weight, out=self.rows[block])
+        if self.weight is not None:
+            self.weight.addmm_(grad_logits.float().t(), rows[block].float())
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.rows, self.weight, self.bias
+
+
+def _denominator(
+    target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, options: LossOptions
+) -> Tensor:
+    """What the losses of the tokens are divided by."""
+    if options.reduction != "mean":
+        return torch.ones([], dtype=torch.float64, device=target.device)
+    if num_items is not None:
+        return num_items
+    counted = target != options.ignore_index
+    if class_weight is None:
+        return counted.sum()
+    return (class_weight[target.clamp(0, len(class_weight) - 1)] * counted).sum()
+
+
+# ---- autograd
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        num_items: Tensor | None,
+        shard: VocabShard,
+        options: LossOptions,
+        fused_update: FusedUpdate | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
+        ctx.is_done = (
+            any(ctx.needs_input_grad[:3])
+            and shard.group_name is None
+            and options.reduction != "none"
+            and fused_update is None
+            and rows.dtype != torch.float16  # no room for a gradient over the number of tokens
+        )
+        if ctx.is_done:
+            loss, by_token = _with_gradients(
+                ctx, rows, weight, bias, target, class_weight, num_items
+            )
+        else:
+            loss, by_token = _without_gradients(
+                ctx, rows, weight, bias, target, class_weight, num_items
+            )
+        ctx.mark_non_differentiable(by_token)
+        return loss, by_token
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        none = (None,) * 6
+        if ctx.is_done:
+            grads = ctx.saved_tensors
+            dtype = ctx.dtype
+            scaled = [None if grad is None else (grad * grad_loss).to(dtype) for grad in grads]
+            return (*scaled, *none)
+        rows, weight, bias, target, class_weight, stats, denominator = ctx.saved_tensors
+
+        def differentiate(logits: Tensor, block: slice, shard: VocabShard) -> Tensor:
+            """In place, of a block of tokens."""
+            upstream = grad_loss[block] if grad_loss.dim() else grad_loss
+            _ops.cross_entropy_grad_(
+                upstream,
+                logits,
+                target[block],
+                class_weight,
+                _part_of(stats, block),
+                denominator,
+                *ctx.options.for_grad(shard),
+            )
+            return logits
+
+        if ctx.fused_update is not None:
+            grads = _update_by_class(ctx, rows, weight, bias, differentiate)
+        else:
+            sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+            for block in _token_blocks(rows, weight):
+                logits = _logits(rows[block], weight, bias)
+                sums.add(differentiate(logits, block, ctx.shard), rows, weight, block)
+            grads = sums.tensors()
+        rounded = [None if grad is None else grad.to(rows.dtype) for grad in grads]
+        return (*rounded, *none)
+
+
+def _with_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+    denominator = _denominator(target, class_weight, num_items, options)
+    parts = []
+    for block in _token_blocks(rows, weight):
+        logits = _logits(rows[block], weight, bias)
+        _, part, _ = _ops.cross_entropy_and_grad_(
+            logits,
+            target[block],
+            class_weight,
+            denominator,
+            *options.for_grad(shard)[1:],
+            "mean",
+            options.wants_more,
+        )
+        parts.append(part)
+        sums.add(logits, rows, weight, block)
+    by_token = torch.cat(parts, 1) if parts else rows.new_empty([4, 0], dtype=torch.float32)
+    ctx.save_for_backward(*sums.tensors())
+    ctx.dtype = rows.dtype
+    return (by_token[0].sum(dtype=torch.float64) / denominator).float(), by_token
+
+
+def _without_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
+    # Without tokens there still is the entry that tells the shards.
+    for block in _token_blocks(rows, weight) or [slice(0, 0)]:
+        logits = _logits(rows[block], weight, bias)
+        part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
+        stats[:-1][block], stats[-1] = part[:-1], part[-1]
+    if shard.group_name is not None:
+        stats = _ops.merge_softmax_stats(stats, shard.group_name)
+    loss, by_token, denominator = _ops.cross_entropy_loss(
+        stats, target, class_weight, num_items, *options.for_loss(shard)
+    )
+    ctx.save_for_backward(rows, weight, bias, target, class_weight, stats, denominator)
+    return loss, by_token
+
+
+def _update_by_class(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    differentiate: Callable[[Tensor, slice, VocabShard], Tensor],
+) -> tuple[Tensor | None, None, Tensor | None]:
+    """Gradients where those of the weight's rows go to the update, a block of classes at a time."""
+    grad_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+    bias_parts = []
+    for block in _class_blocks(rows, weight):
+        part = weight[block]
+        logits = _logits(rows, part, None if bias is None else bias[block])
+        shard = ctx.shard._replace(start=ctx.shard.start + block.start)
+        grad_logits = differentiate(logits, slice(0, len(rows)), shard).float()
+        if grad_rows is not None:
+            grad_rows.addmm_(grad_logits, part.float())
+        if bias is not None:
+            bias_parts.append(grad_logits.sum(0))
+        ctx.fused_update(block, grad_logits.t() @ rows.float())
+    return grad_rows, None, torch.cat(bias_parts) if bias_parts else None
