@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Draws times by size: all_reduce over the backends, and with ringcomm's algorithms.
+"""Draws times by size: all_reduce over the backends and with ringcomm's algorithms; cross-entropy.
 
     python benchmarks/plot.py [--out docs/design] [FILE.jsonl ...]
 
 Takes the records that table.py would, of the machine that was measured last, and writes
-all_reduce.svg and algorithms.svg, the same bytes for the same records and matplotlib. What has no
-records, or where matplotlib is not installed, is left out and said.
+all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
+matplotlib. What has no records, or where matplotlib is not installed, is left out and said.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,20 @@ def algorithm_runs(records: list[Record]) -> list[Run]:
     return _runs([r for r in records if r["kind"] == ALGORITHMS.kind], ALGORITHMS)
 
 
+def loss_runs(records: list[Record]) -> list[Run]:
+    """Cross-entropy in one process, beside other libraries."""
+    found = [r for r in records if r["kind"] == "cross_entropy" and r["world_size"] == 1]
+    return _of_last_machine(found, LAYOUTS["cross_entropy"])
+
+
 def _runs(records: list[Record], layout: Layout) -> list[Run]:
-    """The points, in order, of the machine that was measured last."""
+    """The points of the usual numbers of ranks."""
     usual = [record for record in records if record["world_size"] in README_WORLDS]
+    return _of_last_machine(usual, layout)
+
+
+def _of_last_machine(usual: list[Record], layout: Layout) -> list[Run]:
+    """The points, in order, of the machine that was measured last."""
     last = max(usual, key=lambda record: record["date"], default=None)
     return newest([r for r in usual if last and machine_of(r) == machine_of(last)], layout)
 
@@ -76,33 +89,84 @@ def _plot_world(axes: Any, runs: list[Run], field: str, names: list[str]) -> Non
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(path: Path, runs: list[Run], field: str) -> None:
-    """Writes the SVG: a panel per number of ranks, a line per value of ``field``."""
+def _worlds_figure(pyplot: Any, runs: list[Run], field: str) -> Any:
+    """A panel per number of ranks, a line per value of ``field``."""
+    worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
+    names = list(dict.fromkeys(record[field] for run in runs for record in run))
+    figure, axes = pyplot.subplots(
+        1, len(worlds), figsize=(4.2 * len(worlds), 3.6), sharey=True, squeeze=False
+    )
+    for one, world in zip(axes[0], worlds, strict=True):
+        _plot_world(one, world, field, names)
+    axes[0][0].set_ylabel("µs per call: median, 10–90 %")
+    axes[0][-1].legend(fontsize=7, frameon=False, loc="lower right")
+    return figure
+
+
+def _plot_losses(axes: Any, records: list[Record], field: str, scale: float) -> None:
+    """A line per way, over the number of classes."""
+    ways = list(dict.fromkeys(record["way"] for record in records))
+    for color, way in zip(COLORS, ways, strict=False):
+        points = [record for record in records if record["way"] == way]
+        sizes = [record["vocab_size"] for record in points]
+        if field == "extra_bytes" and way == "copy":
+            continue
+        values = [record[field] * scale for record in points]
+        axes.plot(sizes, values, color=color, marker=".", linewidth=1.2, label=way)
+    ticks = sorted({record["vocab_size"] for record in records})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _losses_figure(pyplot: Any, runs: list[Run]) -> Any:
+    """Time above, memory below; a column per type."""
+    records = [record for run in runs for record in run]
+    dtypes = list(dict.fromkeys(record["dtype"] for record in records))
+    figure, axes = pyplot.subplots(
+        2, len(dtypes), figsize=(4.2 * len(dtypes), 5.6), sharex=True, squeeze=False
+    )
+    for column, dtype in enumerate(dtypes):
+        found = [record for record in records if record["dtype"] == dtype]
+        _plot_losses(axes[0][column], found, "p50_us", 1e-3)
+        _plot_losses(axes[1][column], found, "extra_bytes", 2**-20)
+        axes[0][column].set_title(f"{dtype}, {found[0]['num_tokens']:,} tokens")
+        axes[1][column].set_xlabel("classes")
+    axes[0][0].set_ylabel("ms, forward and backward: median")
+    axes[1][0].set_ylabel("MiB beyond the logits")
+    axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left")
+    return figure
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Which records a figure is of, and how it is drawn with matplotlib's pyplot."""
+
+    runs: Callable[[list[Record]], list[Run]]
+    figure: Callable[[Any, list[Run]], Any]
+
+
+PLOTS = {
+    "all_reduce": Plot(all_reduce_runs, partial(_worlds_figure, field="backend")),
+    "algorithms": Plot(algorithm_runs, partial(_worlds_figure, field="algorithm")),
+    "cross_entropy": Plot(loss_runs, _losses_figure),
+}
+
+
+def draw(path: Path, plot: Plot, runs: list[Run]) -> None:
+    """Writes the SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    worlds = [list(group) for _, group in groupby(runs, key=lambda run: run[0]["world_size"])]
-    names = list(dict.fromkeys(record[field] for run in runs for record in run))
     with matplotlib.rc_context(STYLE):
-        figure, axes = pyplot.subplots(
-            1, len(worlds), figsize=(4.2 * len(worlds), 3.6), sharey=True, squeeze=False
-        )
-        for one, world in zip(axes[0], worlds, strict=True):
-            _plot_world(one, world, field, names)
-        axes[0][0].set_ylabel("µs per call: median, 10–90 %")
-        axes[0][-1].legend(fontsize=7, frameon=False, loc="lower right")
+        figure = plot.figure(pyplot, runs)
         figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         pyplot.close(figure)
-
-
-PLOTS: dict[str, tuple[Callable[[list[Record]], list[Run]], str]] = {
-    "all_reduce": (all_reduce_runs, "backend"),
-    "algorithms": (algorithm_runs, "algorithm"),
-}
 
 
 def main(argv: list[str]) -> int:
@@ -112,12 +176,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, metavar="FOLDER")
     options = parser.parse_args(argv)
     records = read_results(options.files)
-    for name, (runs_of, field) in PLOTS.items():
-        runs = runs_of(records)
+    for name, plot in PLOTS.items():
+        runs = plot.runs(records)
         path = options.out / f"{name}.svg"
         try:
             if runs:
-                draw(path, runs, field)
+                draw(path, plot, runs)
             print(f"drawn: {path}" if runs else f"no records to draw {name} from")
         except ModuleNotFoundError as error:
             if error.name != "matplotlib":

@@ -31,7 +31,7 @@ from ringcomm.bench.script import run_main
 LIMIT_S = 900.0
 CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 APART = "reduce_scatter,all_gather,all_to_all,broadcast,round_trip,barrier"
-# Scripts and their arguments by name, in order.
+# Scripts, or the command ringcomm, with their arguments by name, in order.
 JOBS: dict[str, list[str]] = {
     "all_reduce": [
         f"all_reduce.py --world 2 --ops all_reduce,all_reduce_apart --sizes {CURVE}",
@@ -43,6 +43,10 @@ JOBS: dict[str, list[str]] = {
     "races": ["races.py"],
     "steps": ["steps.py"],
     "fused_update": ["fused_update.py"],
+    "cross_entropy": [
+        "ringcomm bench cross_entropy --peers torch,compile",
+        "ringcomm bench cross_entropy --world-size 2 --vocabularies 32000",
+    ],
     "footprint": ["footprint.py"],
 }
 WITH_MPI = ("all_reduce",)
@@ -58,6 +62,9 @@ def find_mpiexec() -> str | None:
 def command_of(job: str, mpiexec: str | None) -> list[str]:
     """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
     script, *arguments = shlex.split(job)
+    if script == "ringcomm":
+        path = str(harness.default_path(arguments[1]))
+        return [sys.executable, "-m", script, *arguments, "--json", path]
     command = [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments]
     if mpiexec is None:
         return command

@@ -35,6 +35,7 @@ from ringcomm.bench.wording import (
     facts_line,
     inverse,
     microseconds,
+    milliseconds,
     share_range,
 )
 
@@ -263,6 +264,34 @@ def _race_lines(runs: list[Run]) -> list[str]:
     ]
 
 
+def _loss_lines(runs: list[Run]) -> list[str]:
+    """Forward and backward: times, and memory beyond the logits."""
+    first = runs[0][0]
+    ways = list(dict.fromkeys(record["way"] for run in runs for record in run))
+    rows = []
+    for run in runs:
+        found = [_by("way", run).get(way) for way in ways]
+        times = [milliseconds(r["p50_us"]) if r else "–" for r in found]
+        ratios = [comparison(r) if r else "–" for r in found[1:]]
+        memory = [str(r["extra_bytes"] >> 20) if r else "–" for r in found if not _is_floor(r)]
+        rows.append([run[0]["dtype"], f"{run[0]['vocab_size']:,}", *times, *ratios, *memory])
+    headers = ["type", "classes", *(f"{way}, ms" for way in ways)]
+    headers += [f"{way} / {ways[0]} (10–90 %)" for way in ways[1:]]
+    headers += [f"{way}, MiB" for way in ways if way != "copy"]
+    where = f"{first['num_threads']} thread{'s' if first['num_threads'] > 1 else ''}"
+    if first["world_size"] > 1:
+        where = f"{first['world_size']} ranks of {where}, beside one of them with all classes"
+    return [
+        f"Cross-entropy, forward and backward, {first['num_tokens']:,} tokens, {first['device']},"
+        f" {where}; medians:",
+        *_grid(headers, 1, rows),
+    ]
+
+
+def _is_floor(record: Record | None) -> bool:
+    return record is not None and record["way"] == "copy"
+
+
 def _footprint_lines(runs: list[Run]) -> list[str]:
     backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
     rows = []
@@ -276,6 +305,8 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what README shows; some kinds do not say."""
+    if record["kind"] == "cross_entropy":
+        return True
     return (
         record.get("world_size") in README_WORLDS
         and record.get("dtype", "float32") == "float32"
@@ -301,6 +332,12 @@ LAYOUTS = {
     "races": Layout("races", ("world_size", "device", "size"), ("system", "tokens"), _race_lines),
     "steps": Layout("steps", _STEPS, ("system",), _step_lines),
     "fused_update": Layout("fused_update", ("world_size", "optimizer"), ("bytes",), _update_lines),
+    "cross_entropy": Layout(
+        "cross_entropy",
+        ("world_size", "device", "num_threads", "num_tokens"),
+        ("dtype", "vocab_size"),
+        _loss_lines,
+    ),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False

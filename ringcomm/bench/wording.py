@@ -56,6 +56,12 @@ def microseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
+def milliseconds(value_us: float) -> str:
+    """Three digits, and no more than two behind the point."""
+    value = value_us / 1000
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
 def factor(value: float) -> str:
     """Three digits, and no more than two of them behind the point."""
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"

@@ -16,6 +16,7 @@ import run_all
 
 from ringcomm.bench.exit_codes import EXIT_OK
 from ringcomm.bench.records import read_records
+from ringcomm.cli import make_parser
 
 
 def records_of(path: Path, script: str, *argv: str, seconds: str = "0.02") -> list[dict[str, Any]]:
@@ -73,7 +74,10 @@ def test_waiting(tmp_path: Path) -> None:
 @pytest.mark.parametrize("job", [job for jobs in run_all.JOBS.values() for job in jobs])
 def test_the_list_of_all_calls_scripts_as_they_are(job: str) -> None:
     script, *arguments = shlex.split(job)
-    import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
+    if script == "ringcomm":
+        make_parser().parse_args([*arguments, "--seconds", "1"])
+    else:
+        import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
 
 
 def test_mpi_takes_part_where_it_is_there() -> None:
@@ -82,6 +86,13 @@ def test_mpi_takes_part_where_it_is_there() -> None:
     assert command[:4] == ["/usr/bin/mpiexec", "-n", "4", sys.executable]
     assert command[-2:] == ["--backends", "ringcomm,gloo,mpi4py"]
     assert run_all.command_of("floor.py", None)[0] == sys.executable
+
+
+def test_the_command_itself_is_called_with_a_file() -> None:
+    command = run_all.command_of(run_all.JOBS["cross_entropy"][0], None)
+    assert command[1:5] == ["-m", "ringcomm", "bench", "cross_entropy"]
+    assert command[-2] == "--json"
+    assert command[-1].endswith("-cross_entropy.jsonl")
 
 
 def test_what_fails_or_hangs_is_told(

@@ -1,0 +1,1 @@
+"""ringcomm in other libraries; each is imported only by its own module."""

@@ -1,0 +1,96 @@
+"""The loss of Hugging Face transformers' causal language models."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ringcomm.ops.cross_entropy import cross_entropy
+
+LOSS_TYPE = "ForCausalLM"
+
+
+def apply(
+    model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Any:
+    """Has a causal language model compute its loss with ringcomm.ops.cross_entropy.
+
+    The same loss and gradient as before without the options; logits are not copied to fp32, and may
+    be a DTensor sharded by class, as tensor parallelism leaves them.
+
+    Args:
+        model: such as AutoModelForCausalLM makes; of transformers from 4.46 on.
+        inplace: the loss overwrites the logits with their gradient. The model's output then holds
+            no logits.
+        label_smoothing: in [0, 1].
+        z_loss: the factor of lse ** 2.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: the model has no loss that can be set.
+        ValueError: its loss is another one.
+    """
+    if not isinstance(getattr(type(model), "loss_function", None), property):
+        raise TypeError(
+            f"{type(model).__name__} has no loss_function to set: it is no model of transformers"
+            " from 4.46 on"
+        )
+    found = getattr(model, "loss_type", None)
+    if found != LOSS_TYPE:
+        raise ValueError(f"{type(model).__name__} has the loss {found}, not {LOSS_TYPE}")
+    model.loss_function = partial(
+        causal_lm_loss, inplace=inplace, label_smoothing=label_smoothing, z_loss=z_loss
+    )
+    return model
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    inplace: bool = False,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    **unused: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss: token n predicts token n + 1.
+
+    Args:
+        logits: shape (batch, length, vocab_size).
+        labels: shape (batch, length), of the same tokens; the loss shifts them. On any device.
+        vocab_size: the classes of the logits.
+        num_items_in_batch: what the sum is divided by; None: the tokens that count.
+        ignore_index: labels without loss.
+        shift_labels: labels that are shifted already, in place of `labels`.
+        inplace: as in apply.
+        label_smoothing: as in apply.
+        z_loss: as in apply.
+        unused: what models pass on.
+
+    Returns:
+        The loss, float32, without dimensions.
+
+    Raises:
+        ValueError, TypeError, IndexError: as ringcomm.ops.cross_entropy.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("the loss wants labels or shift_labels")
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    loss: Tensor = cross_entropy(
+        logits,
+        shift_labels.to(logits.device).reshape(logits.shape[:-1]),
+        vocab_size=vocab_size,
+        num_items=num_items_in_batch,
+        ignore_index=ignore_index,
+        inplace=inplace,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    return loss

@@ -1,0 +1,77 @@
+"""Causal language models of transformers with ringcomm's loss: the same loss and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringcomm.integrations.transformers import apply, causal_lm_loss
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS = {"llama": "LlamaConfig", "qwen2": "Qwen2Config"}
+
+
+def make_model(kind: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, CONFIGS[kind])(**SIZES)
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def step(model: Any, **arguments: Any) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients."""
+    ids = torch.randint(0, 131, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    loss = model(input_ids=ids, labels=labels, **arguments).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("num_items", [None, 7, torch.tensor(7)])
+def test_the_loss_and_its_gradients_stay(
+    kind: str, dtype: torch.dtype, inplace: bool, num_items: Any
+) -> None:
+    arguments = {} if num_items is None else {"num_items_in_batch": num_items}
+    loss, grads = step(make_model(kind, dtype), **arguments)
+    model = make_model(kind, dtype)
+    assert apply(model, inplace=inplace) is model
+    ours, our_grads = step(model, **arguments)
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
+    # Of bfloat16 the gradients of logits are rounded once in either way, at other places.
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    assert len(grads) == len(our_grads)
+    for grad, our_grad in zip(grads, our_grads, strict=True):
+        torch.testing.assert_close(our_grad, grad, rtol=limit, atol=limit * float(grad.abs().max()))
+
+
+def test_labels_that_are_shifted_already() -> None:
+    logits, labels = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    expected = causal_lm_loss(logits, labels, 11)
+    torch.testing.assert_close(causal_lm_loss(logits, None, 11, shift_labels=shifted), expected)
+    with pytest.raises(ValueError, match="labels or shift_labels"):
+        causal_lm_loss(logits, None, 11)
+
+
+def test_other_models_are_refused() -> None:
+    with pytest.raises(TypeError, match="Linear has no loss_function"):
+        apply(nn.Linear(2, 2))
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    with pytest.raises(ValueError, match="not ForCausalLM"):
+        apply(model)
