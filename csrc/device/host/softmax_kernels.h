@@ -145,7 +145,12 @@ struct Partial {
   const Fp32 distance = all(from - to);
   const Fp32 factor = exp_of(distance);
   for (std::size_t v = 0; v < kNumParts; ++v) {
-    if (wants_more) entropy.part[v] = factor * multiply_add(sum.part[v], distance, entropy.part[v]);
+    // Of logits as low as fp32 goes, as masks are, sum * distance would be -infinity, and 0 of it
+    // NaN.
+    if (wants_more)
+      entropy.part[v] =
+          factor == 0.0F ? Fp32{}
+                         : factor * multiply_add(sum.part[v], distance, entropy.part[v]);
     sum.part[v] = sum.part[v] * factor;
   }
 }
