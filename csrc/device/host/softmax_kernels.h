@@ -149,8 +149,7 @@ struct Partial {
     // NaN.
     if (wants_more)
       entropy.part[v] =
-          factor == 0.0F ? Fp32{}
-                         : factor * multiply_add(sum.part[v], distance, entropy.part[v]);
+          factor == 0.0F ? Fp32{} : factor * multiply_add(sum.part[v], distance, entropy.part[v]);
     sum.part[v] = sum.part[v] * factor;
   }
 }
