@@ -226,17 +226,22 @@ class _Gradients:
 
 
 def _denominator(
-    target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, options: LossOptions
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> Tensor:
-    """What the losses of the tokens are divided by."""
-    if options.reduction != "mean":
-        return torch.ones([], dtype=torch.float64, device=target.device)
-    if num_items is not None:
-        return num_items
-    counted = target != options.ignore_index
-    if class_weight is None:
-        return counted.sum()
-    return (class_weight[target.clamp(0, len(class_weight) - 1)] * counted).sum()
+    """What the losses of the tokens are divided by; all targets are checked on the way.
+
+    Stats say nothing here but how many classes there are, which their last entry does.
+    """
+    stats = torch.zeros([target.numel() + 1, 6], device=target.device)
+    stats[-1, ::2] = float(shard.size)
+    denominator: Tensor = _ops.cross_entropy_loss(
+        stats, target, class_weight, num_items, *options.for_loss(shard)
+    )[2]
+    return denominator
 
 
 # ---- autograd
@@ -322,7 +327,7 @@ def _with_gradients(
 ) -> tuple[Tensor, Tensor]:
     options, shard = ctx.options, ctx.shard
     sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
-    denominator = _denominator(target, class_weight, num_items, options)
+    denominator = _denominator(target, class_weight, num_items, shard, options)
     parts = []
     for block in _token_blocks(rows, weight):
         logits = _logits(rows[block], weight, bias)
