@@ -59,8 +59,8 @@ def linear_cross_entropy(
 ) -> Any:
     """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
 
-    Gradients of hidden, weight and bias are summed in fp32 and rounded to their dtype: once, but for
-    hidden's in a group (each rank's part, and their sum) and where loss scales it by no power of 2.
+    Gradients of hidden, weight and bias are summed in fp32 and rounded to their dtype once; those
+    of hidden again where the loss's own gradient is not 1, and where ranks add their parts.
     Under torch.autocast hidden, weight and bias may be of any of the dtypes and are cast first, as
     for a linear layer. There is no second derivative.
 

@@ -1,5 +1,5 @@
 // Stats and gradients of rows of logits against double, with bounds from the roundings on the way,
-// and the same bits at every SIMD level.
+// and the same bits at every SIMD level. Of one file, since all cases use its oracle and its rows.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
