@@ -167,20 +167,26 @@ def test_no_logits_of_all_tokens(
     assert most < 4 * block_bytes < tokens * classes * dtype.itemsize
 
 
-def test_no_gradient_of_the_weight_with_a_fused_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_nobody_keeps_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "BLOCK_BYTES", 1)
     hidden, weight = torch.randn(64, 512, requires_grad=True), torch.randn(4096, 512)
-    weight.requires_grad_()
     target = torch.randint(4096, (64,))
 
-    def step(fused_update: Any) -> Callable[[], None]:
-        return lambda: linear_cross_entropy(
-            hidden, weight, target, fused_update=fused_update
-        ).backward()
+    def most(fused_update: Any = None, reduction: str = "mean") -> int:
+        def step() -> None:
+            loss = linear_cross_entropy(
+                hidden, weight, target, reduction=reduction, fused_update=fused_update
+            )
+            loss.sum().backward()
 
-    assert live_bytes(step(None))[1] >= weight.nbytes
+        return live_bytes(step)[1]
+
+    for reduction in ("mean", "none"):
+        assert most(reduction=reduction) < weight.nbytes / 4  # a frozen weight
+    weight.requires_grad_()
+    assert most() >= weight.nbytes
     weight.grad = None
-    assert live_bytes(step(lambda rows, grad: None))[1] < weight.nbytes / 4
+    assert most(lambda rows, grad: None) < weight.nbytes / 4
     assert weight.grad is None
 
 

@@ -109,6 +109,40 @@ def test_shards(world_size: int, backend: str, is_fused: bool) -> None:
     run_ranks(world_size, check_shards, is_fused, backend=backend, timeout_s=120)
 
 
+def check_strides(rank: int) -> None:
+    """Hidden states whose gradient, as torch makes it, does not lie in rows of tokens."""
+    group = dist.group.WORLD
+    given = layer(F32, tokens=72)
+    target = given["target"].view(8, 9).t()
+    weight = given["weight"][rank::2]
+    inputs = [given["hidden"].view(8, 9, HIDDEN).clone().requires_grad_() for _ in range(2)]
+    everywhere, _ = reference(
+        inputs[0].transpose(0, 1), torch.cat([given["weight"][r::2] for r in (0, 1)]), target
+    )
+    everywhere.backward()
+    half = slice(5 * rank, 5 * rank + 5)
+    for is_gathered in (False, True):
+        hidden = inputs[1].transpose(0, 1)
+        wide = torch.cat([hidden, hidden[:1]]) if is_gathered else hidden
+        loss = linear_cross_entropy(
+            wide.transpose(0, 2).contiguous().transpose(0, 2)[half] if is_gathered else hidden,
+            weight,
+            torch.cat([target, torch.full((1, 8), -100)]) if is_gathered else target,
+            group=group,
+            sequence_parallel=is_gathered,
+        )
+        (grad,) = torch.autograd.grad(loss, inputs[1])
+        if is_gathered:
+            dist.all_reduce(grad)
+        torch.testing.assert_close(loss, everywhere.float())
+        torch.testing.assert_close(grad, inputs[0].grad)
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+def test_strides(backend: str) -> None:
+    run_ranks(2, check_strides, backend=backend)
+
+
 def check_edges_of_shards(rank: int) -> None:
     group = dist.group.WORLD
     given = layer(F32, tokens=6)
