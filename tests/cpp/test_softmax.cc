@@ -423,7 +423,7 @@ double ulps_between(float actual, double expected) {
   return std::fabs(actual - expected) / std::ldexp(1.0, exponent - 23);
 }
 
-TEST_CASE("exp and tanh are right within the bounds that they state") {
+TEST_CASE("exp is right within 1.1 ulp, and tanh within 1.7") {
   std::mt19937 random(11);
   constexpr std::size_t kNumValues = 200'000;
   double worst_exp = 0, worst_tanh = 0;
@@ -449,9 +449,8 @@ TEST_CASE("exp and tanh are right within the bounds that they state") {
     worst_tanh =
         std::max(worst_tanh, ulps_between(stats.target, std::tanh(static_cast<double>(x))));
   }
-  MESSAGE("worst error of exp " << worst_exp << " ulp, of tanh " << worst_tanh << " ulp");
-  CHECK(worst_exp < 1.1);
-  CHECK(worst_tanh < 2);
+  CHECK(worst_exp < 1.1);   // 0.98 when this was written
+  CHECK(worst_tanh < 1.7);  // 1.48
 }
 
 }  // namespace
