@@ -8,6 +8,7 @@ update) the backward pass makes the logits again: 8 instead of 6.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def linear_cross_entropy(
         tokens = hidden.shape[:-1]
     check_targets(target, tokens, hidden.device)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
-    with torch.autocast(hidden.device.type, enabled=False):
+    with _without_autocast(hidden.device):
         loss, by_token = _LinearCrossEntropy.apply(
             rows,
             weight,
@@ -137,13 +138,19 @@ def linear_cross_entropy(
 def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
     """What torch.autocast makes of a linear layer's operands."""
     device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return hidden, *layer
     dtype = torch.get_autocast_dtype(device)
     return tuple(
         tensor.to(dtype) if tensor is not None and tensor.dtype in LOGIT_DTYPES else tensor
         for tensor in (hidden, *layer)
     )
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -324,7 +331,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return logits
 
         # backward() may be called where autocast is on, which would round what is summed in fp32.
-        with torch.autocast(rows.device.type, enabled=False):
+        with _without_autocast(rows.device):
             if ctx.fused_update is not None:
                 grads = _update_by_class(ctx, rows, weight, bias, differentiate)
             else:
