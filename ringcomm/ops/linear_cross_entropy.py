@@ -8,11 +8,13 @@ update) the backward pass makes the logits again: 8 instead of 6.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ringcomm.ops.loss_options import (
     LOGIT_DTYPES,
@@ -58,7 +60,10 @@ def linear_cross_entropy(
 ) -> Any:
     """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
 
-    Gradients of hidden, weight and bias are summed in fp32 and rounded once.
+    Gradients of hidden, weight and bias are summed in fp32 and rounded to their dtype once; those
+    of hidden again where the loss's own gradient is not 1, and where ranks add their parts.
+    Under torch.autocast hidden, weight and bias may be of any of the dtypes and are cast first, as
+    for a linear layer. There is no second derivative.
 
     Args:
         hidden: shape (..., H), float32, float16 or bfloat16; with a group the same on all ranks,
@@ -103,9 +108,10 @@ def linear_cross_entropy(
         outputs=outputs,
     )
     divisor = checked_num_items(num_items, reduction)
+    hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
-    if sequence_parallel and group is None:
-        raise ValueError("sequence_parallel is for a group of ranks")
+    if sequence_parallel and (group is None or hidden.dim() == 1):
+        raise ValueError("sequence_parallel is for tokens that a group of ranks shares")
     shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     tokens = hidden.shape[:-1]
     if shard.group_name is not None:
@@ -114,18 +120,37 @@ def linear_cross_entropy(
         tokens = hidden.shape[:-1]
     check_targets(target, tokens, hidden.device)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
-    loss, by_token = _LinearCrossEntropy.apply(
-        rows,
-        weight,
-        bias,
-        target.reshape(-1).long(),
-        class_weight,
-        divisor,
-        shard,
-        options,
-        fused_update,
-    )
+    with _without_autocast(hidden.device):
+        loss, by_token = _LinearCrossEntropy.apply(
+            rows,
+            weight,
+            bias,
+            target.reshape(-1).long(),
+            class_weight,
+            divisor,
+            shard,
+            options,
+            fused_update,
+        )
     return with_outputs(loss, by_token, target, options)
+
+
+def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
+    """What torch.autocast makes of a linear layer's operands."""
+    device = hidden.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return hidden, *layer
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype) if tensor is not None and tensor.dtype in LOGIT_DTYPES else tensor
+        for tensor in (hidden, *layer)
+    )
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -226,17 +251,22 @@ class _Gradients:
 
 
 def _denominator(
-    target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, options: LossOptions
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
 ) -> Tensor:
-    """What the losses of the tokens are divided by."""
-    if options.reduction != "mean":
-        return torch.ones([], dtype=torch.float64, device=target.device)
-    if num_items is not None:
-        return num_items
-    counted = target != options.ignore_index
-    if class_weight is None:
-        return counted.sum()
-    return (class_weight[target.clamp(0, len(class_weight) - 1)] * counted).sum()
+    """What the losses of the tokens are divided by; all targets are checked on the way.
+
+    Stats say nothing here but how many classes there are, which their last entry does.
+    """
+    stats = torch.zeros([target.numel() + 1, 6], device=target.device)
+    stats[-1, ::2] = float(shard.size)
+    denominator: Tensor = _ops.cross_entropy_loss(
+        stats, target, class_weight, num_items, *options.for_loss(shard)
+    )[2]
+    return denominator
 
 
 # ---- autograd
@@ -276,6 +306,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss, by_token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         none = (None,) * 6
         if ctx.is_done:
@@ -299,14 +330,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             return logits
 
-        if ctx.fused_update is not None:
-            grads = _update_by_class(ctx, rows, weight, bias, differentiate)
-        else:
-            sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
-            for block in _token_blocks(rows, weight):
-                logits = _logits(rows[block], weight, bias)
-                sums.add(differentiate(logits, block, ctx.shard), rows, weight, block)
-            grads = sums.tensors()
+        # backward() may be called where autocast is on, which would round what is summed in fp32.
+        with _without_autocast(rows.device):
+            if ctx.fused_update is not None:
+                grads = _update_by_class(ctx, rows, weight, bias, differentiate)
+            else:
+                sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+                for block in _token_blocks(rows, weight):
+                    logits = _logits(rows[block], weight, bias)
+                    sums.add(differentiate(logits, block, ctx.shard), rows, weight, block)
+                grads = sums.tensors()
         rounded = [None if grad is None else grad.to(rows.dtype) for grad in grads]
         return (*rounded, *none)
 
@@ -322,7 +355,7 @@ def _with_gradients(
 ) -> tuple[Tensor, Tensor]:
     options, shard = ctx.options, ctx.shard
     sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
-    denominator = _denominator(target, class_weight, num_items, options)
+    denominator = _denominator(target, class_weight, num_items, shard, options)
     parts = []
     for block in _token_blocks(rows, weight):
         logits = _logits(rows[block], weight, bias)
@@ -377,7 +410,7 @@ def _update_by_class(
 ) -> tuple[Tensor | None, None, Tensor | None]:
     """Gradients where those of the weight's rows go to the update, a block of classes at a time."""
     grad_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-    bias_parts = []
+    grad_bias = bias.new_empty(len(bias), dtype=torch.float32) if bias is not None else None
     for block in _class_blocks(rows, weight):
         part = weight[block]
         logits = _logits(rows, part, None if bias is None else bias[block])
@@ -385,7 +418,7 @@ def _update_by_class(
         grad_logits = differentiate(logits, slice(0, len(rows)), shard).float()
         if grad_rows is not None:
             grad_rows.addmm_(grad_logits, part.float())
-        if bias is not None:
-            bias_parts.append(grad_logits.sum(0))
+        if grad_bias is not None:
+            grad_bias[block] = grad_logits.sum(0)
         ctx.fused_update(block, grad_logits.t() @ rows.float())
-    return grad_rows, None, torch.cat(bias_parts) if bias_parts else None
+    return grad_rows, None, grad_bias

@@ -170,6 +170,10 @@ inline oracle::Bytes input_of(const Case& c, int rank, int share) {
                           static_cast<std::uint32_t>(share) + 1U);
   std::mt19937 random(seed);
   for (std::size_t i = 0; i < num_elems; ++i) {
+    if (c.dtype == DType::kSoftmaxStats) {
+      append(bytes, oracle::exact_stats(mixed(seed + static_cast<std::uint32_t>(i))));
+      continue;
+    }
     if (c.is_random) {
       append_float(
           bytes, c.dtype,

@@ -7,6 +7,7 @@
 //   float32    double: wide enough (53 >= 2 * 24 + 2) that rounding its result again gives the
 //   float operation's float16, bfloat16   as float32, then rounded to the format's quantum float64
 //   the processor's own scalar operations
+//   softmax_stats   double; bit for bit where no step rounds (exact_stats)
 
 #include <algorithm>
 #include <cmath>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "core/types.h"
+#include "device/softmax.h"
 
 namespace ringcomm::oracle {
 
@@ -39,6 +41,8 @@ inline bool is_bitwise(Reduction reduction) {
 /// Which pairs have an operator.
 inline bool has_meaning(Reduction reduction, DType dtype) {
   if (dtype == DType::kByte) return false;
+  if (dtype == DType::kSoftmaxStats || reduction == Reduction::kMerge)
+    return dtype == DType::kSoftmaxStats && reduction == Reduction::kMerge;
   if (dtype == DType::kBool) return reduction != Reduction::kAvg;
   return !(is_float(dtype) && is_bitwise(reduction));
 }
@@ -145,8 +149,9 @@ inline Wide integer_step(Reduction reduction, Wide a, Wide b) {
       return a | b;
     case Reduction::kBitXor:
       return a ^ b;
+    default:
+      throw std::logic_error("no such reduction");
   }
-  throw std::logic_error("no such reduction");
 }
 
 template <class T>
@@ -180,6 +185,55 @@ inline std::uint16_t result16(Format16 format, Reduction reduction, const std::v
     return format.decode(element<std::uint16_t>(src, k));
   };
   return format.encode(float_result<float>(reduction, srcs, i, divisor, decode));
+}
+
+/// A part without logits.
+inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
+                                           .sum = 0,
+                                           .target = 0,
+                                           .weighted = 0,
+                                           .entropy = 0,
+                                           .argmax = std::numeric_limits<std::int32_t>::max()};
+
+/// Stats that merge without rounding, and so in any order: small integers, of no or equal largest
+/// logits, or of such that are so far apart that the smaller ones' exponentials are 0.
+inline SoftmaxStats exact_stats(std::uint32_t random) {
+  const auto digit = [&random](std::uint32_t base) {
+    const std::uint32_t value = random % base;
+    random /= base;
+    return static_cast<float>(value);
+  };
+  const float level = digit(4);
+  if (level == 0) return kNoLogits;
+  return {.max = 1000 * level - 2000,
+          .sum = 1 + digit(7),
+          .target = digit(7) - 3,
+          .weighted = digit(7) - 3,
+          .entropy = 0 - digit(7),
+          .argmax = static_cast<std::int32_t>(digit(50))};
+}
+
+inline SoftmaxStats merged_stats(const std::vector<SoftmaxStats>& parts) {
+  SoftmaxStats whole = kNoLogits;
+  double sum = 0, target = 0, weighted = 0, entropy = 0;
+  for (const SoftmaxStats& part : parts) {
+    if (part.max > whole.max) whole.argmax = kNoLogits.argmax;
+    whole.max = std::max(whole.max, part.max);
+    if (part.max == whole.max) whole.argmax = std::min(whole.argmax, part.argmax);
+  }
+  for (const SoftmaxStats& part : parts) {
+    const double distance =
+        part.max == whole.max ? 0 : static_cast<double>(part.max) - static_cast<double>(whole.max);
+    target += part.target;
+    weighted += part.weighted;
+    sum += part.sum * std::exp(distance);
+    if (part.sum != 0) entropy += std::exp(distance) * (part.entropy + part.sum * distance);
+  }
+  whole.sum = static_cast<float>(sum);
+  whole.target = static_cast<float>(target);
+  whole.weighted = static_cast<float>(weighted);
+  whole.entropy = static_cast<float>(entropy);
+  return whole;
 }
 
 template <class Result>
@@ -236,6 +290,12 @@ inline Bytes reduce(Reduction reduction, DType dtype, const std::vector<Bytes>& 
       return floats(float{});
     case DType::kFloat64:
       return floats(double{});
+    case DType::kSoftmaxStats:
+      return collect(num_elems, [&](std::size_t i) {
+        std::vector<SoftmaxStats> parts;
+        for (const Bytes& src : srcs) parts.push_back(element<SoftmaxStats>(src, i));
+        return merged_stats(parts);
+      });
     case DType::kByte:
       break;
   }

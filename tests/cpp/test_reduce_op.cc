@@ -41,7 +41,12 @@ std::vector<const SimdKernels*> available_levels() {
   return levels;
 }
 
+// Records merge by the same code at every level.
 CombineFn combine_of(const SimdKernels& kernels, Reduction reduction, DType dtype) {
+  if (reduction == Reduction::kMerge) {
+    const ReduceOp* op = host::find_reduce_op(reduction, dtype);
+    return op != nullptr ? op->combine : nullptr;
+  }
   return kernels.combine[static_cast<int>(reduction)][static_cast<int>(dtype)];
 }
 
@@ -74,6 +79,10 @@ std::vector<std::uint64_t> special_bits(int exponent_bits, int mantissa_bits) {
 // sums round often instead of returning the larger operand.
 Bytes random_source(DType dtype, std::mt19937_64& random) {
   const std::size_t width = element_bytes(dtype);
+  if (dtype == DType::kSoftmaxStats)
+    return oracle::collect(kMaxElems, [&](std::size_t) {
+      return oracle::exact_stats(static_cast<std::uint32_t>(random()));
+    });
   const int mantissa_bits = dtype == DType::kFloat64   ? 52
                             : dtype == DType::kFloat32 ? 23
                             : dtype == DType::kFloat16 ? 10

@@ -45,9 +45,8 @@ SoftmaxStats merge(const SoftmaxStats& a, const SoftmaxStats& b) {
     const float distance = is_empty ? 0.0F : part->max - both.max;
     const float factor = std::exp(distance);
     both.sum += part->sum * factor;
-    both.entropy += part->entropy == 0 && part->sum == 0
-                        ? 0.0F
-                        : factor * (part->entropy + part->sum * distance);
+    // A distance too large for the sum to count may be too large for a product, too.
+    if (factor != 0) both.entropy += factor * (part->entropy + part->sum * distance);
   }
   return both;
 }

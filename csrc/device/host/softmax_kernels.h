@@ -21,7 +21,7 @@ constexpr std::size_t kNumParts = kSumLanes / kLanes;
 constexpr std::size_t kBlockElems = 1024;
 constexpr float kInfinity = __builtin_inff();
 
-using Int32 = Vec<std::int32_t>;
+using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum below wraps around
 
 [[gnu::always_inline]] inline Fp32 larger(const Fp32& a, const Fp32& b) { return a > b ? a : b; }
 
@@ -43,7 +43,7 @@ using Int32 = Vec<std::int32_t>;
   p = multiply_add(p, r, all(1.6666665459e-1F));
   p = multiply_add(p, r, all(5.0000001201e-1F));
   p = multiply_add(p, r * r, r) + 1.0F;
-  const Int32 scaled = bits_as<Int32>(p) + (bits_as<Int32>(shifted) << 23);
+  const Word scaled = bits_as<Word>(p) + (bits_as<Word>(shifted) << 23);
   const Fp32 lowest = all(-87.3365F);
   return x >= lowest ? bits_as<Fp32>(scaled) : (x < lowest ? Fp32{} : x);
 }
@@ -145,7 +145,11 @@ struct Partial {
   const Fp32 distance = all(from - to);
   const Fp32 factor = exp_of(distance);
   for (std::size_t v = 0; v < kNumParts; ++v) {
-    if (wants_more) entropy.part[v] = factor * multiply_add(sum.part[v], distance, entropy.part[v]);
+    // Of logits as low as fp32 goes, as masks are, sum * distance would be -infinity, and 0 of it
+    // NaN.
+    if (wants_more)
+      entropy.part[v] =
+          factor == 0.0F ? Fp32{} : factor * multiply_add(sum.part[v], distance, entropy.part[v]);
     sum.part[v] = sum.part[v] * factor;
   }
 }

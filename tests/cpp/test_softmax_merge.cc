@@ -1,0 +1,262 @@
+// Stats of parts of a row as those of the whole: by hand, and as an all_reduce over every algorithm
+// and carrier.
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "device/reduce_op.h"
+#include "device/softmax.h"
+#include "hosts_ranks.h"
+#include "memory_messages.h"
+#include "sanitizers.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using oracle::Bytes;
+using oracle::kNoLogits;
+using testing::Case;
+using testing::expect;
+using testing::kAlgorithms;
+using testing::MemoryNetwork;
+
+bool is_same(const SoftmaxStats& a, const SoftmaxStats& b) {
+  return std::memcmp(&a, &b, sizeof a) == 0;
+}
+
+/// Throws unless they are the same but for the rounding of the sums, of `num_parts` parts.
+void expect_near(const SoftmaxStats& a, const SoftmaxStats& b, int num_parts) {
+  const auto are_near = [num_parts](float x, float y, float size) {
+    return x == y || std::fabs(x - y) <= static_cast<float>(num_parts) * 4e-6F * size;
+  };
+  expect(a.max == b.max, "the same maximum");
+  expect(a.argmax == b.argmax, "the same argmax");
+  expect(are_near(a.sum, b.sum, b.sum), "the same sum");
+  expect(are_near(a.entropy, b.entropy, b.sum - b.entropy), "the same entropy");
+  expect(are_near(a.target, b.target, std::fabs(b.target)), "the same target");
+  expect(are_near(a.weighted, b.weighted, 1e4F), "the same weighted sum");
+}
+
+// ---- a row in parts
+
+SoftmaxStats stats_of(const std::vector<float>& row, std::size_t begin, std::size_t end,
+                      std::size_t target) {
+  SoftmaxStats stats = host::find_softmax_ops(DType::kFloat32)
+                           ->stats({.logits = row.data() + begin,
+                                    .num_elems = end - begin,
+                                    .target_idx = target >= begin && target < end
+                                                      ? static_cast<std::int64_t>(target - begin)
+                                                      : -1,
+                                    .wants_weighted = true,
+                                    .wants_more = true});
+  if (end > begin) stats.argmax += static_cast<std::int32_t>(begin);
+  return stats;
+}
+
+/// Merges two at random, neighbours or not, in either order, until one is left.
+SoftmaxStats merged_anyhow(std::vector<SoftmaxStats> parts, std::mt19937& random) {
+  while (parts.size() > 1) {
+    std::shuffle(parts.begin(), parts.end(), random);
+    const SoftmaxStats last = parts.back();
+    parts.pop_back();
+    parts.back() = host::merge(parts.back(), last);
+  }
+  return parts[0];
+}
+
+TEST_CASE("any split of a row, merged in any order, has the stats of the row") {
+  constexpr std::size_t kSize = 3000;
+  std::mt19937 random(5);
+  for (int repeat = 0; repeat < 200; ++repeat) {
+    // Offsets between blocks, so that the maxima of parts differ; ties of the largest.
+    std::vector<float> row;
+    const auto offset = static_cast<float>(random() % 2000) - 1000;
+    for (std::size_t i = 0; i < kSize; ++i)
+      row.push_back(i % 7 == 0 ? -std::numeric_limits<float>::infinity()
+                               : offset + static_cast<float>((i / 500) % 4) * 3 +
+                                     static_cast<float>(random() % 64) / 16);
+    const std::size_t target = 1 + random() % (kSize / 7) * 7;
+    std::vector<std::size_t> ends = {0, kSize};
+    for (auto cuts = random() % 12; cuts > 0; --cuts) ends.push_back(random() % (kSize + 1));
+    ends.push_back(ends.back());  // an empty part
+    std::sort(ends.begin(), ends.end());
+    std::vector<SoftmaxStats> parts;
+    for (std::size_t i = 1; i < ends.size(); ++i)
+      parts.push_back(stats_of(row, ends[i - 1], ends[i], target));
+    SoftmaxStats whole = stats_of(row, 0, kSize, target), merged = merged_anyhow(parts, random);
+    CHECK(whole.weighted == -std::numeric_limits<float>::infinity());
+    CHECK(merged.weighted == whole.weighted);
+    CHECK_NOTHROW(expect_near(merged, whole, static_cast<int>(parts.size())));
+  }
+}
+
+TEST_CASE("a part without logits is neutral on both sides; of ties the lower index counts") {
+  const SoftmaxStats some = {
+      .max = 3, .sum = 2.5F, .target = -1, .weighted = 7, .entropy = -0.5F, .argmax = 12};
+  CHECK(is_same(host::merge(kNoLogits, kNoLogits), kNoLogits));
+  CHECK(is_same(host::merge(kNoLogits, some), some));
+  CHECK(is_same(host::merge(some, kNoLogits), some));
+  SoftmaxStats other = some;
+  other.argmax = 4;
+  CHECK(host::merge(some, other).argmax == 4);
+  CHECK(host::merge(other, some).argmax == 4);
+  other.max = 2;
+  CHECK(host::merge(some, other).argmax == 12);
+  CHECK(host::merge(other, some).argmax == 12);
+}
+
+TEST_CASE("what is no number in a part is none in the whole") {
+  const float inf = std::numeric_limits<float>::infinity();
+  const SoftmaxStats some = {
+      .max = 3, .sum = 2, .target = 0, .weighted = 0, .entropy = 0, .argmax = 1};
+  for (const float value : {std::numeric_limits<float>::quiet_NaN(), inf})
+    for (const float rest : {-inf, 1.0F}) {
+      const std::vector<float> row = {rest, value, rest};
+      const SoftmaxStats part = stats_of(row, 0, 3, 0);
+      for (const SoftmaxStats& whole : {host::merge(part, some), host::merge(some, part)}) {
+        CHECK(std::isnan(whole.sum));
+        CHECK(whole.max == (value == inf ? inf : 3));
+      }
+    }
+}
+
+// ---- as a reduction
+
+TEST_CASE("only stats merge, and they do nothing else") {
+  for (int d = 0; d < kNumDTypes; ++d)
+    for (int r = 0; r < kNumReductions; ++r) {
+      const auto dtype = static_cast<DType>(d);
+      const auto reduction = static_cast<Reduction>(r);
+      if (dtype != DType::kSoftmaxStats && reduction != Reduction::kMerge) continue;
+      const bool is_merge = dtype == DType::kSoftmaxStats && reduction == Reduction::kMerge;
+      CHECK((host::find_reduce_op(reduction, dtype) != nullptr) == is_merge);
+    }
+}
+
+// Of 10 stats and 16 bytes more; the default.
+constexpr std::size_t kSlotBytes[] = {256, 256 << 10};
+
+// Nothing; fewer than ranks; several each; in several pieces, slots and envelopes, none of which a
+// multiple of 24 bytes fills.
+std::vector<std::size_t> counts(std::size_t slot_bytes) {
+  std::vector<std::size_t> all = {0, 1, 5, 1000};
+  if (!testing::kHasThreadSanitizer && slot_bytes != kSlotBytes[0]) all.push_back(70'000);
+  return all;
+}
+
+void run_exact(Communicator& communicator, bool is_named, std::size_t slot_bytes) {
+  std::vector<Algorithm> algorithms = {Algorithm::kAuto};
+  if (is_named) algorithms.assign(std::begin(kAlgorithms), std::end(kAlgorithms));
+  std::uint32_t salt = 0;
+  for (const Algorithm algorithm : algorithms)
+    for (const std::size_t num_elems : counts(slot_bytes)) {
+      ++salt;
+      testing::run_case(communicator, {.dtype = DType::kSoftmaxStats,
+                                       .reduction = Reduction::kMerge,
+                                       .algorithm = algorithm,
+                                       .num_elems = num_elems,
+                                       .is_in_place = salt % 2 == 0,
+                                       .salt = salt});
+    }
+  testing::barrier(communicator);
+}
+
+SoftmaxStats random_stats(std::uint32_t seed) {
+  std::mt19937 random(seed);
+  if (random() % 5 == 0) return kNoLogits;
+  const auto next = [&random] { return static_cast<float>(random()) / 4294967296.0F; };
+  return {.max = std::floor(40 * next()) / 2,
+          .sum = 1 + 100 * next(),
+          .target = random() % 2 == 0 ? next() : 0.0F,
+          .weighted = 1000 * next(),
+          .entropy = -100 * next(),
+          .argmax = static_cast<std::int32_t>(random() % 1000)};
+}
+
+/// Of stats whose sums are rounded: near the oracle's; what comes out goes into `result`.
+void run_rounded(Communicator& communicator, Algorithm algorithm, std::size_t num_elems,
+                 Bytes& result) {
+  const auto part = [&](int rank, std::size_t i) {
+    return random_stats(static_cast<std::uint32_t>(i) * 8 + static_cast<std::uint32_t>(rank));
+  };
+  const Bytes input =
+      oracle::collect(num_elems, [&](std::size_t i) { return part(communicator.rank(), i); });
+  result.assign(input.size(), 0);
+  const void* inputs[] = {input.data()};
+  void* outputs[] = {result.data()};
+  communicator.run({.op = OpKind::kAllReduce,
+                    .dtype = DType::kSoftmaxStats,
+                    .reduction = Reduction::kMerge,
+                    .algorithm = algorithm,
+                    .num_elems = num_elems,
+                    .inputs = inputs,
+                    .outputs = outputs},
+                   testing::kPatient);
+  for (std::size_t i = 0; i < num_elems; ++i) {
+    std::vector<SoftmaxStats> parts;
+    for (int rank = 0; rank < communicator.world_size(); ++rank) parts.push_back(part(rank, i));
+    expect_near(oracle::element<SoftmaxStats>(result, i), oracle::merged_stats(parts),
+                communicator.world_size());
+  }
+}
+
+using Body = std::function<void(Communicator&)>;
+using Runner = std::function<void(int world_size, const Body&, const CommunicatorOptions&)>;
+
+void run_on_shared_memory(int world_size, const Body& body, const CommunicatorOptions& options) {
+  testing::run_ranks(world_size, body, options);
+}
+
+void run_on_messages(int world_size, const Body& body, const CommunicatorOptions& options) {
+  MemoryNetwork network(world_size, std::chrono::microseconds(50));
+  testing::run_message_ranks(network, world_size, body, options);
+  CHECK(network.num_misfits() == 0);
+}
+
+void run_on_hosts(int world_size, const Body& body, const CommunicatorOptions& options) {
+  MemoryNetwork network(world_size);
+  testing::run_hosts_ranks(
+      network, std::string("abba").substr(0, static_cast<std::size_t>(world_size)), body, options);
+  CHECK(network.num_misfits() == 0);
+}
+
+void run_all(const Runner& run_on, int least_world_size) {
+  for (const bool is_rank_ordered : {false, true})
+    for (int world_size = least_world_size; world_size <= 4; ++world_size) {
+      CAPTURE(is_rank_ordered);
+      CAPTURE(world_size);
+      const std::size_t slot_bytes = kSlotBytes[(world_size + (is_rank_ordered ? 1 : 0)) % 2];
+      const CommunicatorOptions options{.is_rank_ordered = is_rank_ordered,
+                                        .slot_bytes = slot_bytes};
+      std::vector<Bytes> results(static_cast<std::size_t>(world_size) * 4);
+      run_on(
+          world_size,
+          [&](Communicator& communicator) {
+            run_exact(communicator, true, slot_bytes);
+            run_exact(communicator, false, slot_bytes);
+            std::size_t place = static_cast<std::size_t>(communicator.rank()) * 4;
+            run_rounded(communicator, Algorithm::kAuto, 1003, results[place]);
+            for (const Algorithm algorithm : kAlgorithms)
+              run_rounded(communicator, algorithm, 1003, results[++place]);
+          },
+          options);
+      for (std::size_t i = 4; i < results.size(); ++i) CHECK(results[i] == results[i % 4]);
+    }
+}
+
+TEST_CASE("all_reduce of stats over shared memory") { run_all(run_on_shared_memory, 1); }
+
+TEST_CASE("all_reduce of stats over messages") { run_all(run_on_messages, 2); }
+
+TEST_CASE("all_reduce of stats over hosts") { run_all(run_on_hosts, 2); }
+
+}  // namespace

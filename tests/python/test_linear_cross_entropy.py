@@ -1,0 +1,428 @@
+"""linear_cross_entropy against float64, its memory, its updates, and what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from linear_loss import (
+    ALL,
+    BF16,
+    CLASSES,
+    F16,
+    F32,
+    F64,
+    HIDDEN,
+    MODULE,
+    OPTIONS,
+    TOKENS,
+    check_near,
+    gradients,
+    layer,
+    reference,
+    run,
+    set_blocks,
+)
+from torch import Tensor
+
+from ringcomm.nn import LinearCrossEntropyLoss
+from ringcomm.ops import linear_cross_entropy
+
+DTYPES = [F32, BF16, F16]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_blocks(monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("blocks", ["one", "many"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_against_float64(
+    name: str, dtype: torch.dtype, blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocks == "many":
+        set_blocks(monkeypatch.setattr)
+    options = OPTIONS[name]
+    given = layer(dtype, **options)
+    exact = run(reference, given, F64, **options)
+    torchs = run(reference, given, dtype, wide=F32, **options)
+    actual = run(linear_cross_entropy, given, dtype, **options)
+    assert len(actual) == len(exact)
+    for found, right, other in zip(actual, exact, torchs, strict=True):
+        check_near(found, right, other, dtype)
+    module = LinearCrossEntropyLoss(**{k: v for k, v in options.items() if k != "num_items"})
+
+    def call(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor, **others: Any) -> Any:
+        return module(hidden, weight, target, bias, others.get("num_items"))
+
+    for found, same in zip(run(call, given, dtype, **options), actual, strict=True):
+        assert torch.equal(found, same)
+
+
+def test_other_shapes_and_strides(small_blocks: None) -> None:
+    given = layer(F32, tokens=72)
+    expected, _ = reference(given["hidden"].double(), given["weight"].double(), given["target"])
+    hidden = given["hidden"].view(8, 9, HIDDEN)
+    weight = given["weight"].t().contiguous().t().requires_grad_()
+    for shaped, target in (
+        (hidden, given["target"].view(8, 9)),
+        (hidden.transpose(0, 1), given["target"].view(8, 9).t().int()),
+    ):
+        loss = linear_cross_entropy(shaped, weight, target)
+        torch.testing.assert_close(loss.double(), expected)
+        assert gradients(loss, weight)[0].shape == weight.shape
+    token = linear_cross_entropy(hidden[0, 0], weight, given["target"][0], reduction="none")
+    assert token.shape == ()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_only_where_they_are_wanted(reduction: str, small_blocks: None) -> None:
+    names = ("hidden", "weight", "bias")
+    given = layer(F32)
+    every = run(linear_cross_entropy, given, F32, reduction=reduction)[1:4]
+    for wanted in itertools.product((False, True), repeat=3):
+        inputs = [given[n].clone().requires_grad_(w) for n, w in zip(names, wanted, strict=True)]
+        hidden, weight, bias = inputs
+        loss = linear_cross_entropy(hidden, weight, given["target"], bias=bias, reduction=reduction)
+        assert loss.requires_grad == any(wanted)
+        needing = [tensor for tensor in inputs if tensor.requires_grad]
+        expected = [grad for grad, is_wanted in zip(every, wanted, strict=True) if is_wanted]
+        for found, right in zip(
+            gradients(loss, *needing) if needing else [], expected, strict=True
+        ):
+            assert torch.equal(found.double(), right)
+
+
+def test_no_second_derivative() -> None:
+    given = layer(F32)
+    hidden = given["hidden"].requires_grad_()
+    loss = linear_cross_entropy(hidden, given["weight"], given["target"]).square()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_twice(reduction: str, small_blocks: None) -> None:
+    given = layer(F32)
+    hidden = given["hidden"].requires_grad_()
+    loss = linear_cross_entropy(hidden, given["weight"], given["target"], reduction=reduction)
+    first = torch.autograd.grad(loss.sum(), hidden, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss.sum(), hidden)[0])
+
+
+# ---- memory and precision
+
+
+def live_bytes(body: Callable[[], object]) -> tuple[int, int]:
+    """The largest allocation, and the most that was allocated at once, of the CPU's allocator."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        body()
+    events = profile.profiler.kineto_results.events()
+    changes = [
+        event.nbytes()
+        for event in sorted(events, key=lambda event: event.start_ns())
+        if event.name() == "[memory]"
+    ]
+    return max(changes), max(itertools.accumulate(changes))
+
+
+def test_live_bytes_sees_what_is_there() -> None:
+    largest, most = live_bytes(lambda: (torch.ones(1000), torch.ones(500)))
+    assert (largest, most) == (4000, 6000)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("path", ["mean", "none", "fused", "no_grad"])
+def test_no_logits_of_all_tokens(
+    path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, width, classes = 2048, 16, 4096
+    monkeypatch.setattr(MODULE, "BLOCK_BYTES", 64 * classes * dtype.itemsize)
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_(path != "no_grad")
+    weight = torch.randn(classes, width).to(dtype).requires_grad_(path != "no_grad")
+    target = torch.randint(classes, (tokens,))
+
+    def step() -> None:
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            reduction="none" if path == "none" else "mean",
+            fused_update=(lambda rows, grad: None) if path == "fused" else None,
+        )
+        if path != "no_grad":
+            loss.sum().backward()
+
+    step()  # what is made once
+    largest, most = live_bytes(step)
+    block_bytes = max(64 * classes, tokens * 256) * 4
+    assert largest <= block_bytes
+    assert most < 4 * block_bytes < tokens * classes * dtype.itemsize
+
+
+def test_gradients_that_nobody_keeps_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODULE, "BLOCK_BYTES", 1)
+    hidden, weight = torch.randn(64, 512, requires_grad=True), torch.randn(4096, 512)
+    target = torch.randint(4096, (64,))
+
+    def most(fused_update: Any = None, reduction: str = "mean") -> int:
+        def step() -> None:
+            loss = linear_cross_entropy(
+                hidden, weight, target, reduction=reduction, fused_update=fused_update
+            )
+            loss.sum().backward()
+
+        return live_bytes(step)[1]
+
+    for reduction in ("mean", "none"):
+        assert most(reduction=reduction) < weight.nbytes / 4  # a frozen weight
+    weight.requires_grad_()
+    assert most() >= weight.nbytes
+    weight.grad = None
+    assert most(lambda rows, grad: None) < weight.nbytes / 4
+    assert weight.grad is None
+
+
+def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(1)
+    given = {
+        "hidden": (1 + torch.rand(4096, 8, generator=random)).to(BF16),
+        "weight": torch.randn(40, 8, generator=random).to(BF16),
+        "bias": torch.zeros(40).to(BF16),
+        "target": torch.randint(40, (4096,), generator=random),
+    }
+    exact = run(reference, given, F64)
+    one = run(linear_cross_entropy, given, BF16)
+    monkeypatch.setattr(MODULE, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(MODULE, "MIN_BLOCK_TOKENS", 8)
+    many = run(linear_cross_entropy, given, BF16)
+    for found, other, right in zip(many[1:], one[1:], exact[1:], strict=True):
+        size = right.abs().max() * torch.finfo(BF16).eps / 2
+        assert (found - right).abs().max() <= (other - right).abs().max() + 0.1 * size
+
+
+# ---- nothing to do, and what is wrong
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_nothing_to_learn(reduction: str, tokens: int, is_fused: bool) -> None:
+    given = layer(F32, tokens=tokens)
+    hidden, weight, bias = (given[name].requires_grad_() for name in ("hidden", "weight", "bias"))
+    updates: list[Tensor] = []
+    loss, named = linear_cross_entropy(
+        hidden,
+        weight,
+        torch.full((tokens,), -100),
+        bias=bias,
+        reduction=reduction,
+        outputs=ALL,
+        fused_update=(lambda rows, grad: updates.append(grad)) if is_fused else None,
+    )
+    assert loss.shape == ((tokens,) if reduction == "none" else ())
+    assert loss.isnan().all() if reduction == "mean" else (loss == 0).all()
+    assert all(named[name].shape == (tokens,) and not named[name].any() for name in ALL)
+    loss.sum().backward()
+    grads = [hidden.grad, bias.grad, torch.cat(updates) if is_fused else weight.grad]
+    assert all(grad is not None and not grad.any() for grad in grads)
+    assert (weight.grad is None) == is_fused
+
+
+def replaced(**others: Any) -> dict[str, Any]:
+    given: dict[str, Any] = layer(F32)
+    return {**given, **others}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)}, TypeError, "hidden is float32"),
+        ({"hidden": torch.zeros(TOKENS, HIDDEN - 1)}, ValueError, "weight of shape"),
+        ({"hidden": torch.zeros([])}, ValueError, "weight of shape"),
+        ({"weight": torch.zeros(HIDDEN)}, ValueError, "weight of shape"),
+        ({"weight": torch.zeros(CLASSES, HIDDEN, dtype=BF16)}, TypeError, "the weight"),
+        ({"bias": torch.zeros(CLASSES - 1)}, ValueError, "the bias has shape"),
+        ({"bias": torch.zeros(CLASSES, dtype=BF16)}, TypeError, "the bias"),
+        ({"weight": torch.zeros(CLASSES, HIDDEN, device="meta")}, ValueError, "on meta"),
+        ({"target": torch.zeros(TOKENS - 1, dtype=torch.int64)}, ValueError, "targets have shape"),
+        ({"target": torch.zeros(TOKENS)}, TypeError, "targets are int64"),
+        ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, "target 70 is 333"),
+        ({"target": torch.arange(TOKENS) - 20}, IndexError, "target 0 is -20"),
+        ({"class_weight": torch.ones(CLASSES - 1), "vocab_size": CLASSES}, ValueError, "weight"),
+        ({"class_weight": torch.ones(CLASSES, dtype=F64)}, TypeError, "weights are float32"),
+        ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
+        ({"vocab_size": 0}, ValueError, "vocab_size"),
+        ({"vocab_start": 3}, ValueError, "vocab_start"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing"),
+        ({"z_loss": -1.0}, ValueError, "z_loss"),
+        ({"softcap": 0.0}, ValueError, "softcap"),
+        ({"logit_scale": float("inf")}, ValueError, "logit_scale"),
+        ({"reduction": "max"}, ValueError, "reduction"),
+        ({"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
+        ({"num_items": torch.ones(2)}, ValueError, "num_items"),
+        ({"outputs": ("logits",)}, ValueError, "outputs"),
+        ({"sequence_parallel": True}, ValueError, "sequence_parallel"),
+    ],
+)
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_bad_input(
+    arguments: dict[str, Any],
+    error: type[Exception],
+    words: str,
+    has_grad: bool,
+    small_blocks: None,
+) -> None:
+    given = replaced(**arguments)
+    given["hidden"] = given["hidden"].clone().requires_grad_(has_grad)
+    with pytest.raises(error, match=words):
+        linear_cross_entropy(**given)
+
+
+# ---- the update instead of the weight's gradient
+
+
+def sgd(weight: Tensor, lr: float, seen: list[int]) -> Callable[[slice, Tensor], None]:
+    def update(rows: slice, grad: Tensor) -> None:
+        assert grad.dtype == F32
+        assert grad.shape == weight[rows].shape
+        seen.extend(range(rows.start, rows.stop))
+        weight[rows] = (weight[rows].float() - lr * grad).to(weight.dtype)
+
+    return update
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["plain", "none", "weighted", "capped_none", "padded"])
+def test_fused_update(name: str, dtype: torch.dtype, small_blocks: None) -> None:
+    given, options = layer(dtype), {**OPTIONS[name], "outputs": ()}
+    exact = run(reference, given, F64, **options)
+    torchs = run(reference, given, dtype, wide=F32, **options)
+    before = given["weight"].clone()
+    hidden, weight, bias = (given[n].requires_grad_() for n in ("hidden", "weight", "bias"))
+    rows_seen: list[int] = []
+    grad_of_weight = torch.empty(CLASSES, HIDDEN)
+
+    def update(rows: slice, grad: Tensor) -> None:
+        grad_of_weight[rows] = grad
+        sgd(weight, 0.3, rows_seen)(rows, grad)
+
+    loss = linear_cross_entropy(
+        hidden, weight, given["target"], bias=bias, **options, fused_update=update
+    )
+    upstream = torch.linspace(0.5, 2, loss.numel()).view_as(loss)
+    loss.backward(upstream)
+    assert rows_seen == list(range(CLASSES))
+    assert weight.grad is None
+    found = [loss.detach(), hidden.grad, grad_of_weight, bias.grad]
+    for actual, right, other in zip(found, exact, torchs, strict=True):
+        assert actual is not None
+        check_near(actual.double(), right, other, dtype)  # hidden's is of the weight as it was
+    expected = (before.float() - 0.3 * grad_of_weight).to(dtype)
+    assert torch.equal(weight, expected)
+
+
+def test_fused_update_of_a_frozen_hidden_and_once(small_blocks: None) -> None:
+    given = layer(F32)
+    weight = given["weight"].requires_grad_()
+    seen: list[int] = []
+    loss = linear_cross_entropy(
+        given["hidden"], weight, given["target"], fused_update=sgd(weight, 0.1, seen)
+    )
+    assert not seen
+    loss.backward(retain_graph=True)
+    assert seen == list(range(CLASSES))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_training_with_fused_updates(small_blocks: None) -> None:
+    """Ten steps as with torch.optim.SGD."""
+    given = layer(F32)
+    plain, fused = (given["weight"].clone().requires_grad_() for _ in range(2))
+    optimizer = torch.optim.SGD([plain], lr=0.5)
+    for _ in range(10):
+        optimizer.zero_grad()
+        first = linear_cross_entropy(given["hidden"], plain, given["target"])
+        first.backward()
+        optimizer.step()
+        second = linear_cross_entropy(
+            given["hidden"], fused, given["target"], fused_update=sgd(fused, 0.5, [])
+        )
+        second.backward()
+        torch.testing.assert_close(second, first)
+    torch.testing.assert_close(fused, plain)
+
+
+# ---- autocast and torch.compile
+
+
+@pytest.mark.parametrize("path", ["mean", "none", "fused"])
+@pytest.mark.parametrize("hidden_dtype", [F32, BF16], ids=str)
+def test_autocast(path: str, hidden_dtype: torch.dtype, small_blocks: None) -> None:
+    given = layer(F32)
+    reduction = "none" if path == "none" else "mean"
+
+    def call(function: Callable[..., Any], **others: Any) -> list[Tensor]:
+        hidden = given["hidden"].to(hidden_dtype, copy=True).requires_grad_()
+        weight = given["weight"].clone().requires_grad_()
+        with torch.autocast("cpu", dtype=BF16):
+            result = function(hidden, weight, given["target"], reduction=reduction, **others)
+            loss = result[0] if isinstance(result, tuple) else result
+            loss.backward(torch.ones_like(loss))
+        grads = [t.grad if t.grad is not None else updates[0] for t in (hidden, weight)]
+        return [t.detach().double() for t in (loss, *grads)]
+
+    updates = [torch.zeros(CLASSES, HIDDEN)]
+    fused = {"fused_update": lambda rows, grad: updates[0][rows].copy_(grad)}
+    actual = call(linear_cross_entropy, **(fused if path == "fused" else {}))
+    torchs = call(reference, wide=F32)
+    for found, other in zip(actual, torchs, strict=True):
+        torch.testing.assert_close(found, other, rtol=2**-7, atol=2**-8 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_shapes_without_data(reduction: str) -> None:
+    given = {name: tensor.to("meta") for name, tensor in layer(F32).items()}
+    hidden, weight = (given[name].requires_grad_() for name in ("hidden", "weight"))
+    loss = linear_cross_entropy(hidden, weight, given["target"], reduction=reduction)
+    assert loss.shape == ((TOKENS,) if reduction == "none" else ())
+    grads = gradients(loss, hidden, weight)
+    assert [grad.shape for grad in grads] == [hidden.shape, weight.shape]
+
+
+@pytest.mark.parametrize("path", ["mean", "none", "fused"])
+def test_compile(path: str, small_blocks: None) -> None:
+    given = layer(F32)
+
+    def step(hidden: Tensor, weight: Tensor, target: Tensor, fused_update: Any) -> Tensor:
+        loss = linear_cross_entropy(
+            hidden * 2,
+            weight,
+            target,
+            reduction="none" if path == "none" else "mean",
+            softcap=8.0,
+            fused_update=fused_update,
+        )
+        return loss.sum()
+
+    # The update is the user's code, and may be what dynamo cannot trace.
+    fast = torch.compile(step, backend="aot_eager", fullgraph=path != "fused")
+    results = []
+    for function in (step, fast):
+        hidden, weight = (given[name].clone().requires_grad_() for name in ("hidden", "weight"))
+        for _ in range(2):
+            seen: list[int] = []
+            update = sgd(weight, 0.1, seen) if path == "fused" else None
+            loss = function(hidden, weight, given["target"], update)
+            loss.backward()
+            assert len(seen) == (CLASSES if path == "fused" else 0)
+        results.append((loss, hidden.grad, weight if path == "fused" else weight.grad))
+    torch.testing.assert_close(*results)
