@@ -1,0 +1,165 @@
+"""What cross_entropy should give, in float64 by plain torch, from the formulas of its docstring.
+
+As torch has it, an unlikely class costs something only where it is the target or with smoothing:
+the sum over classes is taken apart, for 0 * infinity is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Expected(NamedTuple):
+    """All in float64."""
+
+    loss: Tensor
+    outputs: dict[str, Tensor]
+    grad: Tensor | None
+
+
+def evaluate(
+    logits: Tensor,
+    target: Tensor,
+    upstream: Any = 1.0,
+    *,
+    vocab_size: int | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Any = None,
+) -> Expected:
+    """The loss, the outputs by token and the logits' gradient for an upstream gradient."""
+    x = logits.detach().double().requires_grad_()
+    z = x[..., : x.shape[-1] if vocab_size is None else vocab_size] * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    counted = target != ignore_index
+    safe = torch.where(counted, target, 0).long()
+    weights = torch.ones(z.shape[-1]).double() if weight is None else weight.double()
+    log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
+    target_weight = weights[safe]
+    nll = -target_weight * log_probs.gather(-1, safe[..., None]).squeeze(-1)
+    losses = (1 - label_smoothing) * nll + z_loss * lse**2
+    if label_smoothing:
+        losses = losses - label_smoothing / z.shape[-1] * (weights * log_probs).sum(-1)
+    losses = torch.where(counted, losses, 0.0)
+    loss = losses if reduction == "none" else losses.sum()
+    if reduction == "mean":
+        count = torch.where(counted, target_weight, 0.0).sum()
+        loss = loss / (count if num_items is None else float(num_items))
+    probs = log_probs.exp()
+    entropy = -torch.where(probs == 0, 0.0, probs * log_probs).sum(-1)
+    accuracy = (z.argmax(-1) == target).double()
+    outputs = {"loss": losses, "lse": lse, "entropy": entropy, "accuracy": accuracy}
+    (grad,) = torch.autograd.grad((loss * upstream).sum(), x)
+    grad = torch.where(counted[..., None], grad, 0.0)
+    return Expected(
+        loss.detach(),
+        {name: torch.where(counted, value, 0.0).detach() for name, value in outputs.items()},
+        grad,
+    )
+
+
+def ulp(magnitude: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The distance between numbers of a type at a magnitude (float64)."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(magnitude.double().abs().clamp(min=info.tiny)).exponent - 1
+    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent)
+
+
+def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
+    """Each element at most `bound` away; infinities and NaN where expected."""
+    assert actual.shape == expected.shape, f"{what}: {actual.shape}, not {expected.shape}"
+    actual = actual.detach().double()
+    finite = expected.isfinite()
+    torch.testing.assert_close(
+        actual[~finite], expected[~finite], equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
+    excess = ((actual - expected).abs() - bound.expand(expected.shape))[finite]
+    if excess.numel() == 0:
+        return
+    assert not excess.isnan().any(), f"{what}: NaN"
+    worst = int(excess.argmax())
+    assert excess[worst] <= 0, (
+        f"{what}: {actual[finite][worst]:.9g} instead of {expected[finite][worst]:.9g}, "
+        f"{bound.expand(expected.shape)[finite][worst]:.3g} is allowed"
+    )
+
+
+def assert_close(
+    result: tuple[Tensor, dict[str, Tensor]], grad: Tensor, expected: Expected
+) -> None:
+    """To some 20 ulp of fp32 of what is summed up, and the gradient to one of its type besides."""
+    loss, outputs = result
+    assert loss.dtype == torch.float32
+    lse = expected.outputs["lse"]
+    unit = 2e-6 * max([1.0, *lse[lse.isfinite()].abs().tolist()])
+    assert_within(loss, expected.loss, unit + 2e-6 * expected.loss.abs(), "loss")
+    for name, value in outputs.items():
+        assert value.dtype == torch.float32
+        assert not value.requires_grad
+        wanted = expected.outputs[name]
+        assert_within(value, wanted, unit + 2e-6 * wanted.abs(), name)
+    wanted_grad = expected.grad
+    assert wanted_grad is not None
+    largest = max([1e-30, *wanted_grad[wanted_grad.isfinite()].abs().flatten().tolist()])
+    rounding = 0.51 * ulp(wanted_grad, grad.dtype)
+    if grad.dtype == torch.float16:
+        rounding += 2**-25  # subnormal
+    assert_within(grad, wanted_grad, 4e-6 * largest + rounding, "gradient")
+
+
+# ---- logits
+
+
+def random_logits(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, spread: float = 3.0, seed: int = 0
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * spread).to(dtype)
+
+
+def random_targets(
+    shape: tuple[int, ...], vocab_size: int, *, ignored: float = 0.2, ignore_index: int = -100
+) -> Tensor:
+    """Classes, some of them ignored (not the first)."""
+    generator = torch.Generator().manual_seed(math.prod(shape) + vocab_size)
+    target = torch.randint(vocab_size, shape, generator=generator)
+    drop = torch.rand(shape, generator=generator) < ignored
+    if drop.dim() > 0 and drop.numel() > 0:
+        drop.view(-1)[0] = False
+    return target.masked_fill(drop & bool(shape), ignore_index)
+
+
+def class_weights(vocab_size: int) -> Tensor:
+    """From 0.25 to 2, and some zeros."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    weight = torch.rand(vocab_size, generator=generator) * 1.75 + 0.25
+    weight[3::5] = 0
+    return weight
+
+
+def shapes_of_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
+    """Hard ones, by name: fp32, for a cast to other types."""
+    base = random_logits((num_tokens, num_classes), spread=1.0, seed=7)
+    padded = base * 3
+    padded[:, num_classes // 2 + 1 :] = -math.inf
+    return {
+        "random": base * 3,
+        "huge": base * 1e4,
+        "offset": base + 1e4,
+        "negative_offset": base - 1e4,
+        "constant": torch.full_like(base, -3.7),
+        "padded": padded,
+        "one": torch.where(torch.arange(num_classes) == 0, 50.0, -50.0).expand_as(base).clone(),
+    }

@@ -1,0 +1,567 @@
+"""ringcomm.ops.cross_entropy of one rank, on the CPU: values and gradients against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_oracle import DTYPES, class_weights, random_logits, random_targets
+from torch import Tensor
+
+from ringcomm import nn
+from ringcomm.ops import cross_entropy
+
+_ops = torch.ops.ringcomm
+OUTPUTS = ("loss", "lse", "entropy", "accuracy")
+# One vector; a block of 1024 and a class; many blocks with a part.
+SIZES = [1, 7, 64, 1000, 1025, 3000]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compare(
+    logits: Tensor, target: Tensor, upstream: float | None = None, **options: Any
+) -> None:
+    """Loss, outputs and gradient against float64; the logits stay as they were."""
+    kept, leaf = logits.clone(), logits.detach().requires_grad_()
+    loss, outputs = cross_entropy(leaf, target, outputs=OUTPUTS, **options)
+    factor = torch.linspace(0.5, 2, max(1, loss.numel())).view(loss.shape) if (
+        upstream is None and loss.numel() > 0
+    ) else torch.full_like(loss, upstream or 1.0)
+    loss.backward(factor)
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == logits.dtype
+    expected = loss_oracle.evaluate(logits, target, factor.double(), **options)
+    loss_oracle.assert_close((loss, outputs), leaf.grad, expected)
+    oracle.assert_equal(leaf.detach(), kept)
+
+
+# ---- values and gradients
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ignore_a_class": {"ignore_index": 3},
+    "smooth": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "weight": {"weight": True},
+    "z_loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 5.0},
+    "scale": {"logit_scale": -0.7},
+    "padding": {"vocab_size": True},
+    "items": {"num_items": 3},
+    "items_tensor": {"num_items": torch.tensor(2.5)},
+    "sum": {"reduction": "sum"},
+    "each": {"reduction": "none"},
+}
+
+
+def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
+    """Options with what depends on the number of classes."""
+    options = dict(options)
+    if options.get("vocab_size"):
+        options["vocab_size"] = max(1, num_columns - num_columns // 5)
+    if options.get("weight") is True:
+        options["weight"] = class_weights(options.get("vocab_size", num_columns))
+    return options
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, size: int, dtype: torch.dtype) -> None:
+    options = of_vocabulary(OPTIONS[name], size)
+    target = random_targets((6,), options.get("vocab_size", size))
+    compare(random_logits((6, size), dtype), target, **options)
+
+
+PAIRS = [
+    (a, b)
+    for a, b in itertools.combinations([name for name in OPTIONS if name != "none"], 2)
+    if not (OPTIONS[a].keys() & OPTIONS[b].keys())
+    and not ({"num_items", "reduction"} <= {*OPTIONS[a], *OPTIONS[b]})
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_pairs_of_options(first: str, second: str) -> None:
+    options = of_vocabulary({**OPTIONS[first], **OPTIONS[second]}, 70)
+    for dtype in (FP32, BF16):
+        target = random_targets((9,), options.get("vocab_size", 70))
+        compare(random_logits((9, 70), dtype), target, **options)
+
+
+def test_all_options_at_once() -> None:
+    options = of_vocabulary(
+        {"weight": True, "vocab_size": True, "label_smoothing": 0.2, "z_loss": 1e-3}, 1100
+    )
+    target = random_targets((2, 3, 4), options["vocab_size"], ignore_index=3)
+    for dtype in DTYPES:
+        logits = random_logits((2, 3, 4, 1100), dtype)
+        for more in ({"reduction": "none"}, {"reduction": "sum"}, {"num_items": 7}):
+            compare(logits, target, softcap=4.0, logit_scale=1.5, ignore_index=3, **options, **more)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 4), (0,), (2, 0)], ids=str)
+def test_leading_dimensions(shape: tuple[int, ...], reduction: str) -> None:
+    target = random_targets(shape, 9)
+    for indices in (target, target.int()):
+        compare(random_logits((*shape, 9)), indices, reduction=reduction)
+    loss = cross_entropy(random_logits((*shape, 9)), target, reduction=reduction)
+    torch.testing.assert_close(
+        loss, F.cross_entropy(random_logits((*shape, 9)).view(-1, 9), target.view(-1),
+                              reduction=reduction).view(loss.shape), equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_logits(dtype: torch.dtype) -> None:
+    """In whatever order the memory has them; the gradient's is the logits' own shape."""
+    target = random_targets((4, 5), 33)
+    for logits in (
+        random_logits((33, 5, 4), dtype).permute(2, 1, 0),
+        random_logits((5, 4, 33), dtype).transpose(0, 1),
+        random_logits((4, 5, 40), dtype)[..., 3:36],
+        random_logits((4, 5, 66), dtype)[..., ::2],
+        random_logits((1, 1, 33), dtype).expand(4, 5, 33),
+    ):
+        compare(logits, target, label_smoothing=0.1)
+    compare(random_logits((6, 1), dtype).expand(6, 8)[:, :1], torch.zeros(6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_nothing_counts(num_tokens: int, dtype: torch.dtype, inplace: bool) -> None:
+    """No tokens, or all ignored: as in torch, but that the gradient of a mean is 0."""
+    target = torch.full((num_tokens,), -100)
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        leaf = random_logits((num_tokens, 6), dtype).requires_grad_()
+        loss, outputs = cross_entropy(
+            leaf * 1, target, reduction=reduction, inplace=inplace, outputs=OUTPUTS
+        )
+        loss.backward()
+        torch.testing.assert_close(loss, torch.tensor(expected), equal_nan=True)
+        assert all((value == 0).all() for value in outputs.values())
+        assert leaf.grad is not None
+        assert (leaf.grad == 0).all()
+
+
+def test_more_than_2_to_the_31_logits() -> None:
+    """The rows that count are the first and the last; nobody touches the others' memory."""
+    num_tokens, size = 67_200, 32_000
+    logits = torch.zeros(num_tokens, size, dtype=BF16)
+    assert logits.numel() > 2**31
+    target = torch.full((num_tokens,), -100)
+    target[0], target[-1] = 1, size - 1
+    logits[-1] = random_logits((size,), BF16)
+    ends = [0, num_tokens - 1]
+    expected = loss_oracle.evaluate(logits[ends], target[ends])
+    loss, outputs = cross_entropy(logits, target, outputs=["lse"])
+    torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outputs["lse"][ends].double(), expected.outputs["lse"])
+
+
+# ---- the bound of errors
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [7, 1000, 3000, 32_003])
+@pytest.mark.parametrize("name", loss_oracle.shapes_of_logits(1, 1))
+def test_error_bound(name: str, size: int, dtype: torch.dtype, smoothing: float) -> None:
+    """At most torch's own error * 1.5 and 2 ulp of fp32 at max(1, |lse|); 16-bit gradients are
+    rounded once besides."""
+    logits = loss_oracle.shapes_of_logits(8, size)[name].to(dtype)
+    target = random_targets((8,), size // 2 + 1)
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
+    expected = loss_oracle.evaluate(logits, target, **options)
+    theirs, ours = (logits.clone().requires_grad_() for _ in range(2))
+    their_loss = F.cross_entropy(theirs, target, **options)
+    their_loss.sum().backward()
+    loss, outputs = cross_entropy(ours, target, outputs=["lse"], **options)
+    loss.sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert expected.grad is not None
+
+    lse = expected.outputs["lse"]
+    unit = 2 * loss_oracle.ulp(lse.abs().clamp(min=1))
+
+    def bound(their: Tensor, right: Tensor) -> Tensor:
+        return 1.5 * (their.detach().double() - right).abs().nan_to_num(0.0)
+
+    their_lse = torch.where(target == -100, 0.0, torch.logsumexp(logits, -1).double())
+    loss_oracle.assert_within(loss, expected.loss, bound(their_loss, expected.loss) + unit, "loss")
+    loss_oracle.assert_within(outputs["lse"], lse, bound(their_lse, lse) + unit, "lse")
+    allowed = bound(theirs.grad, expected.grad) + unit[:, None]
+    if dtype != FP32:
+        allowed += 0.51 * loss_oracle.ulp(expected.grad, dtype)
+    loss_oracle.assert_within(ours.grad, expected.grad, allowed, "gradient")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(value: float, smoothing: float, dtype: torch.dtype) -> None:
+    """NaN and infinities where torch has them: one of them, the target, the row, behind a block."""
+    logits = random_logits((7, 1100), dtype)
+    target = random_targets((7,), 1100, ignored=0)
+    logits[0, (int(target[0]) + 1) % 1100] = value
+    logits[1, target[1]] = value
+    logits[2] = value
+    logits[3, 1090] = value
+    logits[4, :1090] = value
+    logits[5, 0], logits[5, 1] = value, math.inf
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
+    theirs, ours = (logits.float().requires_grad_(), logits.clone().requires_grad_())
+    expected = F.cross_entropy(theirs, target, **options)
+    loss = cross_entropy(ours, target, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for result in (expected, loss):
+        result.sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    torch.testing.assert_close(
+        ours.grad.float(), theirs.grad, rtol=1e-2, atol=1e-2, equal_nan=True
+    )
+    if value == -math.inf and smoothing == 0:
+        assert loss[1] == math.inf
+
+
+# ---- in place
+
+
+def gradient_of(logits: Tensor, target: Tensor, upstream: float, **options: Any) -> Tensor:
+    leaf = logits.detach().clone().requires_grad_()
+    cross_entropy(leaf * 1, target, **options).backward(torch.tensor(upstream))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["none", "weight", "smooth", "softcap", "padding", "z_loss"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 0.25, 65536.0])
+def test_inplace(upstream: float, dtype: torch.dtype, name: str, reduction: str) -> None:
+    """The gradient of the other form, to the last bit; of float16 to an ulp."""
+    options = of_vocabulary({**OPTIONS[name], "reduction": reduction}, 1050)
+    logits = random_logits((8, 1050), dtype)
+    target = random_targets((8,), options.get("vocab_size", 1050))
+    expected = gradient_of(logits, target, upstream, **options)
+    actual = gradient_of(logits, target, upstream, inplace=True, **options)
+    if dtype != FP16:
+        oracle.assert_equal(actual, expected)
+        return
+    finite = expected.isfinite()
+    allowed = loss_oracle.ulp(expected.double().nan_to_num(0.0), FP16) + 2.0**-24
+    assert ((actual.double() - expected.double()).abs() <= allowed)[finite].all()
+    assert (actual[~finite] == expected[~finite]).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_inplace_is_in_the_logits(dtype: torch.dtype) -> None:
+    leaf = random_logits((2, 3, 70), dtype).requires_grad_()
+    target = random_targets((2, 3), 70)
+    logits = leaf * 1
+    loss, outputs = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
+    expected = loss_oracle.evaluate(leaf, target)
+    held = logits.detach().clone()
+    loss.backward()
+    assert leaf.grad is not None
+    oracle.assert_equal(leaf.grad, held)
+    loss_oracle.assert_close((loss, outputs), held, expected)
+    oracle.assert_equal(loss, cross_entropy(leaf, target))
+    plain = leaf.detach().clone()
+    cross_entropy(plain, target, inplace=True)  # nobody wants a gradient: it is there all the same
+    oracle.assert_equal(plain, held)
+    wide = random_logits((6, 80), dtype)
+    columns = wide[:, 5:75].copy_(leaf.detach().view(6, 70))
+    border = wide[:, 75:].clone()
+    cross_entropy(columns, target.view(-1), inplace=True)
+    oracle.assert_equal(columns.contiguous(), held.view(6, 70))
+    oracle.assert_equal(wide[:, 75:].contiguous(), border)
+
+
+def test_inplace_refused() -> None:
+    target = torch.zeros(4, dtype=torch.int64)
+    leaf = random_logits((4, 6)).requires_grad_()
+    for logits, reduction, words in (
+        (leaf * 1, "none", "mean"),
+        (leaf, "mean", "leaf"),
+        (leaf.view(2, 2, 6).view(4, 6), "mean", "leaf"),
+        (leaf.t().contiguous().t(), "mean", r"strides \(1, 4\)"),
+        (random_logits((4, 12))[:, ::2], "mean", r"strides \(12, 2\)"),
+        (random_logits((1, 6)).expand(4, 6), "mean", r"strides \(0, 1\)"),
+        (random_logits((12,)).as_strided((4, 6), (2, 1)), "mean", r"strides \(2, 1\)"),
+    ):
+        kept = logits.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(logits, target, inplace=True, reduction=reduction)
+        oracle.assert_equal(logits.detach().contiguous(), kept.contiguous())
+    with pytest.raises(ValueError, match="inplace"):
+        cross_entropy(leaf * 1, torch.rand(4, 6), inplace=True)
+    loss = cross_entropy(leaf * 1, target, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_overwritten_logits_are_noticed(inplace: bool) -> None:
+    """By who has saved them: exp for its own gradient, cross_entropy for the logits'."""
+    leaf, target = random_logits((4, 6)).requires_grad_(), torch.zeros(4, dtype=torch.int64)
+    logits = leaf.exp() if inplace else leaf * 1
+    loss = cross_entropy(logits, target, inplace=inplace)
+    if not inplace:
+        with torch.no_grad():
+            logits += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_second_derivative() -> None:
+    leaf = random_logits((4, 6)).requires_grad_()
+    loss = cross_entropy(leaf, torch.zeros(4, dtype=torch.int64))
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# ---- determinism
+
+
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(300, 1000), (100_000, 3)], ids=str)
+def test_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Again, and with another number of threads."""
+    logits, target = random_logits(shape, dtype), random_targets(shape[:1], shape[1])
+    results = []
+    for num_threads in (1, 1, 2):
+        with threads(num_threads):
+            leaf = logits.clone().requires_grad_()
+            loss, outputs = cross_entropy(leaf, target, outputs=OUTPUTS, label_smoothing=0.1)
+            loss.backward()
+            changed = logits.clone()
+            cross_entropy(changed, target, inplace=True, label_smoothing=0.1)
+            assert leaf.grad is not None
+            tensors = (loss, leaf.grad, changed, *outputs.values())
+            results.append([oracle.bits(tensor) for tensor in tensors])
+    assert results[0] == results[1] == results[2]
+
+
+# ---- torch's own checks
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction: str) -> None:
+    """Differences of fp32 losses: a step of 0.02 leaves some 1e-4 of rounding and of curvature."""
+    logits, target = random_logits((3, 7), spread=1.0).requires_grad_(), random_targets((3,), 6)
+
+    def loss(x: Tensor) -> Tensor:
+        options = of_vocabulary({"weight": True, "vocab_size": 6, "reduction": reduction}, 7)
+        options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
+        result: Tensor = cross_entropy(x, target, **{**options, "vocab_size": 6})
+        return result
+
+    with pytest.warns(UserWarning, match="double precision"):
+        assert torch.autograd.gradcheck(loss, logits, eps=0.02, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    """merge_softmax_stats has a group: test_vocab_parallel.py."""
+    logits, target, weight = random_logits((5, 9), dtype), random_targets((5,), 8), class_weights(8)
+    check = torch.library.opcheck
+    for weights in (None, weight):
+        place = (0, 8, -100, 0.5, 3.0)
+        stats_args = (logits, target, weights, *place, True, True)
+        check(_ops.softmax_stats.default, stats_args)
+        stats = _ops.softmax_stats(*stats_args)
+        for reduction, items in (("mean", None), ("mean", torch.tensor(3.0)), ("none", None)):
+            loss_args = (stats, target, weights, items, 8, -100, 0.1, 1e-3, reduction)
+            check(_ops.cross_entropy_loss.default, loss_args)
+        loss, _, denominator = _ops.cross_entropy_loss(*loss_args)
+        grad_args = (target, weights, stats, denominator, *place, 0.1, 1e-3)
+        check(_ops.cross_entropy_grad.default, (torch.ones_like(loss), logits, *grad_args))
+        check(_ops.cross_entropy_grad_.default, (torch.ones_like(loss), logits.clone(), *grad_args))
+        both = (logits.clone(), target, weights, None, *place[1:], 0.1, 1e-3, "mean", True)
+        check(_ops.cross_entropy_and_grad_.default, both)
+    check(_ops.scale_.default, (logits.clone(), torch.tensor(0.5)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["none", "weight", "items_tensor", "items", "softcap"])
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_compile(dtype: torch.dtype, name: str, inplace: bool) -> None:
+    options = of_vocabulary(OPTIONS[name], 30)
+    target = random_targets((2, 4), 30)
+
+    def step(x: Tensor, target: Tensor) -> Any:
+        return cross_entropy(x * 2, target, inplace=inplace, outputs=OUTPUTS, **options)
+
+    results = []
+    torch.compiler.reset()
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaf = random_logits((2, 4, 30), dtype).requires_grad_()
+        loss, outputs = call(leaf, target)
+        (loss * 4).backward()
+        assert leaf.grad is not None
+        results.append([loss.detach(), leaf.grad, *outputs.values()])
+    for actual, expected in zip(*results, strict=True):
+        oracle.assert_equal(actual, expected)
+
+
+# ---- modules
+
+
+def test_module() -> None:
+    logits, target, weight = random_logits((5, 9)), random_targets((5,), 9), class_weights(9)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": ("lse",)}
+    module = nn.CrossEntropyLoss(weight, **options)
+    expected = cross_entropy(logits, target, weight=weight, num_items=3, **options)
+    loss, outputs = module(logits, target, num_items=3)
+    oracle.assert_equal(loss, expected[0])
+    oracle.assert_equal(outputs["lse"], expected[1]["lse"])
+    assert not module.state_dict()
+    half = module.bfloat16()(logits.bfloat16(), target)[0]
+    torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
+    inplace = nn.CrossEntropyLoss(inplace=True, reduction="sum", ignore_index=2)
+    oracle.assert_equal(
+        inplace(logits.clone(), target), cross_entropy(logits, target, reduction="sum", ignore_index=2)
+    )
+
+
+# ---- wrong arguments
+
+LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+PROBABILITIES = torch.full((4, 6), 1 / 6)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "args", "options"),
+    [
+        (TypeError, "float64", (LOGITS.double(), TARGET), {}),
+        (TypeError, "int64", (LOGITS.long(), TARGET), {}),
+        (TypeError, "int16", (LOGITS, TARGET.short()), {}),
+        (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
+        (TypeError, "Double", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
+        (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
+        (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
+        (ValueError, r"\(4,\), got \(4, 1\)", (LOGITS, TARGET[:, None]), {}),
+        (ValueError, "meta", (LOGITS, TARGET.to("meta")), {}),
+        (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
+        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET), {"vocab_size": 7}),
+        (ValueError, "got 0", (LOGITS, TARGET), {"vocab_size": 0}),
+        (ValueError, "got -3", (LOGITS, TARGET), {"vocab_size": -3}),
+        (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
+        (ValueError, r"6 columns for a vocabulary of 7", (LOGITS, TARGET), {"weight": torch.ones(7)}),
+        (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
+         {"weight": torch.ones(6), "vocab_size": 5}),
+        (ValueError, r"\[2, 3\]", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
+        (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
+        (ValueError, "-0.1", (LOGITS, TARGET), {"label_smoothing": -0.1}),
+        (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
+        (ValueError, "-1", (LOGITS, TARGET), {"z_loss": -1}),
+        (ValueError, "inf", (LOGITS, TARGET), {"z_loss": math.inf}),
+        (ValueError, "softcap.*0", (LOGITS, TARGET), {"softcap": 0}),
+        (ValueError, "softcap.*-2", (LOGITS, TARGET), {"softcap": -2.0}),
+        (ValueError, "softcap.*1e-60", (LOGITS, TARGET), {"softcap": 1e-60}),
+        (ValueError, "logit_scale.*inf", (LOGITS, TARGET), {"logit_scale": math.inf}),
+        (ValueError, "logit_scale.*1e\\+60", (LOGITS, TARGET), {"logit_scale": 1e60}),
+        (ValueError, "'avg'", (LOGITS, TARGET), {"reduction": "avg"}),
+        (ValueError, "'probs'", (LOGITS, TARGET), {"outputs": ["lse", "probs"]}),
+        (ValueError, "'sum'", (LOGITS, TARGET), {"num_items": 3, "reduction": "sum"}),
+        (ValueError, r"\(2,\)", (LOGITS, TARGET), {"num_items": torch.ones(2)}),
+        (IndexError, "target 2 is 6, and there are 6", (LOGITS, torch.tensor([0, 1, 6, 7])), {}),
+        (IndexError, "target 0 is -1", (LOGITS, TARGET - 1), {}),
+        (IndexError, "target 3 is 5.* 5 classes", (LOGITS, torch.tensor([0, 1, 2, 5])),
+         {"vocab_size": 5}),
+        (ValueError, r"\(6, 4\)", (LOGITS, PROBABILITIES.view(6, 4)), {}),
+        (ValueError, "requires? grad", (LOGITS, PROBABILITIES.clone().requires_grad_()), {}),
+        (ValueError, "padding", (LOGITS, PROBABILITIES), {"vocab_size": 5}),
+        (ValueError, "outputs", (LOGITS, PROBABILITIES), {"outputs": ["lse"]}),
+        (ValueError, "vocab_start=2", (LOGITS, PROBABILITIES), {"vocab_start": 2}),
+        (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
+        (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
+        (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
+         {"weight": torch.ones(1)}),
+        (TypeError, "float64", (LOGITS, PROBABILITIES), {"weight": torch.ones(6).double()}),
+        (ValueError, "0 columns", (LOGITS[:, :0], PROBABILITIES[:, :0]), {}),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(
+    error: type[Exception], words: str, args: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=words):
+        cross_entropy(*args, **options)
+    if error is IndexError:
+        with pytest.raises(error, match=words):
+            cross_entropy(args[0].clone(), args[1], inplace=True, **options)
+
+
+# ---- probabilities as targets
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["none", "smooth", "all_smooth", "weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probabilities(dtype: torch.dtype, name: str, reduction: str) -> None:
+    options = of_vocabulary({**OPTIONS[name], "reduction": reduction}, 40)
+    for logits in (
+        random_logits((3, 5, 40), dtype),
+        (random_logits((3, 5, 40)) + 1e4).to(dtype),
+        random_logits((40, 5, 3), dtype).permute(2, 1, 0),
+        random_logits((3, 0, 40), dtype),
+    ):
+        target = torch.softmax(random_logits(tuple(logits.shape), seed=2), -1).to(dtype)
+        reference = logits.detach().double().requires_grad_()
+        wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+        expected = F.cross_entropy(
+            reference.reshape(-1, 40), target.double().reshape(-1, 40), **wide
+        )
+        if reduction == "none":
+            expected = expected.view(logits.shape[:-1])
+        leaf = logits.detach().requires_grad_()
+        loss = cross_entropy(leaf, target, **options)
+        assert loss.dtype == FP32
+        for result in (loss, expected):
+            result.sum().backward()
+        assert leaf.grad is not None
+        assert reference.grad is not None
+        # The targets' sum is 1 but for their rounding: an offset of the logits shows in the loss.
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+        rounding = 0.51 * loss_oracle.ulp(reference.grad, dtype)
+        loss_oracle.assert_within(leaf.grad, reference.grad, rounding + 2e-6, "gradient")
+
+
+@pytest.mark.parametrize("items", [4, 2.5, torch.tensor([4]), torch.tensor(2.5)], ids=str)
+def test_probabilities_of_one_class(items: Any) -> None:
+    """One-hot targets are classes: all options, against the other path."""
+    logits, classes = random_logits((6, 30)), random_targets((6,), 30, ignored=0)
+    options: dict[str, Any] = {"z_loss": 1e-2, "softcap": 4.0, "logit_scale": 1.3}
+    results = []
+    for target in (classes, F.one_hot(classes, 30).float()):
+        leaf = logits.clone().requires_grad_()
+        loss = cross_entropy(leaf, target, num_items=items, label_smoothing=0.1, **options)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
