@@ -7,9 +7,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -24,7 +27,8 @@
 // ringcomm/ops/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
 //
 // Stats are of shape (tokens + 1, 6): a SoftmaxStats for each token, and one that says which
-// classes the rank has, so that the exchange of the tokens' stats also adds those up.
+// classes the rank has and how it was called, so that the exchange also tells all ranks whether
+// these fit together.
 
 // _allgather_base has a new name since torch 2.13, which 2.11 does not know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -34,12 +38,15 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// No index: behind all classes, and no NaN where its bits are looked at as a float.
+constexpr std::int32_t kNoIndex = 1 << 30;
+
 constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
                                     .sum = 0,
                                     .target = 0,
                                     .weighted = 0,
                                     .entropy = 0,
-                                    .argmax = std::numeric_limits<std::int32_t>::max()};
+                                    .argmax = kNoIndex};
 
 // ---- stats as tensors
 
@@ -67,24 +74,63 @@ void check_stats(const at::Tensor& stats, const at::Tensor& target) {
                     stats.scalar_type(), " of shape ", stats.sizes());
 }
 
-// What is added up of the ranks' shards: how many classes there are, and where the last ends.
-SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes) {
-  SoftmaxStats entry = kNoLogits;
-  entry.max = num_classes > 0 ? static_cast<float>(shard.vocab_start + num_classes) : 0.0F;
-  entry.target = static_cast<float>(num_classes);
-  return entry;
+// ---- the entry of the shards
+//
+// Its largest is 0 on all ranks, so that its sums are added up and its index is the smallest of
+// all. Numbers of 16 bits add up exactly on up to 256 ranks.
+
+// 16 bits that depend on all bits of a number (the finalizer of MurmurHash3).
+std::uint32_t scatter(std::uint64_t value) {
+  value = (value ^ value >> 33) * 0xff51afd7ed558ccd;
+  value = (value ^ value >> 33) * 0xc4ceb9fe1a85ec53;
+  return static_cast<std::uint32_t>(value >> 48);
+}
+
+// From a shard's first class to its end. Added up over shards it is the way from 0 to their number
+// of classes where each one ends where another begins; sizes alone would not tell two equal shards
+// from two neighbours.
+float way_of(std::int64_t first, std::int64_t end) {
+  return static_cast<float>(scatter(end)) - static_cast<float>(scatter(first));
+}
+
+// Of what all ranks must have been given alike, for their stats to mean the same.
+std::uint32_t digest_of(const VocabShard& shard, bool wants_weighted, bool wants_more) {
+  std::uint64_t digest = wants_weighted ? 1 : 0;
+  digest += wants_more ? 2 : 0;
+  for (const std::uint64_t part : {static_cast<std::uint64_t>(shard.vocab_size),
+                                   static_cast<std::uint64_t>(shard.ignore_index),
+                                   std::bit_cast<std::uint64_t>(shard.logit_scale),
+                                   std::bit_cast<std::uint64_t>(shard.softcap)})
+    digest = scatter(digest ^ part) + (digest << 16);
+  return scatter(digest);
+}
+
+SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, std::uint32_t digest) {
+  return {.max = 0,
+          .sum = static_cast<float>(digest),
+          .target = static_cast<float>(num_classes),
+          .weighted =
+              num_classes > 0 ? way_of(shard.vocab_start, shard.vocab_start + num_classes) : 0.0F,
+          .entropy = 0,
+          .argmax = static_cast<std::int32_t>(digest)};
+}
+
+void check_same_digest(const SoftmaxStats& entry, int world_size) {
+  TORCH_CHECK_VALUE(entry.sum == static_cast<float>(entry.argmax) * static_cast<float>(world_size),
+                    "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, "
+                    "softcap, label_smoothing or outputs");
 }
 
 // The number of classes of all ranks, where their shards are those of one vocabulary.
 std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
   const SoftmaxStats entry = get(stats, stats.size(0) - 1);
-  TORCH_CHECK_VALUE(entry.max == entry.target,
-                    "ringcomm: the shards of the vocabulary do not add up: they have ",
-                    entry.target, " classes together, and the last one ends at ", entry.max,
-                    "; is every vocab_start right?");
   const auto found = static_cast<std::int64_t>(entry.target);
-  TORCH_CHECK_VALUE(expected < 0 || found == expected, "ringcomm: the shards have ", found,
-                    " of the vocabulary's ", expected, " classes");
+  TORCH_CHECK_VALUE(entry.weighted == way_of(0, found),
+                    "ringcomm: the shards of the vocabulary do not add up: they have ", found,
+                    " classes together, but are not one behind another from 0 to ", found,
+                    "; is every vocab_start right?");
+  TORCH_CHECK_VALUE(found > 0 && (expected < 0 || found == expected), "ringcomm: the shards have ", found,
+                    " classes of the vocabulary's ", expected < 0 ? "1 or more" : std::to_string(expected));
   return found;
 }
 
@@ -94,7 +140,9 @@ SoftmaxStats stats_of_row(const LogitRows& rows, std::int64_t idx, const VocabSh
   row.wants_weighted = wants_weighted;
   row.wants_more = wants_more;
   SoftmaxStats stats = rows.ops().stats(row);
-  if (row.num_elems > 0) stats.argmax += static_cast<std::int32_t>(shard.vocab_start);
+  const bool has_index = wants_more && row.num_elems > 0;
+  stats.argmax =
+      has_index ? stats.argmax + static_cast<std::int32_t>(shard.vocab_start) : kNoIndex;
   return stats;
 }
 
@@ -111,7 +159,8 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
     put(stats, i,
         rows.is_ignored(i) ? kNoLogits : stats_of_row(rows, i, shard, wants_weighted, wants_more));
   });
-  put(stats, rows.size(), shard_entry(shard, rows.num_classes()));
+  put(stats, rows.size(),
+      shard_entry(shard, rows.num_classes(), digest_of(shard, wants_weighted, wants_more)));
   return stats;
 }
 
@@ -142,9 +191,14 @@ at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group
                     ", got ", stats.scalar_type(), " of shape ", stats.sizes());
   const auto group = group_of(group_name);
   const auto ringcomm = find_ringcomm(*group, stats);
-  if (ringcomm == nullptr) return gathered_and_merged(stats, *group);
-  at::Tensor merged = at::empty_like(stats);
-  ringcomm->merge_softmax_stats(stats, merged);
+  at::Tensor merged;
+  if (ringcomm != nullptr) {
+    merged = at::empty_like(stats);
+    ringcomm->merge_softmax_stats(stats, merged);
+  } else {
+    merged = gathered_and_merged(stats, *group);
+  }
+  check_same_digest(get(merged, merged.size(0) - 1), group->getSize());
   return merged;
 }
 
@@ -176,14 +230,19 @@ class Results {
   const std::string& reduction() const { return reduction_; }
 
   std::tuple<at::Tensor, at::Tensor, at::Tensor> finish(double denominator) {
-    const at::Tensor losses = per_token_.select(0, 0);
-    const at::Tensor loss = reduction_ == "none"
-                                ? losses.clone()
-                                : (losses.sum(at::kDouble) / denominator).to(at::kFloat);
+    const at::Tensor loss =
+        reduction_ == "none" ? per_token_.select(0, 0).clone()
+                             : at::scalar_tensor(sum_of_losses() / denominator, at::kFloat);
     return {loss, per_token_, at::scalar_tensor(denominator, at::kDouble)};
   }
 
  private:
+  // In order: torch's sum over many tokens depends on the number of threads.
+  double sum_of_losses() const {
+    const auto* losses = static_cast<const float*>(per_token_.const_data_ptr());
+    return std::accumulate(losses, losses + per_token_.size(1), 0.0);
+  }
+
   at::Tensor per_token_;
   std::string reduction_;
 };
@@ -276,18 +335,30 @@ void cross_entropy_grad_(const at::Tensor& grad_loss, const at::Tensor& logits,
 
 // ---- cross_entropy_and_grad_
 
-// Row by row, so that the gradient finds the logits in the cache. float16 has no room for a
-// gradient over the number of tokens: it is left out there, and the caller divides.
+// The power of two by which gradients up to `largest` / denominator may be multiplied in float16,
+// which has no room for a gradient over the number of tokens. 1 where there is none.
+double room_for(double largest, double denominator) {
+  constexpr double kMaxFloat16 = 65504;
+  const double factor = kMaxFloat16 * std::abs(denominator) / largest;
+  if (!(factor > 0) || std::isinf(factor)) return 1;
+  return std::ldexp(1.0, std::ilogb(factor));
+}
+
+// Row by row, so that the gradient finds the logits in the cache. In float16 it is multiplied by
+// room_for(largest, denominator), and without `largest` not divided: the caller does the rest.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
     const at::Tensor& logits, const at::Tensor& target, const OptionalTensor& weight,
     const OptionalTensor& num_items, int64_t vocab_size, int64_t ignore_index, double logit_scale,
-    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more) {
+    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more,
+    const OptionalTensor& largest) {
   const VocabShard shard = {0, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
   Results results(rows.size(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index, vocab_size);
   const double denominator = denominator_of(loss, num_items, results.reduction());
-  const double scale = logits.scalar_type() == at::kHalf ? 1 : 1 / denominator;
+  double scale = 1 / denominator;
+  if (logits.scalar_type() == at::kHalf)
+    scale = largest.has_value() ? room_for(largest->item().toDouble(), denominator) / denominator : 1;
   rows.for_each([&](std::int64_t i) {
     SoftmaxStats stats = kNoLogits;
     if (!rows.is_ignored(i)) stats = stats_of_row(rows, i, shard, label_smoothing != 0, wants_more);
@@ -330,8 +401,8 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
   m.def(
       "cross_entropy_and_grad_(Tensor(a!) logits, Tensor target, Tensor? weight, "
       "Tensor? num_items, int vocab_size, int ignore_index, float logit_scale, float softcap, "
-      "float label_smoothing, float z_loss, str reduction, bool wants_more) "
-      "-> (Tensor, Tensor, Tensor)");
+      "float label_smoothing, float z_loss, str reduction, bool wants_more, "
+      "Tensor? largest=None) -> (Tensor, Tensor, Tensor)");
   m.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 
