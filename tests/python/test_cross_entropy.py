@@ -62,6 +62,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def targets_for(options: dict[str, Any], num_tokens: int, num_columns: int) -> Tensor:
+    return random_targets(
+        (num_tokens,),
+        options.get("vocab_size", num_columns),
+        ignore_index=options.get("ignore_index", -100),
+    )
+
+
 def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
     """Options with what depends on the number of classes."""
     options = dict(options)
@@ -77,7 +85,7 @@ def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, size: int, dtype: torch.dtype) -> None:
     options = of_vocabulary(OPTIONS[name], size)
-    target = random_targets((6,), options.get("vocab_size", size))
+    target = targets_for(options, 6, size)
     compare(random_logits((6, size), dtype), target, **options)
 
 
@@ -93,7 +101,7 @@ PAIRS = [
 def test_pairs_of_options(first: str, second: str) -> None:
     options = of_vocabulary({**OPTIONS[first], **OPTIONS[second]}, 70)
     for dtype in (FP32, BF16):
-        target = random_targets((9,), options.get("vocab_size", 70))
+        target = targets_for(options, 9, 70)
         compare(random_logits((9, 70), dtype), target, **options)
 
 
@@ -157,12 +165,12 @@ def test_nothing_counts(num_tokens: int, dtype: torch.dtype, inplace: bool) -> N
 def test_more_than_2_to_the_31_logits() -> None:
     """The rows that count are the first and the last; nobody touches the others' memory."""
     num_tokens, size = 67_200, 32_000
-    logits = torch.zeros(num_tokens, size, dtype=BF16)
+    logits = torch.empty(num_tokens, size, dtype=BF16)
     assert logits.numel() > 2**31
     target = torch.full((num_tokens,), -100)
     target[0], target[-1] = 1, size - 1
-    logits[-1] = random_logits((size,), BF16)
     ends = [0, num_tokens - 1]
+    logits[ends] = random_logits((2, size), BF16)
     expected = loss_oracle.evaluate(logits[ends], target[ends])
     loss, outputs = cross_entropy(logits, target, outputs=["lse"])
     torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-6, atol=0)
@@ -190,7 +198,6 @@ def test_error_bound(name: str, size: int, dtype: torch.dtype, smoothing: float)
     loss.sum().backward()
     assert ours.grad is not None
     assert theirs.grad is not None
-    assert expected.grad is not None
 
     lse = expected.outputs["lse"]
     unit = 2 * loss_oracle.ulp(lse.abs().clamp(min=1))
@@ -198,7 +205,7 @@ def test_error_bound(name: str, size: int, dtype: torch.dtype, smoothing: float)
     def bound(their: Tensor, right: Tensor) -> Tensor:
         return 1.5 * (their.detach().double() - right).abs().nan_to_num(0.0)
 
-    their_lse = torch.where(target == -100, 0.0, torch.logsumexp(logits, -1).double())
+    their_lse = torch.logsumexp(logits, -1).double().masked_fill(target == -100, 0)
     loss_oracle.assert_within(loss, expected.loss, bound(their_loss, expected.loss) + unit, "loss")
     loss_oracle.assert_within(outputs["lse"], lse, bound(their_lse, lse) + unit, "lse")
     allowed = bound(theirs.grad, expected.grad) + unit[:, None]
@@ -221,7 +228,7 @@ def test_not_finite(value: float, smoothing: float, dtype: torch.dtype) -> None:
     logits[4, :1090] = value
     logits[5, 0], logits[5, 1] = value, math.inf
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
-    theirs, ours = (logits.float().requires_grad_(), logits.clone().requires_grad_())
+    theirs, ours = logits.float().clone().requires_grad_(), logits.clone().requires_grad_()
     expected = F.cross_entropy(theirs, target, **options)
     loss = cross_entropy(ours, target, **options)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -254,14 +261,16 @@ def test_inplace(upstream: float, dtype: torch.dtype, name: str, reduction: str)
     """The gradient of the other form, to the last bit; of float16 to an ulp."""
     options = of_vocabulary({**OPTIONS[name], "reduction": reduction}, 1050)
     logits = random_logits((8, 1050), dtype)
-    target = random_targets((8,), options.get("vocab_size", 1050))
+    target = targets_for(options, 8, 1050)
     expected = gradient_of(logits, target, upstream, **options)
     actual = gradient_of(logits, target, upstream, inplace=True, **options)
     if dtype != FP16:
         oracle.assert_equal(actual, expected)
         return
     finite = expected.isfinite()
-    allowed = loss_oracle.ulp(expected.double().nan_to_num(0.0), FP16) + 2.0**-24
+    # With a z-loss, whose size nobody knows in advance, less room is left for small numbers.
+    smallest = 2.0**-24 * (1 + options.get("z_loss", 0.0) * 2 * 65504 * max(1, upstream / 32768))
+    allowed = loss_oracle.ulp(expected.double().nan_to_num(0.0), FP16) + smallest
     assert ((actual.double() - expected.double()).abs() <= allowed)[finite].all()
     assert (actual[~finite] == expected[~finite]).all()
 
@@ -328,11 +337,12 @@ def test_overwritten_logits_are_noticed(inplace: bool) -> None:
 
 
 def test_no_second_derivative() -> None:
-    leaf = random_logits((4, 6)).requires_grad_()
-    loss = cross_entropy(leaf, torch.zeros(4, dtype=torch.int64))
-    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    leaf, factor = random_logits((4, 6)).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    for target in (torch.zeros(4, dtype=torch.int64), PROBABILITIES):
+        loss = cross_entropy(leaf, target) * factor
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
 
 
 # ---- determinism
@@ -443,10 +453,10 @@ def test_module() -> None:
     assert not module.state_dict()
     half = module.bfloat16()(logits.bfloat16(), target)[0]
     torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
-    inplace = nn.CrossEntropyLoss(inplace=True, reduction="sum", ignore_index=2)
-    oracle.assert_equal(
-        inplace(logits.clone(), target), cross_entropy(logits, target, reduction="sum", ignore_index=2)
-    )
+    target = random_targets((5,), 9, ignore_index=2)
+    options = {"reduction": "sum", "ignore_index": 2}
+    inplace = nn.CrossEntropyLoss(inplace=True, **options)(logits.clone(), target)
+    oracle.assert_equal(inplace, cross_entropy(logits, target, **options))
 
 
 # ---- wrong arguments
