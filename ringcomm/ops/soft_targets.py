@@ -33,7 +33,9 @@ def soft_cross_entropy(
     if target.device != logits.device:
         raise ValueError(f"targets are wanted on {logits.device}, and are on {target.device}")
     if options.ignore_index >= 0:
-        raise ValueError(f"probabilities know no ignored class, got ignore_index={options.ignore_index}")
+        raise ValueError(
+            f"probabilities know no ignored class, got ignore_index={options.ignore_index}"
+        )
     if weight is not None and weight.dtype != torch.float32:
         raise TypeError(f"class weights are float32, got {weight.dtype}")
     if weight is not None and weight.shape != logits.shape[-1:]:

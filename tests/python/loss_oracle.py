@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -117,11 +118,47 @@ def assert_close(
     assert_within(grad, wanted_grad, 4e-6 * largest + rounding, "gradient")
 
 
+def assert_as_good_as_torch(
+    loss: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    columns: slice = slice(None),
+    **options: Any,
+) -> None:
+    """Errors are at most those of torch's cross_entropy in the same type * 1.5, and 2 ulp of fp32 at
+    max(1, |lse|); 16-bit gradients are rounded once besides. The loss is that of each token, and the
+    gradient that of `columns` and the losses' sum."""
+    expected = evaluate(logits, target, **options)
+    theirs = logits.clone().requires_grad_()
+    their_loss = F.cross_entropy(theirs, target, **options)
+    (their_grad,) = torch.autograd.grad(their_loss.sum(), theirs)
+    right_lse = expected.outputs["lse"]
+    their_lse = torch.logsumexp(logits, -1).masked_fill(target == -100, 0)
+    unit = 2 * ulp(right_lse.abs().clamp(min=1))
+
+    def bound(their: Tensor, right: Tensor) -> Tensor:
+        return 1.5 * (their.detach().double() - right).abs().nan_to_num(0.0)
+
+    assert_within(loss, expected.loss, bound(their_loss, expected.loss) + unit, "loss")
+    assert_within(lse, right_lse, bound(their_lse, right_lse) + unit, "lse")
+    right = expected.grad[:, columns]
+    allowed = bound(their_grad[:, columns], right) + unit[:, None]
+    if logits.dtype != torch.float32:
+        allowed += 0.51 * ulp(right, logits.dtype)
+    assert_within(grad, right, allowed, "gradient")
+
+
 # ---- logits
 
 
 def random_logits(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, spread: float = 3.0, seed: int = 0
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    *,
+    spread: float = 3.0,
+    seed: int = 0,
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * spread).to(dtype)

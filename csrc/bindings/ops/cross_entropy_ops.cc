@@ -129,8 +129,9 @@ std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
                     "ringcomm: the shards of the vocabulary do not add up: they have ", found,
                     " classes together, but are not one behind another from 0 to ", found,
                     "; is every vocab_start right?");
-  TORCH_CHECK_VALUE(found > 0 && (expected < 0 || found == expected), "ringcomm: the shards have ", found,
-                    " classes of the vocabulary's ", expected < 0 ? "1 or more" : std::to_string(expected));
+  TORCH_CHECK_VALUE(found > 0 && (expected < 0 || found == expected), "ringcomm: the shards have ",
+                    found, " classes of the vocabulary's ",
+                    expected < 0 ? "1 or more" : std::to_string(expected));
   return found;
 }
 
@@ -141,8 +142,7 @@ SoftmaxStats stats_of_row(const LogitRows& rows, std::int64_t idx, const VocabSh
   row.wants_more = wants_more;
   SoftmaxStats stats = rows.ops().stats(row);
   const bool has_index = wants_more && row.num_elems > 0;
-  stats.argmax =
-      has_index ? stats.argmax + static_cast<std::int32_t>(shard.vocab_start) : kNoIndex;
+  stats.argmax = has_index ? stats.argmax + static_cast<std::int32_t>(shard.vocab_start) : kNoIndex;
   return stats;
 }
 
@@ -230,9 +230,9 @@ class Results {
   const std::string& reduction() const { return reduction_; }
 
   std::tuple<at::Tensor, at::Tensor, at::Tensor> finish(double denominator) {
-    const at::Tensor loss =
-        reduction_ == "none" ? per_token_.select(0, 0).clone()
-                             : at::scalar_tensor(sum_of_losses() / denominator, at::kFloat);
+    const at::Tensor loss = reduction_ == "none"
+                                ? per_token_.select(0, 0).clone()
+                                : at::scalar_tensor(sum_of_losses() / denominator, at::kFloat);
     return {loss, per_token_, at::scalar_tensor(denominator, at::kDouble)};
   }
 
@@ -358,7 +358,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
   const double denominator = denominator_of(loss, num_items, results.reduction());
   double scale = 1 / denominator;
   if (logits.scalar_type() == at::kHalf)
-    scale = largest.has_value() ? room_for(largest->item().toDouble(), denominator) / denominator : 1;
+    scale =
+        largest.has_value() ? room_for(largest->item().toDouble(), denominator) / denominator : 1;
   rows.for_each([&](std::int64_t i) {
     SoftmaxStats stats = kNoLogits;
     if (!rows.is_ignored(i)) stats = stats_of_row(rows, i, shard, label_smoothing != 0, wants_more);
