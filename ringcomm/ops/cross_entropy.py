@@ -111,6 +111,8 @@ def cross_entropy(
     divisor = checked_num_items(num_items, reduction)
     if logits.dtype not in LOGIT_DTYPES:
         raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
+    if weight is not None and weight.requires_grad:
+        raise ValueError("class weights get no gradient, and these require grad")
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():

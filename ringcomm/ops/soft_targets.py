@@ -40,7 +40,8 @@ def soft_cross_entropy(
         raise TypeError(f"class weights are float32, got {weight.dtype}")
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(
-            f"one weight for each of the {logits.shape[-1]} classes, got shape {tuple(weight.shape)}"
+            f"one weight for each of the {logits.shape[-1]} classes, got shape"
+            f" {tuple(weight.shape)}"
         )
     if target.requires_grad:
         raise ValueError("probabilities as targets get no gradient, and these require grad")

@@ -127,9 +127,11 @@ def assert_as_good_as_torch(
     columns: slice = slice(None),
     **options: Any,
 ) -> None:
-    """Errors are at most those of torch's cross_entropy in the same type * 1.5, and 2 ulp of fp32 at
-    max(1, |lse|); 16-bit gradients are rounded once besides. The loss is that of each token, and the
-    gradient that of `columns` and the losses' sum."""
+    """Errors are at most those of torch's cross_entropy in the same type * 1.5, and 2 ulp of fp32
+    at max(1, |lse|); 16-bit gradients are rounded once besides.
+
+    The loss is that of each token, the gradient that of their sum, in these columns.
+    """
     expected = evaluate(logits, target, **options)
     theirs = logits.clone().requires_grad_()
     their_loss = F.cross_entropy(theirs, target, **options)

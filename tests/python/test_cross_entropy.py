@@ -456,10 +456,15 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (ValueError, "got 0", (LOGITS, TARGET), {"vocab_size": 0}),
         (ValueError, "got -3", (LOGITS, TARGET), {"vocab_size": -3}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
-        (ValueError, r"6 columns for a vocabulary of 7", (LOGITS, TARGET), {"weight": torch.ones(7)}),
+        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
+         {"weight": torch.ones(7)}),
         (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
          {"weight": torch.ones(6), "vocab_size": 5}),
         (ValueError, r"\[2, 3\]", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
+        (ValueError, "weights get no gradient", (LOGITS, TARGET),
+         {"weight": torch.ones(6, requires_grad=True)}),
+        (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
+         {"weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
         (ValueError, "-0.1", (LOGITS, TARGET), {"label_smoothing": -0.1}),
         (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
@@ -517,7 +522,9 @@ def test_probabilities(dtype: torch.dtype, name: str, reduction: str) -> None:
     ):
         target = torch.softmax(random_logits(tuple(logits.shape), seed=2), -1).to(dtype)
         reference = logits.detach().double().requires_grad_()
-        wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in options.items()}
+        wide: dict[str, Any] = {**options}
+        if "weight" in wide:
+            wide["weight"] = wide["weight"].double()
         expected = F.cross_entropy(
             reference.reshape(-1, 40), target.double().reshape(-1, 40), **wide
         )

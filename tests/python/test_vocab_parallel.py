@@ -113,10 +113,10 @@ def check_layout(rank: int, layout: Layout) -> list[bytes]:
     for options, dtype, inplace in itertools.product(OPTIONS, DTYPES, (False, True)):
         if inplace and options.get("reduction") == "none":
             continue
-        if options.get("weight"):
-            options = {**options, "weight": class_weights(VOCAB_SIZE)}
+        more = {"weight": class_weights(VOCAB_SIZE)} if options.get("weight") else {}
+        start = layout[rank][0]
         bits += compare(
-            layout[rank], dtype, inplace=inplace, vocab_start=layout[rank][0], **options
+            layout[rank], dtype, inplace=inplace, vocab_start=start, **{**options, **more}
         )
     if [first for first, _ in layout] == sorted(first for first, _ in layout):
         bits += compare(layout[rank], torch.bfloat16, label_smoothing=0.1)
@@ -309,28 +309,27 @@ def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> No
         result[0].backward()
         grad = logits.grad
         assert isinstance(grad, DTensor)
-        assert grad.placements == logits.placements
+        assert grad.placements == (*placements[:-1], Shard(2))
         loss_oracle.assert_close(result, grad.full_tensor(), expected)
     module = nn.CrossEntropyLoss(label_smoothing=0.1, inplace=True)
     loss_oracle.assert_within(module(logits * 1, target), expected.loss, torch.tensor(1e-5), "loss")
     replicated = distribute_tensor(whole, mesh, [Replicate()] * len(mesh_shape))
     torch.testing.assert_close(cross_entropy(replicated, target), cross_entropy(whole, target))
-    for error_words, call in (
-        ("leaf", lambda: cross_entropy(logits, target, inplace=True)),
-        ("bring their group", lambda: cross_entropy(logits, target, group=world())),
-        ("bring their group", lambda: cross_entropy(logits, target, vocab_start=0)),
-        ("replicated", lambda: cross_entropy(sharded(Shard(0)), target)),
-        ("replicated", lambda: cross_entropy(sharded(Partial()), target)),
-        ("replicated", lambda: cross_entropy(logits, sharded_target)),
+
+    def local(tensor: Tensor, placement: Any) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [*placements[:-1], placement])
+
+    part = torch.zeros(2, 3, 1)
+    for words, args, options in (
+        ("leaf", (logits, target), {"inplace": True}),
+        ("bring their group", (logits, target), {"group": world()}),
+        ("bring their group", (logits, target), {"vocab_start": 0}),
+        ("sharded in their last", (local(part, Shard(0)), target), {}),
+        ("sharded in their last", (local(part, Partial()), target), {}),
+        ("targets are replicated", (logits, local(target, Shard(0))), {}),
     ):
-
-        def sharded(placement: Any) -> DTensor:
-            local = torch.zeros(1, 3, vocab_size)
-            return DTensor.from_local(local, mesh, [*placements[:-1], placement])
-
-        sharded_target = DTensor.from_local(target, mesh, [*placements[:-1], Shard(0)])
-        with pytest.raises(ValueError, match=error_words):
-            call()
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(*args, **options)
 
 
 @pytest.mark.parametrize(
