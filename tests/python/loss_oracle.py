@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -191,6 +192,7 @@ def shapes_of_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
     base = random_logits((num_tokens, num_classes), spread=1.0, seed=7)
     padded = base * 3
     padded[:, num_classes // 2 + 1 :] = -math.inf
+    masked = padded.clamp(min=-1e30)
     return {
         "random": base * 3,
         "huge": base * 1e4,
@@ -198,5 +200,43 @@ def shapes_of_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
         "negative_offset": base - 1e4,
         "constant": torch.full_like(base, -3.7),
         "padded": padded,
+        "masked": masked,
         "one": torch.where(torch.arange(num_classes) == 0, 50.0, -50.0).expand_as(base).clone(),
     }
+
+
+# ---- options
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ignore_a_class": {"ignore_index": 3},
+    "smooth": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "weight": {"weight": True},
+    "z_loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 5.0},
+    "scale": {"logit_scale": -0.7},
+    "padding": {"vocab_size": True},
+    "items": {"num_items": 3},
+    "items_tensor": {"num_items": torch.tensor(2.5)},
+    "sum": {"reduction": "sum"},
+    "each": {"reduction": "none"},
+}
+
+
+def targets_for(options: dict[str, Any], num_tokens: int, num_columns: int) -> Tensor:
+    return random_targets(
+        (num_tokens,),
+        options.get("vocab_size", num_columns),
+        ignore_index=options.get("ignore_index", -100),
+    )
+
+
+def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
+    """Options with what depends on the number of classes."""
+    options = dict(options)
+    if options.get("vocab_size"):
+        options["vocab_size"] = max(1, num_columns - num_columns // 5)
+    if options.get("weight") is True:
+        options["weight"] = class_weights(options.get("vocab_size", num_columns))
+    return options

@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from loss_oracle import DTYPES, class_weights, random_logits, random_targets
+from loss_oracle import DTYPES, OUTPUTS, class_weights, random_logits, random_targets
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +21,6 @@ from ringcomm import MismatchError, nn
 from ringcomm.ops import cross_entropy
 
 _ops = torch.ops.ringcomm
-OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 Layout = list[tuple[int, int]]  # each rank's first class and number of columns
 
 VOCAB_SIZE = 41

@@ -7,11 +7,9 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -21,14 +19,11 @@
 #include "bindings/cross_entropy.h"
 #include "bindings/ops/op_support.h"
 #include "bindings/process_group.h"
+#include "bindings/softmax_stats.h"
 #include "device/softmax.h"
 
 // torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper stand in
 // ringcomm/ops/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
-//
-// Stats are of shape (tokens + 1, 6): a SoftmaxStats for each token, and one that says which
-// classes the rank has and how it was called, so that the exchange also tells all ranks whether
-// these fit together.
 
 // _allgather_base has a new name since torch 2.13, which 2.11 does not know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -37,103 +32,6 @@ namespace ringcomm {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-
-// No index: behind all classes, and no NaN where its bits are looked at as a float.
-constexpr std::int32_t kNoIndex = 1 << 30;
-
-constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
-                                    .sum = 0,
-                                    .target = 0,
-                                    .weighted = 0,
-                                    .entropy = 0,
-                                    .argmax = kNoIndex};
-
-// ---- stats as tensors
-
-at::Tensor new_stats(std::int64_t num_tokens) {
-  return at::empty({num_tokens + 1, kNumSoftmaxStats}, at::kFloat);
-}
-
-void put(const at::Tensor& stats, std::int64_t idx, const SoftmaxStats& value) {
-  std::memcpy(static_cast<float*>(stats.data_ptr()) + idx * kNumSoftmaxStats, &value, sizeof value);
-}
-
-SoftmaxStats get(const at::Tensor& stats, std::int64_t idx) {
-  SoftmaxStats value;
-  std::memcpy(&value, static_cast<const float*>(stats.const_data_ptr()) + idx * kNumSoftmaxStats,
-              sizeof value);
-  return value;
-}
-
-void check_stats(const at::Tensor& stats, const at::Tensor& target) {
-  TORCH_CHECK_VALUE(stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
-                        stats.dim() == 2 && stats.size(0) == target.numel() + 1 &&
-                        stats.size(1) == kNumSoftmaxStats,
-                    "ringcomm: stats for ", target.numel(), " tokens are contiguous float32 of ",
-                    target.numel() + 1, " rows of ", kNumSoftmaxStats, ", got ",
-                    stats.scalar_type(), " of shape ", stats.sizes());
-}
-
-// ---- the entry of the shards
-//
-// Its largest is 0 on all ranks, so that its sums are added up and its index is the smallest of
-// all. Numbers of 16 bits add up exactly on up to 256 ranks.
-
-// 16 bits that depend on all bits of a number (the finalizer of MurmurHash3).
-std::uint32_t scatter(std::uint64_t value) {
-  value = (value ^ value >> 33) * 0xff51afd7ed558ccd;
-  value = (value ^ value >> 33) * 0xc4ceb9fe1a85ec53;
-  return static_cast<std::uint32_t>(value >> 48);
-}
-
-// From a shard's first class to its end. Added up over shards it is the way from 0 to their number
-// of classes where each one ends where another begins; sizes alone would not tell two equal shards
-// from two neighbours.
-float way_of(std::int64_t first, std::int64_t end) {
-  return static_cast<float>(scatter(end)) - static_cast<float>(scatter(first));
-}
-
-// Of what all ranks must have been given alike, for their stats to mean the same.
-std::uint32_t digest_of(const VocabShard& shard, bool wants_weighted, bool wants_more) {
-  std::uint64_t digest = wants_weighted ? 1 : 0;
-  digest += wants_more ? 2 : 0;
-  for (const std::uint64_t part : {static_cast<std::uint64_t>(shard.vocab_size),
-                                   static_cast<std::uint64_t>(shard.ignore_index),
-                                   std::bit_cast<std::uint64_t>(shard.logit_scale),
-                                   std::bit_cast<std::uint64_t>(shard.softcap)})
-    digest = scatter(digest ^ part) + (digest << 16);
-  return scatter(digest);
-}
-
-SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, std::uint32_t digest) {
-  return {.max = 0,
-          .sum = static_cast<float>(digest),
-          .target = static_cast<float>(num_classes),
-          .weighted =
-              num_classes > 0 ? way_of(shard.vocab_start, shard.vocab_start + num_classes) : 0.0F,
-          .entropy = 0,
-          .argmax = static_cast<std::int32_t>(digest)};
-}
-
-void check_same_digest(const SoftmaxStats& entry, int world_size) {
-  TORCH_CHECK_VALUE(entry.sum == static_cast<float>(entry.argmax) * static_cast<float>(world_size),
-                    "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, "
-                    "softcap, label_smoothing or outputs");
-}
-
-// The number of classes of all ranks, where their shards are those of one vocabulary.
-std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
-  const SoftmaxStats entry = get(stats, stats.size(0) - 1);
-  const auto found = static_cast<std::int64_t>(entry.target);
-  TORCH_CHECK_VALUE(entry.weighted == way_of(0, found),
-                    "ringcomm: the shards of the vocabulary do not add up: they have ", found,
-                    " classes together, but are not one behind another from 0 to ", found,
-                    "; is every vocab_start right?");
-  TORCH_CHECK_VALUE(found > 0 && (expected < 0 || found == expected), "ringcomm: the shards have ",
-                    found, " classes of the vocabulary's ",
-                    expected < 0 ? "1 or more" : std::to_string(expected));
-  return found;
-}
 
 SoftmaxStats stats_of_row(const LogitRows& rows, std::int64_t idx, const VocabShard& shard,
                           bool wants_weighted, bool wants_more) {
@@ -154,13 +52,13 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
                          bool wants_weighted, bool wants_more) {
   const VocabShard shard = {vocab_start, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
-  const at::Tensor stats = new_stats(rows.size());
+  const at::Tensor stats = new_softmax_stats(rows.size());
   rows.for_each([&](std::int64_t i) {
-    put(stats, i,
+    put_stats(
+        stats, i,
         rows.is_ignored(i) ? kNoLogits : stats_of_row(rows, i, shard, wants_weighted, wants_more));
   });
-  put(stats, rows.size(),
-      shard_entry(shard, rows.num_classes(), digest_of(shard, wants_weighted, wants_more)));
+  put_stats(stats, rows.size(), shard_entry(shard, rows.num_classes(), wants_weighted, wants_more));
   return stats;
 }
 
@@ -176,19 +74,16 @@ at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& grou
   if (const auto work = group._allgather_base(all, own, options); work != nullptr) work->wait();
   at::Tensor merged = at::empty_like(stats);
   for (std::int64_t i = 0; i < stats.size(0); ++i) {
-    SoftmaxStats sum = get(all, i);
+    SoftmaxStats sum = get_stats(all, i);
     for (std::int64_t rank = 1; rank < group.getSize(); ++rank)
-      sum = host::merge(sum, get(all, rank * stats.size(0) + i));
-    put(merged, i, sum);
+      sum = host::merge(sum, get_stats(all, rank * stats.size(0) + i));
+    put_stats(merged, i, sum);
   }
   return merged;
 }
 
 at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
-  TORCH_CHECK_VALUE(stats.scalar_type() == at::kFloat && stats.dim() == 2 &&
-                        stats.size(1) == kNumSoftmaxStats && stats.is_contiguous(),
-                    "ringcomm: stats are contiguous float32 of rows of ", kNumSoftmaxStats,
-                    ", got ", stats.scalar_type(), " of shape ", stats.sizes());
+  check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
   const auto group = group_of(group_name);
   const auto ringcomm = find_ringcomm(*group, stats);
   at::Tensor merged;
@@ -198,7 +93,7 @@ at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group
   } else {
     merged = gathered_and_merged(stats, *group);
   }
-  check_same_digest(get(merged, merged.size(0) - 1), group->getSize());
+  check_same_call(merged, group->getSize());
   return merged;
 }
 
@@ -251,11 +146,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_loss(
     const at::Tensor& stats, const at::Tensor& target, const OptionalTensor& weight,
     const OptionalTensor& num_items, int64_t vocab_size, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string reduction) {
-  check_stats(stats, target);
+  check_stats(stats, target.numel());
   Results results(target.numel(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index,
                        vocab_size_of(stats, vocab_size));
-  for (std::int64_t i = 0; i < target.numel(); ++i) results.put(i, loss.values(i, get(stats, i)));
+  for (std::int64_t i = 0; i < target.numel(); ++i)
+    results.put(i, loss.values(i, get_stats(stats, i)));
   return results.finish(denominator_of(loss, num_items, results.reduction()));
 }
 
@@ -291,7 +187,7 @@ void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const 
                    const OptionalTensor& weight, const at::Tensor& stats,
                    const at::Tensor& denominator, const VocabShard& shard, const LossTerms& terms,
                    const at::Tensor& to) {
-  check_stats(stats, target);
+  check_stats(stats, target.numel());
   const LogitRows rows(logits, target, weight, shard);
   const TokenLoss loss(target, weight, terms, shard.ignore_index,
                        vocab_size_of(stats, shard.vocab_size));
@@ -303,7 +199,7 @@ void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const 
   const std::int64_t stride = upstream.dim() == 0 ? 0 : 1;
   const double divisor = denominator.item().toDouble();
   rows.for_each([&](std::int64_t i) {
-    write_gradient(rows, loss, i, get(stats, i), factors[i * stride] / divisor, to);
+    write_gradient(rows, loss, i, get_stats(stats, i), factors[i * stride] / divisor, to);
   });
 }
 
