@@ -54,7 +54,7 @@ def soft_cross_entropy(
     if options.reduction == "sum":
         return losses.sum()
     mean: Tensor = losses.sum() / (len(rows) if num_items is None else num_items)
-    return mean.float()
+    return mean.float()  # a num_items of one number is float64
 
 
 def _blocks(rows: Tensor) -> range:

@@ -212,6 +212,30 @@ def test_nothing_counts() -> None:
     run_ranks(2, check_nothing_counts)
 
 
+def check_ties(rank: int, layout: Layout) -> None:
+    """Of equal logits the first class is the largest, wherever it is."""
+    first, num_columns = layout[rank]
+    target = torch.arange(VOCAB_SIZE)
+    for lowest in (0, 20, 40):
+        whole = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+        whole[:, :lowest] = -1
+        logits = own_columns(whole, first, num_columns)
+        _, outputs = cross_entropy(
+            logits,
+            target,
+            group=world(),
+            vocab_start=first,
+            vocab_size=VOCAB_SIZE,
+            outputs=["accuracy"],
+        )
+        assert outputs["accuracy"].tolist() == (target == lowest).float().tolist()
+
+
+@pytest.mark.parametrize("name", ["alone", "reversed", "empty_first", "three"])
+def test_ties(name: str) -> None:
+    run_ranks(len(LAYOUTS[name]), check_ties, LAYOUTS[name])
+
+
 # ---- what is exchanged
 
 
@@ -312,6 +336,9 @@ def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> No
         loss_oracle.assert_close(result, grad.full_tensor(), expected)
     module = nn.CrossEntropyLoss(label_smoothing=0.1, inplace=True)
     loss_oracle.assert_within(module(logits * 1, target), expected.loss, torch.tensor(1e-5), "loss")
+    padded = distribute_tensor(torch.cat([whole, whole + 50], -1), mesh, placements)
+    loss = cross_entropy(padded, target, vocab_size=vocab_size, label_smoothing=0.1)
+    loss_oracle.assert_within(loss, expected.loss, torch.tensor(1e-5), "loss")
     replicated = distribute_tensor(whole, mesh, [Replicate()] * len(mesh_shape))
     torch.testing.assert_close(cross_entropy(replicated, target), cross_entropy(whole, target))
 
