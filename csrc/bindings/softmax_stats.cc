@@ -80,21 +80,22 @@ SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, bool
           .argmax = static_cast<std::int32_t>(digest)};
 }
 
-// All digests are alike where their sum is as many times the smallest.
-void check_same_call(const at::Tensor& stats, int world_size) {
+void check_shards(const at::Tensor& stats, int world_size) {
   const SoftmaxStats entry = get_stats(stats, stats.size(0) - 1);
+  // All digests are alike where their sum is as many times the smallest.
   TORCH_CHECK_VALUE(entry.sum == static_cast<float>(entry.argmax) * static_cast<float>(world_size),
                     "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, "
                     "softcap, label_smoothing or outputs");
-}
-
-std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
-  const SoftmaxStats entry = get_stats(stats, stats.size(0) - 1);
   const auto found = static_cast<std::int64_t>(entry.target);
   TORCH_CHECK_VALUE(entry.weighted == way_of(0, found),
                     "ringcomm: the shards of the vocabulary do not add up: they have ", found,
                     " classes together, but are not one behind another from 0 to ", found,
                     "; is every vocab_start right?");
+}
+
+std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
+  const SoftmaxStats entry = get_stats(stats, stats.size(0) - 1);
+  const auto found = static_cast<std::int64_t>(entry.target);
   TORCH_CHECK_VALUE(found > 0 && (expected < 0 || found == expected), "ringcomm: the shards have ",
                     found, " classes of the vocabulary's ",
                     expected < 0 ? std::string("1 or more") : std::to_string(expected));

@@ -36,11 +36,11 @@ void check_stats(const at::Tensor& stats, std::int64_t num_tokens);
 SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, bool wants_weighted,
                          bool wants_more);
 
-/// Of merged stats. ValueError, on all ranks, where they were called with different options.
-void check_same_call(const at::Tensor& stats, int world_size);
+/// Of merged stats. ValueError, on all ranks, where the ranks were called with different options,
+/// or their shards are not those of one vocabulary.
+void check_shards(const at::Tensor& stats, int world_size);
 
-/// The number of classes of all ranks. ValueError, on all ranks, where their shards are not those
-/// of one vocabulary, or of another than `expected` (negative: any).
+/// The number of classes of all ranks. ValueError where it is 0 or not `expected` (negative: any).
 std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected);
 
 }  // namespace ringcomm

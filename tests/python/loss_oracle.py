@@ -17,6 +17,19 @@ OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": None,
+    "weight": None,
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "reduction": "mean",
+    "num_items": None,
+}
+
+
 class Expected(NamedTuple):
     """All in float64."""
 
@@ -25,38 +38,28 @@ class Expected(NamedTuple):
     grad: Tensor
 
 
-def evaluate(
-    logits: Tensor,
-    target: Tensor,
-    upstream: Any = 1.0,
-    *,
-    vocab_size: int | None = None,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    num_items: Any = None,
-) -> Expected:
+def evaluate(logits: Tensor, target: Tensor, upstream: Any = 1.0, **options: Any) -> Expected:
     """The loss, the outputs by token and the logits' gradient for an upstream gradient."""
+    given = {**DEFAULTS, **options}
+    assert given.keys() == DEFAULTS.keys()
+    softcap, smoothing, num_items = (given[n] for n in ("softcap", "label_smoothing", "num_items"))
     x = logits.detach().double().requires_grad_()
-    z = x[..., : x.shape[-1] if vocab_size is None else vocab_size] * logit_scale
+    z = x[..., : given["vocab_size"] or x.shape[-1]] * given["logit_scale"]
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    counted = target != ignore_index
+    counted = target != given["ignore_index"]
     safe = target.masked_fill(~counted, 0).long()
-    weights = torch.ones(z.shape[-1]).double() if weight is None else weight.double()
+    weights = torch.ones(z.shape[-1]) if given["weight"] is None else given["weight"]
+    weights = weights.double()
     log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
     target_weight = weights[safe]
     nll = -target_weight * log_probs.gather(-1, safe[..., None]).squeeze(-1)
-    losses = (1 - label_smoothing) * nll + z_loss * lse**2
-    if label_smoothing:
-        losses = losses - label_smoothing / z.shape[-1] * (weights * log_probs).sum(-1)
+    losses = (1 - smoothing) * nll + given["z_loss"] * lse**2
+    if smoothing:
+        losses = losses - smoothing / z.shape[-1] * (weights * log_probs).sum(-1)
     losses = losses.masked_fill(~counted, 0)
-    loss = losses if reduction == "none" else losses.sum()
-    if reduction == "mean":
+    loss = losses if given["reduction"] == "none" else losses.sum()
+    if given["reduction"] == "mean":
         count = target_weight.masked_fill(~counted, 0).sum()
         loss = loss / (count if num_items is None else float(num_items))
     probs = log_probs.exp()

@@ -93,7 +93,7 @@ at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group
   } else {
     merged = gathered_and_merged(stats, *group);
   }
-  check_same_call(merged, group->getSize());
+  check_shards(merged, group->getSize());
   return merged;
 }
 
