@@ -331,7 +331,7 @@ def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
 
 @torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[9])
+    return _loss_fakes(target, options[8])
 
 
 @torch.library.register_fake("ringcomm::scale_")
