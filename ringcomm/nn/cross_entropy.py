@@ -14,6 +14,8 @@ from ringcomm.ops.vocab_shards import find_shard
 class _Loss(nn.Module):
     """Options of the loss, and this rank's classes."""
 
+    class_weight: Tensor | None
+
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -38,6 +40,10 @@ class _Loss(nn.Module):
             **options,
         }
 
+    def fp32_weight(self) -> Tensor | None:
+        """The classes' weights, also where a model around the module was made bfloat16."""
+        return None if self.class_weight is None else self.class_weight.float()
+
 
 class CrossEntropyLoss(_Loss):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
@@ -52,8 +58,6 @@ class CrossEntropyLoss(_Loss):
     Raises:
         ValueError: options do not fit each other.
     """
-
-    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class CrossEntropyLoss(_Loss):
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
         return cross_entropy(
-            logits, target, weight=self.class_weight, num_items=num_items, **self.options
+            logits, target, weight=self.fp32_weight(), num_items=num_items, **self.options
         )
 
 
@@ -107,8 +111,6 @@ class LinearCrossEntropyLoss(_Loss):
     Raises:
         ValueError: options do not fit each other.
     """
-
-    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class LinearCrossEntropyLoss(_Loss):
             weight,
             target,
             bias=bias,
-            class_weight=self.class_weight,
+            class_weight=self.fp32_weight(),
             num_items=num_items,
             **self.options,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from ringcomm.ops.loss_options import (
@@ -23,7 +24,7 @@ from ringcomm.ops.loss_options import (
     with_outputs,
 )
 from ringcomm.ops.soft_targets import soft_cross_entropy
-from ringcomm.ops.vocab_shards import VocabShard, find_shard, shard_of_dtensor
+from ringcomm.ops.vocab_shards import MAX_VOCAB_SIZE, VocabShard, find_shard, shard_of_dtensor
 
 _ops: Any = torch.ops.ringcomm
 
@@ -77,7 +78,8 @@ def cross_entropy(
         outputs: any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy" (1 where
             the target is the first of the largest logits): also wanted by token.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
-            it, and one pass over them is saved. For "mean" and "sum".
+            it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
+            until the backward pass, by a power of two: its numbers end at 6e-8.
 
     Returns:
         The loss, float32: without dimensions, or of target's shape for "none". With `outputs` it
@@ -93,6 +95,8 @@ def cross_entropy(
 
     Collective where there is a group; blocks until the result is there.
     """
+    if inplace:
+        _check_inplace(logits, reduction)
     if isinstance(logits, DTensor):
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
     options = checked_options(
@@ -107,17 +111,18 @@ def cross_entropy(
     divisor = checked_num_items(num_items, reduction)
     if logits.dtype not in LOGIT_DTYPES:
         raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
+    if weight is not None and weight.requires_grad:
+        raise ValueError("class weights get no gradient, and these require grad")
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():
         if group is not None or inplace or outputs:
             raise ValueError("probabilities as targets know no group, inplace or outputs")
+        find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
         return soft_cross_entropy(logits, target, weight, divisor, options, vocab_size)
 
     check_targets(target, logits.shape[:-1], logits.device)
     shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
-    if inplace:
-        _check_inplace(logits, reduction)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     loss, by_token = apply(
         _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, options
@@ -136,9 +141,12 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
         return rows if rows.stride(1) == 1 else rows.contiguous()
     if logits.stride(-1) == 1:
         try:
-            return logits.view(shape)
+            rows = logits.view(shape)
         except RuntimeError:
             pass
+        else:
+            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else they lie on each other
+                return rows
     raise ValueError(
         f"inplace wants rows of logits side by side, got strides {tuple(logits.stride())}"
     )
@@ -147,8 +155,13 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
 def _check_inplace(logits: Tensor, reduction: str) -> None:
     if reduction == "none":
         raise ValueError('inplace is for reduction="mean" and "sum"')
-    if logits.is_leaf and logits.requires_grad:
-        raise ValueError("inplace overwrites the logits, and these are a leaf that requires grad")
+    # What a compiled function is given counts as no view there.
+    base = None if torch.compiler.is_compiling() else logits._base
+    if any(x is not None and x.is_leaf and x.requires_grad for x in (logits, base)):
+        raise ValueError(
+            "inplace overwrites the logits, and these are a leaf that requires grad, or a view of"
+            " one"
+        )
 
 
 # ---- autograd
@@ -189,12 +202,33 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, by_token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         rows, target, weight, stats, denominator = ctx.saved_tensors
         grad = _ops.cross_entropy_grad(
             grad_loss, rows, target, weight, stats, denominator, *ctx.grad_options
         )
         return grad, None, None, None, None, None
+
+
+def _largest_gradient(rows: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
+    """What no element of the sum of the losses' gradient exceeds, for logits of float16."""
+    info = torch.finfo(rows.dtype)
+    lse = (options.softcap or abs(options.logit_scale) * info.max) + math.log(MAX_VOCAB_SIZE)
+    most = rows.new_ones([], dtype=torch.float64)
+    if weight is not None:
+        most = weight.abs().amax().double()
+    return (most + 2 * options.z_loss * lse) * abs(options.logit_scale)
+
+
+def _room(largest: Tensor, denominator: Tensor) -> Tensor:
+    """The power of two by which gradients up to largest / denominator may be multiplied in float16.
+
+    1 where there is none. To the last bit what cross_entropy_and_grad_ multiplies by.
+    """
+    factor = torch.finfo(torch.float16).max * denominator.abs() / largest
+    mantissa, _ = torch.frexp(factor)
+    return torch.where((factor > 0) & factor.isfinite(), factor / (2 * mantissa), 1.0)
 
 
 class _InPlace(torch.autograd.Function):
@@ -210,7 +244,9 @@ class _InPlace(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        is_narrow = rows.dtype == torch.float16  # holds no gradient over the number of tokens
+        is_narrow = rows.dtype == torch.float16
+        largest = _largest_gradient(rows, weight, options) if is_narrow else None
+        room = None
         if shard.group_name is None:
             loss, by_token, denominator = _ops.cross_entropy_and_grad_(
                 rows,
@@ -220,34 +256,39 @@ class _InPlace(torch.autograd.Function):
                 *options.for_grad(shard)[1:],
                 options.reduction,
                 options.wants_more,
+                largest,
             )
+            if largest is not None:
+                room = _room(largest, denominator)
         else:
             stats = _stats(rows, target, weight, shard, options)
             loss, by_token, denominator = _ops.cross_entropy_loss(
                 stats, target, weight, num_items, *options.for_loss(shard)
             )
-            divisor = torch.ones_like(denominator) if is_narrow else denominator
+            if largest is not None:
+                room = _room(largest, denominator)
             _ops.cross_entropy_grad_(
                 torch.ones_like(loss),
                 rows,
                 target,
                 weight,
                 stats,
-                divisor,
+                denominator if room is None else denominator / room,
                 *options.for_grad(shard),
             )
-        ctx.save_for_backward(rows.detach(), denominator if is_narrow else None)
+        ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         if ctx.is_used:
             raise RuntimeError("cross_entropy(inplace=True) has one backward pass")
         ctx.is_used = True
-        grad, denominator = ctx.saved_tensors
-        _ops.scale_(grad, grad_loss if denominator is None else grad_loss / denominator)
+        grad, room = ctx.saved_tensors
+        _ops.scale_(grad, grad_loss if room is None else grad_loss / room)
         return grad, None, None, None, None, None
 
 
@@ -290,7 +331,7 @@ def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
 
 @torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[-2])
+    return _loss_fakes(target, options[8])
 
 
 @torch.library.register_fake("ringcomm::scale_")

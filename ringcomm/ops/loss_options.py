@@ -11,6 +11,7 @@ from ringcomm.ops.vocab_shards import VocabShard
 
 # What is known of each token: rows of the operators' results.
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
+_FP32 = torch.finfo(torch.float32)
 LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -80,10 +81,10 @@ def checked_options(
         raise ValueError(f"label_smoothing is in [0, 1], got {label_smoothing!r}")
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss is a number from 0 on, got {z_loss!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is a positive number or None, got {softcap!r}")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"logit_scale is a finite number, got {logit_scale!r}")
+    if softcap is not None and not _FP32.tiny <= softcap <= _FP32.max:
+        raise ValueError(f"softcap is a positive number of fp32 or None, got {softcap!r}")
+    if not abs(logit_scale) <= _FP32.max:
+        raise ValueError(f"logit_scale is a finite number of fp32, got {logit_scale!r}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction is "mean", "sum" or "none", got {reduction!r}')
     unknown = [name for name in outputs if name not in OUTPUTS]
@@ -109,7 +110,7 @@ def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tenso
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"num_items is one number, got shape {tuple(num_items.shape)}")
-        return num_items
+        return num_items.detach().reshape([])
     return torch.tensor(float(num_items), dtype=torch.float64)
 
 

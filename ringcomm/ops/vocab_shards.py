@@ -1,8 +1,7 @@
 """Which classes of a vocabulary a rank has."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -59,11 +58,9 @@ def find_shard(
 
 def column_counts(num_columns: int, group: dist.ProcessGroup) -> list[int]:
     """Every rank's number of columns, in rank order. Collective."""
-    group = resolve_group(group)
-    own = torch.tensor([num_columns])
-    counts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(counts, own, group)
-    return [int(count) for count in counts]
+    counts: list[Any] = [None] * resolve_group(group).size()
+    dist.all_gather_object(counts, num_columns, group)  # on whatever devices the group has
+    return counts
 
 
 def shard_of_dtensor(

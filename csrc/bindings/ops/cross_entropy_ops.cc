@@ -7,9 +7,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -18,13 +19,11 @@
 #include "bindings/cross_entropy.h"
 #include "bindings/ops/op_support.h"
 #include "bindings/process_group.h"
+#include "bindings/softmax_stats.h"
 #include "device/softmax.h"
 
 // torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper stand in
 // ringcomm/ops/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
-//
-// Stats are of shape (tokens + 1, 6): a SoftmaxStats for each token, and one that says which
-// classes the rank has, so that the exchange of the tokens' stats also adds those up.
 
 // _allgather_base has a new name since torch 2.13, which 2.11 does not know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -34,67 +33,14 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
-                                    .sum = 0,
-                                    .target = 0,
-                                    .weighted = 0,
-                                    .entropy = 0,
-                                    .argmax = std::numeric_limits<std::int32_t>::max()};
-
-// ---- stats as tensors
-
-at::Tensor new_stats(std::int64_t num_tokens) {
-  return at::empty({num_tokens + 1, kNumSoftmaxStats}, at::kFloat);
-}
-
-void put(const at::Tensor& stats, std::int64_t idx, const SoftmaxStats& value) {
-  std::memcpy(static_cast<float*>(stats.data_ptr()) + idx * kNumSoftmaxStats, &value, sizeof value);
-}
-
-SoftmaxStats get(const at::Tensor& stats, std::int64_t idx) {
-  SoftmaxStats value;
-  std::memcpy(&value, static_cast<const float*>(stats.const_data_ptr()) + idx * kNumSoftmaxStats,
-              sizeof value);
-  return value;
-}
-
-void check_stats(const at::Tensor& stats, const at::Tensor& target) {
-  TORCH_CHECK_VALUE(stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
-                        stats.dim() == 2 && stats.size(0) == target.numel() + 1 &&
-                        stats.size(1) == kNumSoftmaxStats,
-                    "ringcomm: stats for ", target.numel(), " tokens are contiguous float32 of ",
-                    target.numel() + 1, " rows of ", kNumSoftmaxStats, ", got ",
-                    stats.scalar_type(), " of shape ", stats.sizes());
-}
-
-// What is added up of the ranks' shards: how many classes there are, and where the last ends.
-SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes) {
-  SoftmaxStats entry = kNoLogits;
-  entry.max = num_classes > 0 ? static_cast<float>(shard.vocab_start + num_classes) : 0.0F;
-  entry.target = static_cast<float>(num_classes);
-  return entry;
-}
-
-// The number of classes of all ranks, where their shards are those of one vocabulary.
-std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected) {
-  const SoftmaxStats entry = get(stats, stats.size(0) - 1);
-  TORCH_CHECK_VALUE(entry.max == entry.target,
-                    "ringcomm: the shards of the vocabulary do not add up: they have ",
-                    entry.target, " classes together, and the last one ends at ", entry.max,
-                    "; is every vocab_start right?");
-  const auto found = static_cast<std::int64_t>(entry.target);
-  TORCH_CHECK_VALUE(expected < 0 || found == expected, "ringcomm: the shards have ", found,
-                    " of the vocabulary's ", expected, " classes");
-  return found;
-}
-
 SoftmaxStats stats_of_row(const LogitRows& rows, std::int64_t idx, const VocabShard& shard,
                           bool wants_weighted, bool wants_more) {
   LogitRow row = rows.row(idx);
   row.wants_weighted = wants_weighted;
   row.wants_more = wants_more;
   SoftmaxStats stats = rows.ops().stats(row);
-  if (row.num_elems > 0) stats.argmax += static_cast<std::int32_t>(shard.vocab_start);
+  const bool has_index = wants_more && row.num_elems > 0;
+  stats.argmax = has_index ? stats.argmax + static_cast<std::int32_t>(shard.vocab_start) : kNoIndex;
   return stats;
 }
 
@@ -106,12 +52,13 @@ at::Tensor softmax_stats(const at::Tensor& logits, const at::Tensor& target,
                          bool wants_weighted, bool wants_more) {
   const VocabShard shard = {vocab_start, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
-  const at::Tensor stats = new_stats(rows.size());
+  const at::Tensor stats = new_softmax_stats(rows.size());
   rows.for_each([&](std::int64_t i) {
-    put(stats, i,
+    put_stats(
+        stats, i,
         rows.is_ignored(i) ? kNoLogits : stats_of_row(rows, i, shard, wants_weighted, wants_more));
   });
-  put(stats, rows.size(), shard_entry(shard, rows.num_classes()));
+  put_stats(stats, rows.size(), shard_entry(shard, rows.num_classes(), wants_weighted, wants_more));
   return stats;
 }
 
@@ -127,24 +74,26 @@ at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& grou
   if (const auto work = group._allgather_base(all, own, options); work != nullptr) work->wait();
   at::Tensor merged = at::empty_like(stats);
   for (std::int64_t i = 0; i < stats.size(0); ++i) {
-    SoftmaxStats sum = get(all, i);
+    SoftmaxStats sum = get_stats(all, i);
     for (std::int64_t rank = 1; rank < group.getSize(); ++rank)
-      sum = host::merge(sum, get(all, rank * stats.size(0) + i));
-    put(merged, i, sum);
+      sum = host::merge(sum, get_stats(all, rank * stats.size(0) + i));
+    put_stats(merged, i, sum);
   }
   return merged;
 }
 
 at::Tensor merge_softmax_stats(const at::Tensor& stats, const std::string& group_name) {
-  TORCH_CHECK_VALUE(stats.scalar_type() == at::kFloat && stats.dim() == 2 &&
-                        stats.size(1) == kNumSoftmaxStats && stats.is_contiguous(),
-                    "ringcomm: stats are contiguous float32 of rows of ", kNumSoftmaxStats,
-                    ", got ", stats.scalar_type(), " of shape ", stats.sizes());
+  check_stats(stats, stats.dim() > 0 ? stats.size(0) - 1 : 0);
   const auto group = group_of(group_name);
   const auto ringcomm = find_ringcomm(*group, stats);
-  if (ringcomm == nullptr) return gathered_and_merged(stats, *group);
-  at::Tensor merged = at::empty_like(stats);
-  ringcomm->merge_softmax_stats(stats, merged);
+  at::Tensor merged;
+  if (ringcomm != nullptr) {
+    merged = at::empty_like(stats);
+    ringcomm->merge_softmax_stats(stats, merged);
+  } else {
+    merged = gathered_and_merged(stats, *group);
+  }
+  check_shards(merged, group->getSize());
   return merged;
 }
 
@@ -176,14 +125,19 @@ class Results {
   const std::string& reduction() const { return reduction_; }
 
   std::tuple<at::Tensor, at::Tensor, at::Tensor> finish(double denominator) {
-    const at::Tensor losses = per_token_.select(0, 0);
     const at::Tensor loss = reduction_ == "none"
-                                ? losses.clone()
-                                : (losses.sum(at::kDouble) / denominator).to(at::kFloat);
+                                ? per_token_.select(0, 0).clone()
+                                : at::scalar_tensor(sum_of_losses() / denominator, at::kFloat);
     return {loss, per_token_, at::scalar_tensor(denominator, at::kDouble)};
   }
 
  private:
+  // In order: torch's sum over many tokens depends on the number of threads.
+  double sum_of_losses() const {
+    const auto* losses = static_cast<const float*>(per_token_.const_data_ptr());
+    return std::accumulate(losses, losses + per_token_.size(1), 0.0);
+  }
+
   at::Tensor per_token_;
   std::string reduction_;
 };
@@ -192,11 +146,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_loss(
     const at::Tensor& stats, const at::Tensor& target, const OptionalTensor& weight,
     const OptionalTensor& num_items, int64_t vocab_size, int64_t ignore_index,
     double label_smoothing, double z_loss, std::string reduction) {
-  check_stats(stats, target);
+  check_stats(stats, target.numel());
   Results results(target.numel(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index,
                        vocab_size_of(stats, vocab_size));
-  for (std::int64_t i = 0; i < target.numel(); ++i) results.put(i, loss.values(i, get(stats, i)));
+  for (std::int64_t i = 0; i < target.numel(); ++i)
+    results.put(i, loss.values(i, get_stats(stats, i)));
   return results.finish(denominator_of(loss, num_items, results.reduction()));
 }
 
@@ -232,7 +187,7 @@ void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const 
                    const OptionalTensor& weight, const at::Tensor& stats,
                    const at::Tensor& denominator, const VocabShard& shard, const LossTerms& terms,
                    const at::Tensor& to) {
-  check_stats(stats, target);
+  check_stats(stats, target.numel());
   const LogitRows rows(logits, target, weight, shard);
   const TokenLoss loss(target, weight, terms, shard.ignore_index,
                        vocab_size_of(stats, shard.vocab_size));
@@ -244,7 +199,7 @@ void differentiate(const at::Tensor& grad_loss, const at::Tensor& logits, const 
   const std::int64_t stride = upstream.dim() == 0 ? 0 : 1;
   const double divisor = denominator.item().toDouble();
   rows.for_each([&](std::int64_t i) {
-    write_gradient(rows, loss, i, get(stats, i), factors[i * stride] / divisor, to);
+    write_gradient(rows, loss, i, get_stats(stats, i), factors[i * stride] / divisor, to);
   });
 }
 
@@ -276,18 +231,31 @@ void cross_entropy_grad_(const at::Tensor& grad_loss, const at::Tensor& logits,
 
 // ---- cross_entropy_and_grad_
 
-// Row by row, so that the gradient finds the logits in the cache. float16 has no room for a
-// gradient over the number of tokens: it is left out there, and the caller divides.
+// The power of two by which gradients up to `largest` / denominator may be multiplied in float16,
+// which has no room for a gradient over the number of tokens. 1 where there is none.
+double room_for(double largest, double denominator) {
+  constexpr double kMaxFloat16 = 65504;
+  const double factor = kMaxFloat16 * std::abs(denominator) / largest;
+  if (!(factor > 0) || std::isinf(factor)) return 1;
+  return std::ldexp(1.0, std::ilogb(factor));
+}
+
+// Row by row, so that the gradient finds the logits in the cache. In float16 it is multiplied by
+// room_for(largest, denominator), and without `largest` not divided: the caller does the rest.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
     const at::Tensor& logits, const at::Tensor& target, const OptionalTensor& weight,
     const OptionalTensor& num_items, int64_t vocab_size, int64_t ignore_index, double logit_scale,
-    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more) {
+    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more,
+    const OptionalTensor& largest) {
   const VocabShard shard = {0, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
   Results results(rows.size(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index, vocab_size);
   const double denominator = denominator_of(loss, num_items, results.reduction());
-  const double scale = logits.scalar_type() == at::kHalf ? 1 : 1 / denominator;
+  double scale = 1 / denominator;
+  if (logits.scalar_type() == at::kHalf)
+    scale =
+        largest.has_value() ? room_for(largest->item().toDouble(), denominator) / denominator : 1;
   rows.for_each([&](std::int64_t i) {
     SoftmaxStats stats = kNoLogits;
     if (!rows.is_ignored(i)) stats = stats_of_row(rows, i, shard, label_smoothing != 0, wants_more);
@@ -330,8 +298,8 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
   m.def(
       "cross_entropy_and_grad_(Tensor(a!) logits, Tensor target, Tensor? weight, "
       "Tensor? num_items, int vocab_size, int ignore_index, float logit_scale, float softcap, "
-      "float label_smoothing, float z_loss, str reduction, bool wants_more) "
-      "-> (Tensor, Tensor, Tensor)");
+      "float label_smoothing, float z_loss, str reduction, bool wants_more, "
+      "Tensor? largest=None) -> (Tensor, Tensor, Tensor)");
   m.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 

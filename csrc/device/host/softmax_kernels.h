@@ -172,15 +172,17 @@ template <class Array, bool kWantsMore>
   }
 }
 
-[[gnu::always_inline]] inline void add_weighted(const float* weight, std::size_t num_elems,
-                                                std::size_t padded, Block& block,
-                                                Partial& weighted) {
+/// Changes the block.
+[[gnu::always_inline]] inline float weighted_sum(const float* weight, std::size_t num_elems,
+                                                 std::size_t padded, Block& block) {
+  Partial weighted = {};
   for (std::size_t i = num_elems; i < padded; ++i) block.z[i] = 0;
   if (weight != nullptr)
     for (std::size_t i = 0; i < num_elems; ++i) block.z[i] *= weight[i];
   for (std::size_t i = 0; i < padded; i += kSumLanes)
     for (std::size_t v = 0; v < kNumParts; ++v)
       weighted.part[v] = weighted.part[v] + vector_of(block, i + v * kLanes);
+  return weighted.total();
 }
 
 // ---- rows
@@ -201,7 +203,8 @@ template <class Array>
 SoftmaxStats stats_of(const LogitRow& given) {
   const LogitRow row = given;  // a copy: stores could change it, for all that the compiler knows
   Block block;
-  Partial sum = {}, weighted = {}, entropy = {};
+  Partial sum = {}, entropy = {};
+  double weighted = 0;  // of logits around 1e4, whose sum is a million times what the loss needs
   SoftmaxStats stats = {
       .max = -kInfinity, .sum = 0, .target = 0, .weighted = 0, .entropy = 0, .argmax = INT32_MAX};
   std::size_t max_begin = 0;
@@ -224,11 +227,11 @@ SoftmaxStats stats_of(const LogitRow& given) {
     if (row.target_idx >= 0 && target >= 0 && target < static_cast<std::int64_t>(num_elems))
       stats.target = block.z[target];
     if (row.wants_weighted)
-      add_weighted(row.weight != nullptr ? row.weight + begin : nullptr, num_elems, padded, block,
-                   weighted);
+      weighted += weighted_sum(row.weight != nullptr ? row.weight + begin : nullptr, num_elems,
+                               padded, block);
   }
   stats.sum = sum.total();
-  stats.weighted = weighted.total();
+  stats.weighted = static_cast<float>(weighted);
   stats.entropy = entropy.total();
   if (row.wants_more && row.num_elems > 0)
     stats.argmax = first_index_of<Array>(row, stats.max, max_begin, block);

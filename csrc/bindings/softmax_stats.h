@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <limits>
+
+#include "bindings/cross_entropy.h"
+#include "device/softmax.h"
+
+namespace ringcomm {
+
+// Stats as tensors of shape (tokens + 1, 6): a SoftmaxStats for each token, and an entry that says
+// which classes the rank has and how it was called, so that the exchange also tells all ranks
+// whether these fit together.
+
+/// No index: behind all classes, and no NaN where its bits are looked at as a float.
+inline constexpr std::int32_t kNoIndex = 1 << 30;
+
+/// Of no logits, and of an ignored token.
+inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
+                                           .sum = 0,
+                                           .target = 0,
+                                           .weighted = 0,
+                                           .entropy = 0,
+                                           .argmax = kNoIndex};
+
+at::Tensor new_softmax_stats(std::int64_t num_tokens);
+void put_stats(const at::Tensor& stats, std::int64_t idx, const SoftmaxStats& value);
+SoftmaxStats get_stats(const at::Tensor& stats, std::int64_t idx);
+
+/// ValueError where these are no stats of so many tokens.
+void check_stats(const at::Tensor& stats, std::int64_t num_tokens);
+
+/// The last entry of a rank's stats.
+SoftmaxStats shard_entry(const VocabShard& shard, std::int64_t num_classes, bool wants_weighted,
+                         bool wants_more);
+
+/// Of merged stats. ValueError, on all ranks, where the ranks were called with different options,
+/// or their shards are not those of one vocabulary.
+void check_shards(const at::Tensor& stats, int world_size);
+
+/// The number of classes of all ranks. ValueError where it is 0 or not `expected` (negative: any).
+std::int64_t vocab_size_of(const at::Tensor& stats, std::int64_t expected);
+
+}  // namespace ringcomm

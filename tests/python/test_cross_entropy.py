@@ -1,0 +1,378 @@
+"""ringcomm.ops.cross_entropy of one rank, on the CPU: values and gradients against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_oracle import (
+    DTYPES,
+    OPTIONS,
+    OUTPUTS,
+    of_vocabulary,
+    random_logits,
+    random_targets,
+    targets_for,
+)
+from torch import Tensor
+
+from ringcomm.ops import cross_entropy
+
+_ops = torch.ops.ringcomm
+
+# One vector; a block of 1024 and a class; many blocks with a part.
+SIZES = [1, 7, 64, 1000, 1025, 3000]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compare(logits: Tensor, target: Tensor, **options: Any) -> None:
+    """Loss, outputs and gradient against float64; the logits stay as they were."""
+    kept, leaf = logits.clone(), logits.detach().requires_grad_()
+    loss, outputs = cross_entropy(leaf, target, outputs=OUTPUTS, **options)
+    factor = torch.linspace(0.5, 2, loss.numel()).view(loss.shape)
+    loss.backward(factor)
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == logits.dtype
+    expected = loss_oracle.evaluate(logits, target, factor.double(), **options)
+    loss_oracle.assert_close((loss, outputs), leaf.grad, expected)
+    oracle.assert_equal(leaf.detach(), kept)
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, size: int, dtype: torch.dtype) -> None:
+    options = of_vocabulary(OPTIONS[name], size)
+    target = targets_for(options, 6, size)
+    compare(random_logits((6, size), dtype), target, **options)
+
+
+PAIRS = [
+    (a, b)
+    for a, b in itertools.combinations([name for name in OPTIONS if name != "none"], 2)
+    if not (OPTIONS[a].keys() & OPTIONS[b].keys())
+    and not ({"num_items", "reduction"} <= {*OPTIONS[a], *OPTIONS[b]})
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_pairs_of_options(first: str, second: str) -> None:
+    options = of_vocabulary({**OPTIONS[first], **OPTIONS[second]}, 70)
+    for dtype in (FP32, BF16):
+        target = targets_for(options, 9, 70)
+        compare(random_logits((9, 70), dtype), target, **options)
+
+
+def test_all_options_at_once() -> None:
+    options = of_vocabulary(
+        {"weight": True, "vocab_size": True, "label_smoothing": 0.2, "z_loss": 1e-3}, 1100
+    )
+    target = random_targets((2, 3, 4), options["vocab_size"], ignore_index=3)
+    for dtype in DTYPES:
+        logits = random_logits((2, 3, 4, 1100), dtype)
+        for more in ({"reduction": "none"}, {"reduction": "sum"}, {"num_items": 7}):
+            compare(logits, target, softcap=4.0, logit_scale=1.5, ignore_index=3, **options, **more)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3), (2, 1, 4), (0,), (2, 0)], ids=str)
+def test_leading_dimensions(shape: tuple[int, ...], reduction: str) -> None:
+    target = random_targets(shape, 9)
+    for indices in (target, target.int()):
+        compare(random_logits((*shape, 9)), indices, reduction=reduction)
+    loss = cross_entropy(random_logits((*shape, 9)), target, reduction=reduction)
+    rows = random_logits((*shape, 9)).view(-1, 9)
+    expected = F.cross_entropy(rows, target.view(-1), reduction=reduction).view(loss.shape)
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_logits(dtype: torch.dtype) -> None:
+    """In whatever order the memory has them; the gradient's is the logits' own shape."""
+    target = random_targets((4, 5), 33)
+    for logits in (
+        random_logits((33, 5, 4), dtype).permute(2, 1, 0),
+        random_logits((5, 4, 33), dtype).transpose(0, 1),
+        random_logits((4, 5, 40), dtype)[..., 3:36],
+        random_logits((4, 5, 66), dtype)[..., ::2],
+        random_logits((1, 1, 33), dtype).expand(4, 5, 33),
+    ):
+        compare(logits, target, label_smoothing=0.1)
+    compare(random_logits((6, 1), dtype).expand(6, 8)[:, :1], torch.zeros(6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_nothing_counts(num_tokens: int, dtype: torch.dtype, inplace: bool) -> None:
+    """No tokens, or all ignored: as in torch, but that the gradient of a mean is 0."""
+    target = torch.full((num_tokens,), -100)
+    for reduction, expected in (("mean", math.nan), ("sum", 0.0)):
+        leaf = random_logits((num_tokens, 6), dtype).requires_grad_()
+        loss, outputs = cross_entropy(
+            leaf * 1, target, reduction=reduction, inplace=inplace, outputs=OUTPUTS
+        )
+        loss.backward()
+        torch.testing.assert_close(loss, torch.tensor(expected), equal_nan=True)
+        assert all((value == 0).all() for value in outputs.values())
+        assert leaf.grad is not None
+        assert (leaf.grad == 0).all()
+
+
+def test_more_than_2_to_the_31_logits() -> None:
+    """The rows that count are the first and the last; nobody touches the others' memory."""
+    num_tokens, size = 67_200, 32_000
+    logits = torch.empty(num_tokens, size, dtype=BF16)
+    assert logits.numel() > 2**31
+    target = torch.full((num_tokens,), -100)
+    target[0], target[-1] = 1, size - 1
+    ends = [0, num_tokens - 1]
+    logits[ends] = random_logits((2, size), BF16)
+    expected = loss_oracle.evaluate(logits[ends], target[ends])
+    loss, outputs = cross_entropy(logits, target, outputs=["lse"])
+    torch.testing.assert_close(loss.double(), expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outputs["lse"][ends].double(), expected.outputs["lse"])
+
+
+# ---- the bound of errors
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [7, 1000, 3000, 32_003])
+@pytest.mark.parametrize("name", loss_oracle.shapes_of_logits(1, 1))
+def test_error_bound(name: str, size: int, dtype: torch.dtype, smoothing: float) -> None:
+    logits = loss_oracle.shapes_of_logits(8, size)[name].to(dtype)
+    target = random_targets((8,), size // 2 + 1)
+    leaf = logits.clone().requires_grad_()
+    if name == "masked":  # what smoothing makes of a mask is 1e28, and all else is rounded off
+        smoothing = 0.0
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
+    loss, outputs = cross_entropy(leaf, target, outputs=["lse"], **options)
+    loss.sum().backward()
+    assert leaf.grad is not None
+    loss_oracle.assert_as_good_as_torch(loss, outputs["lse"], leaf.grad, logits, target, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_not_finite(value: float, smoothing: float, dtype: torch.dtype) -> None:
+    """NaN and infinities where torch has them: one of them, the target, the row, behind a block."""
+    logits = random_logits((7, 1100), dtype)
+    target = random_targets((7,), 1100, ignored=0)
+    logits[0, (int(target[0]) + 1) % 1100] = value
+    logits[1, target[1]] = value
+    logits[2] = value
+    logits[3, 1090] = value
+    logits[4, :1090] = value
+    logits[5, 0], logits[5, 1] = value, math.inf
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
+    theirs, ours = logits.float().clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = F.cross_entropy(theirs, target, **options)
+    loss = cross_entropy(ours, target, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    for result in (expected, loss):
+        result.sum().backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=1e-2, atol=1e-2, equal_nan=True)
+    if value == -math.inf and smoothing == 0:
+        assert loss[1] == math.inf
+
+
+# ---- in place
+
+
+def gradient_of(logits: Tensor, target: Tensor, upstream: float, **options: Any) -> Tensor:
+    leaf = logits.detach().clone().requires_grad_()
+    cross_entropy(leaf * 1, target, **options).backward(torch.tensor(upstream))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["none", "weight", "smooth", "softcap", "padding", "z_loss"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("upstream", [1.0, 0.25, 65536.0])
+def test_inplace(upstream: float, dtype: torch.dtype, name: str, reduction: str) -> None:
+    """The gradient of the other form, to the last bit; of float16 to an ulp."""
+    options = of_vocabulary({**OPTIONS[name], "reduction": reduction}, 1050)
+    logits = random_logits((8, 1050), dtype)
+    target = targets_for(options, 8, 1050)
+    expected = gradient_of(logits, target, upstream, **options)
+    actual = gradient_of(logits, target, upstream, inplace=True, **options)
+    if dtype != FP16:
+        oracle.assert_equal(actual, expected)
+        return
+    finite = expected.isfinite()
+    # With a z-loss, whose size nobody knows in advance, less room is left for small numbers.
+    smallest = 2.0**-24 * (1 + options.get("z_loss", 0.0) * 2 * 65504 * max(1, upstream / 32768))
+    allowed = loss_oracle.ulp(expected.double().nan_to_num(0.0), FP16) + smallest
+    assert ((actual.double() - expected.double()).abs() <= allowed)[finite].all()
+    assert (actual[~finite] == expected[~finite]).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_inplace_is_in_the_logits(dtype: torch.dtype) -> None:
+    leaf = random_logits((2, 3, 70), dtype).requires_grad_()
+    target = random_targets((2, 3), 70)
+    logits = leaf * 1
+    loss, outputs = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
+    expected = loss_oracle.evaluate(leaf, target)
+    held = logits.detach().clone()
+    loss.backward()
+    assert leaf.grad is not None
+    oracle.assert_equal(leaf.grad, held)
+    loss_oracle.assert_close((loss, outputs), held, expected)
+    oracle.assert_equal(loss, cross_entropy(leaf, target))
+    plain = leaf.detach().clone()
+    cross_entropy(plain, target, inplace=True)  # nobody wants a gradient: it is there all the same
+    oracle.assert_equal(plain, held)
+    wide = random_logits((6, 80), dtype)
+    columns = wide[:, 5:75].copy_(leaf.detach().view(6, 70))
+    border = wide[:, 75:].clone()
+    cross_entropy(columns, target.view(-1), inplace=True)
+    oracle.assert_equal(columns.contiguous(), held.view(6, 70))
+    oracle.assert_equal(wide[:, 75:].contiguous(), border)
+
+
+def test_inplace_refused() -> None:
+    target = torch.zeros(4, dtype=torch.int64)
+    leaf = random_logits((4, 6)).requires_grad_()
+    for logits, reduction, words in (
+        (leaf * 1, "none", "mean"),
+        (leaf, "mean", "leaf"),
+        (leaf.view(2, 2, 6).view(4, 6), "mean", "leaf"),
+        (leaf.t().contiguous().t(), "mean", r"strides \(1, 4\)"),
+        (random_logits((4, 12))[:, ::2], "mean", r"strides \(12, 2\)"),
+        (random_logits((1, 6)).expand(4, 6), "mean", r"strides \(0, 1\)"),
+        (random_logits((12,)).as_strided((4, 6), (2, 1)), "mean", r"strides \(2, 1\)"),
+    ):
+        kept = logits.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(logits, target, inplace=True, reduction=reduction)
+        oracle.assert_equal(logits.detach().contiguous(), kept.contiguous())
+    with pytest.raises(ValueError, match="inplace"):
+        cross_entropy(leaf * 1, torch.rand(4, 6), inplace=True)
+    loss = cross_entropy(leaf * 1, target, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_overwritten_logits_are_noticed(inplace: bool) -> None:
+    """By who has saved them: exp for its own gradient, cross_entropy for the logits'."""
+    leaf, target = random_logits((4, 6)).requires_grad_(), torch.zeros(4, dtype=torch.int64)
+    logits = leaf.exp() if inplace else leaf * 1
+    loss = cross_entropy(logits, target, inplace=inplace)
+    if not inplace:
+        with torch.no_grad():
+            logits += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_second_derivative() -> None:
+    leaf, factor = random_logits((4, 6)).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    for target in (torch.zeros(4, dtype=torch.int64), torch.full((4, 6), 1 / 6)):
+        loss = cross_entropy(leaf, target) * factor
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
+
+# ---- determinism
+
+
+@contextmanager
+def threads(num: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(300, 1000), (100_000, 3)], ids=str)
+def test_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Again, and with another number of threads."""
+    logits, target = random_logits(shape, dtype), random_targets(shape[:1], shape[1])
+    results = []
+    for num_threads in (1, 1, 2):
+        with threads(num_threads):
+            leaf = logits.clone().requires_grad_()
+            loss, outputs = cross_entropy(leaf, target, outputs=OUTPUTS, label_smoothing=0.1)
+            loss.backward()
+            changed = logits.clone()
+            cross_entropy(changed, target, inplace=True, label_smoothing=0.1)
+            assert leaf.grad is not None
+            tensors = (loss, leaf.grad, changed, *outputs.values())
+            results.append([oracle.bits(tensor) for tensor in tensors])
+    assert results[0] == results[1] == results[2]
+
+
+# ---- probabilities as targets
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["none", "smooth", "all_smooth", "weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_probabilities(dtype: torch.dtype, name: str, reduction: str) -> None:
+    options = of_vocabulary({**OPTIONS[name], "reduction": reduction}, 40)
+    for logits in (
+        random_logits((3, 5, 40), dtype),
+        (random_logits((3, 5, 40)) + 1e4).to(dtype),
+        random_logits((40, 5, 3), dtype).permute(2, 1, 0),
+        random_logits((3, 0, 40), dtype),
+    ):
+        target = torch.softmax(random_logits(tuple(logits.shape), seed=2), -1).to(dtype)
+        reference = logits.detach().double().requires_grad_()
+        wide: dict[str, Any] = {**options}
+        if "weight" in wide:
+            wide["weight"] = wide["weight"].double()
+        expected = F.cross_entropy(
+            reference.reshape(-1, 40), target.double().reshape(-1, 40), **wide
+        )
+        if reduction == "none":
+            expected = expected.view(logits.shape[:-1])
+        leaf = logits.detach().requires_grad_()
+        loss = cross_entropy(leaf, target, **options)
+        assert loss.dtype == FP32
+        for result in (loss, expected):
+            result.sum().backward()
+        assert leaf.grad is not None
+        assert reference.grad is not None
+        # The targets' sum is 1 but for their rounding: an offset of the logits shows in the loss.
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-4, equal_nan=True)
+        rounding = 0.51 * loss_oracle.ulp(reference.grad, dtype)
+        loss_oracle.assert_within(leaf.grad, reference.grad, rounding + 2e-6, "gradient")
+
+
+@pytest.mark.parametrize("items", [4, 2.5, torch.tensor([4]), torch.tensor(2.5)], ids=str)
+def test_probabilities_of_one_class(items: Any) -> None:
+    """One-hot targets are classes: all options, against the other path."""
+    logits, classes = random_logits((6, 30)), random_targets((6,), 30, ignored=0)
+    options: dict[str, Any] = {"z_loss": 1e-2, "softcap": 4.0, "logit_scale": 1.3}
+    results = []
+    for target in (classes, F.one_hot(classes, 30).float()):
+        leaf = logits.clone().requires_grad_()
+        loss = cross_entropy(leaf, target, num_items=items, label_smoothing=0.1, **options)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,181 @@
+"""ringcomm.ops.cross_entropy as an operator: torch's checks, torch.compile, modules, bad calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from loss_oracle import (
+    OPTIONS,
+    OUTPUTS,
+    class_weights,
+    of_vocabulary,
+    random_logits,
+    random_targets,
+)
+from torch import Tensor
+
+from ringcomm import nn
+from ringcomm.ops import cross_entropy
+
+_ops = torch.ops.ringcomm
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+# ---- torch's own checks
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction: str) -> None:
+    """Differences of fp32 losses: a step of 0.02 leaves some 1e-4 of rounding and of curvature."""
+    logits, target = random_logits((3, 7), spread=1.0).requires_grad_(), random_targets((3,), 6)
+
+    def loss(x: Tensor) -> Tensor:
+        options = of_vocabulary({"weight": True, "vocab_size": 6, "reduction": reduction}, 7)
+        options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
+        result: Tensor = cross_entropy(x, target, **{**options, "vocab_size": 6})
+        return result
+
+    with pytest.warns(UserWarning, match="double precision"):
+        assert torch.autograd.gradcheck(loss, logits, eps=0.02, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    """merge_softmax_stats has a group: test_vocab_parallel.py."""
+    logits, target, weight = random_logits((5, 9), dtype), random_targets((5,), 8), class_weights(8)
+    check = torch.library.opcheck
+    for weights in (None, weight):
+        place = (0, 8, -100, 0.5, 3.0)
+        stats_args = (logits, target, weights, *place, True, True)
+        check(_ops.softmax_stats.default, stats_args)
+        stats = _ops.softmax_stats(*stats_args)
+        for reduction, items in (("mean", None), ("mean", torch.tensor(3.0)), ("none", None)):
+            loss_args = (stats, target, weights, items, 8, -100, 0.1, 1e-3, reduction)
+            check(_ops.cross_entropy_loss.default, loss_args)
+        loss, _, denominator = _ops.cross_entropy_loss(*loss_args)
+        grad_args = (target, weights, stats, denominator, *place, 0.1, 1e-3)
+        check(_ops.cross_entropy_grad.default, (torch.ones_like(loss), logits, *grad_args))
+        check(_ops.cross_entropy_grad_.default, (torch.ones_like(loss), logits.clone(), *grad_args))
+        for reduction, largest in (("mean", None), ("none", torch.tensor(2.0).double())):
+            both = (target, weights, None, *place[1:], 0.1, 1e-3, reduction, True, largest)
+            check(_ops.cross_entropy_and_grad_.default, (logits.clone(), *both))
+    check(_ops.scale_.default, (logits.clone(), torch.tensor(0.5)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("name", ["none", "weight", "items_tensor", "items", "softcap"])
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_compile(dtype: torch.dtype, name: str, inplace: bool) -> None:
+    options = of_vocabulary(OPTIONS[name], 30)
+    target = random_targets((2, 4), 30)
+
+    def step(x: Tensor, target: Tensor) -> Any:
+        return cross_entropy(x * 2, target, inplace=inplace, outputs=OUTPUTS, **options)
+
+    results = []
+    torch.compiler.reset()
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaf = random_logits((2, 4, 30), dtype).requires_grad_()
+        loss, outputs = call(leaf, target)
+        (loss * 4).backward()
+        assert leaf.grad is not None
+        results.append([loss.detach(), leaf.grad, *outputs.values()])
+    for actual, expected in zip(*results, strict=True):
+        oracle.assert_equal(actual, expected)
+
+
+# ---- modules
+
+
+def test_module() -> None:
+    logits, target, weight = random_logits((5, 9)), random_targets((5,), 9), class_weights(9)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": ("lse",)}
+    module = nn.CrossEntropyLoss(weight, **options)
+    expected = cross_entropy(logits, target, weight=weight, num_items=3, **options)
+    loss, outputs = module(logits, target, num_items=3)
+    oracle.assert_equal(loss, expected[0])
+    oracle.assert_equal(outputs["lse"], expected[1]["lse"])
+    assert not module.state_dict()
+    half = module.bfloat16()(logits.bfloat16(), target)[0]
+    torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
+    target = random_targets((5,), 9, ignore_index=2)
+    options = {"reduction": "sum", "ignore_index": 2}
+    inplace = nn.CrossEntropyLoss(inplace=True, **options)(logits.clone(), target)
+    oracle.assert_equal(inplace, cross_entropy(logits, target, **options))
+
+
+# ---- wrong arguments
+
+LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+PROBABILITIES = torch.full((4, 6), 1 / 6)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "args", "options"),
+    [
+        (TypeError, "float64", (LOGITS.double(), TARGET), {}),
+        (TypeError, "int64", (LOGITS.long(), TARGET), {}),
+        (TypeError, "int16", (LOGITS, TARGET.short()), {}),
+        (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
+        (TypeError, "Double", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
+        (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
+        (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
+        (ValueError, r"\(4,\), got \(4, 1\)", (LOGITS, TARGET[:, None]), {}),
+        (ValueError, "meta", (LOGITS, TARGET.to("meta")), {}),
+        (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
+        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET), {"vocab_size": 7}),
+        (ValueError, "got 0", (LOGITS, TARGET), {"vocab_size": 0}),
+        (ValueError, "got -3", (LOGITS, TARGET), {"vocab_size": -3}),
+        (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
+        (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
+         {"weight": torch.ones(7)}),
+        (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
+         {"weight": torch.ones(6), "vocab_size": 5}),
+        (ValueError, r"\[2, 3\]", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
+        (ValueError, "weights get no gradient", (LOGITS, TARGET),
+         {"weight": torch.ones(6, requires_grad=True)}),
+        (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
+         {"weight": torch.ones(6, requires_grad=True)}),
+        (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
+        (ValueError, "-0.1", (LOGITS, TARGET), {"label_smoothing": -0.1}),
+        (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
+        (ValueError, "-1", (LOGITS, TARGET), {"z_loss": -1}),
+        (ValueError, "inf", (LOGITS, TARGET), {"z_loss": math.inf}),
+        (ValueError, "softcap.*0", (LOGITS, TARGET), {"softcap": 0}),
+        (ValueError, "softcap.*-2", (LOGITS, TARGET), {"softcap": -2.0}),
+        (ValueError, "softcap.*1e-60", (LOGITS, TARGET), {"softcap": 1e-60}),
+        (ValueError, "logit_scale.*inf", (LOGITS, TARGET), {"logit_scale": math.inf}),
+        (ValueError, "logit_scale.*1e\\+60", (LOGITS, TARGET), {"logit_scale": 1e60}),
+        (ValueError, "'avg'", (LOGITS, TARGET), {"reduction": "avg"}),
+        (ValueError, "'probs'", (LOGITS, TARGET), {"outputs": ["lse", "probs"]}),
+        (ValueError, "'sum'", (LOGITS, TARGET), {"num_items": 3, "reduction": "sum"}),
+        (ValueError, r"\(2,\)", (LOGITS, TARGET), {"num_items": torch.ones(2)}),
+        (IndexError, "target 2 is 6, and there are 6", (LOGITS, torch.tensor([0, 1, 6, 7])), {}),
+        (IndexError, "target 0 is -1", (LOGITS, TARGET - 1), {}),
+        (IndexError, "target 3 is 5.* 5 classes", (LOGITS, torch.tensor([0, 1, 2, 5])),
+         {"vocab_size": 5}),
+        (ValueError, r"\(6, 4\)", (LOGITS, PROBABILITIES.view(6, 4)), {}),
+        (ValueError, "requires? grad", (LOGITS, PROBABILITIES.clone().requires_grad_()), {}),
+        (ValueError, "padding", (LOGITS, PROBABILITIES), {"vocab_size": 5}),
+        (ValueError, "outputs", (LOGITS, PROBABILITIES), {"outputs": ["lse"]}),
+        (ValueError, "vocab_start=2", (LOGITS, PROBABILITIES), {"vocab_start": 2}),
+        (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
+        (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
+        (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
+         {"weight": torch.ones(1)}),
+        (TypeError, "float64", (LOGITS, PROBABILITIES), {"weight": torch.ones(6).double()}),
+        (ValueError, "0 columns", (LOGITS[:, :0], PROBABILITIES[:, :0]), {}),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(
+    error: type[Exception], words: str, args: tuple[Tensor, Tensor], options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=words):
+        cross_entropy(*args, **options)
+    if error is IndexError:
+        with pytest.raises(error, match=words):
+            cross_entropy(args[0].clone(), args[1], inplace=True, **options)

@@ -1,0 +1,480 @@
+"""ringcomm.ops.cross_entropy over ranks that share the classes, against one process in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import loss_oracle
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from loss_oracle import DTYPES, OUTPUTS, class_weights, random_logits, random_targets
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import ringcomm
+from ringcomm import MismatchError, nn
+from ringcomm.ops import cross_entropy
+
+_ops = torch.ops.ringcomm
+Layout = list[tuple[int, int]]  # each rank's first class and number of columns
+
+VOCAB_SIZE = 41
+LAYOUTS: dict[str, Layout] = {
+    "alone": [(0, 41)],
+    "even": [(0, 21), (21, 20)],
+    "reversed": [(20, 21), (0, 20)],
+    "all_but_one": [(40, 1), (0, 40)],
+    "empty": [(0, 41), (41, 0)],
+    "empty_first": [(0, 0), (0, 41)],
+    "empty_elsewhere": [(13, 0), (0, 41)],
+    "padded": [(0, 25), (25, 20)],
+    "all_padding": [(0, 41), (41, 7)],
+    "padding_far_off": [(60, 3), (0, 41)],
+    "three": [(30, 11), (0, 29), (29, 1)],
+    "four": [(10, 1), (0, 10), (11, 0), (11, 35)],
+}
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def own_columns(whole: Tensor, first: int, num_columns: int) -> Tensor:
+    """A rank's part; columns behind the vocabulary hold what would be noticed."""
+    own = whole.new_full((*whole.shape[:-1], num_columns), 77.0)
+    part = whole[..., first : first + num_columns]
+    own[..., : part.shape[-1]] = part
+    return own
+
+
+def compare(
+    place: tuple[int, int],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    inplace: bool = False,
+    vocab_start: int | None = None,
+    **options: Any,
+) -> list[bytes]:
+    """Loss, outputs and this rank's gradient against float64; the bits of what all ranks have.
+
+    There is a target on each class, and a row whose first 20 logits are -infinity.
+    """
+    target = torch.arange(VOCAB_SIZE)
+    target[::7] = options.get("ignore_index", -100)
+    whole = random_logits((VOCAB_SIZE, VOCAB_SIZE), dtype)
+    if not options.get("label_smoothing"):
+        whole[30, :20] = -torch.inf
+    logits = own_columns(whole, *place).requires_grad_()
+    loss, outputs = cross_entropy(
+        logits * 1,
+        target,
+        group=group or world(),
+        vocab_start=vocab_start,
+        vocab_size=VOCAB_SIZE,
+        outputs=OUTPUTS,
+        inplace=inplace,
+        **options,
+    )
+    factor = torch.linspace(0.5, 2, loss.numel()).view(loss.shape)
+    loss.backward(factor)
+    assert logits.grad is not None
+    expected = loss_oracle.evaluate(whole, target, factor.double(), **options)
+    grad = expected.grad[:, place[0] : place[0] + place[1]]
+    num_classes = grad.shape[1]
+    loss_oracle.assert_close(
+        (loss, outputs), logits.grad[:, :num_classes], expected._replace(grad=grad)
+    )
+    assert (logits.grad[:, num_classes:] == 0).all()
+    return [oracle.bits(tensor) for tensor in (loss, *outputs.values())]
+
+
+# ---- values and gradients
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1, "ignore_index": 3},
+    {"z_loss": 1e-2, "reduction": "sum"},
+    {"softcap": 5.0, "logit_scale": 1.3, "reduction": "none"},
+    {"weight": True, "num_items": 7},
+    {"weight": True, "label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 4.0},
+]
+
+
+def check_layout(rank: int, layout: Layout) -> list[bytes]:
+    bits = []
+    for options, dtype, inplace in itertools.product(OPTIONS, DTYPES, (False, True)):
+        if inplace and options.get("reduction") == "none":
+            continue
+        more = {"weight": class_weights(VOCAB_SIZE)} if options.get("weight") else {}
+        start = layout[rank][0]
+        bits += compare(
+            layout[rank], dtype, inplace=inplace, vocab_start=start, **{**options, **more}
+        )
+    if [first for first, _ in layout] == sorted(first for first, _ in layout):
+        bits += compare(layout[rank], torch.bfloat16, label_smoothing=0.1)
+    return bits
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str, backend: str) -> None:
+    """Every option, and all ranks have the same bits."""
+    layout = LAYOUTS[name]
+    results = run_ranks(len(layout), check_layout, layout, backend=backend)
+    assert all(result == results[0] for result in results)
+
+
+def check_subgroup(rank: int) -> None:
+    for ranks in ([1, 2], [2], [0, 2]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            layout = LAYOUTS["even" if len(ranks) == 2 else "alone"]
+            place = layout[ranks.index(rank)]
+            compare(place, torch.float32, group, vocab_start=place[0])
+            compare(place, torch.float32, group)
+
+
+def test_subgroups() -> None:
+    run_ranks(3, check_subgroup)
+
+
+def check_error_bound(rank: int, num_shards: int) -> None:
+    size = 3000
+    per_rank = -(-size // num_shards)
+    columns = slice(rank * per_rank, min(size, (rank + 1) * per_rank))
+    target = random_targets((8,), size // 2 + 1)
+    for name, whole in loss_oracle.shapes_of_logits(8, size).items():
+        for dtype, smoothing in itertools.product(DTYPES, (0.0, 0.1)):
+            logits = whole.to(dtype)
+            options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
+            own = logits[:, columns].clone().requires_grad_()
+            loss, outputs = cross_entropy(
+                own, target, group=world(), vocab_start=columns.start, outputs=["lse"], **options
+            )
+            loss.sum().backward()
+            assert own.grad is not None, name
+            loss_oracle.assert_as_good_as_torch(
+                loss, outputs["lse"], own.grad, logits, target, columns, **options
+            )
+
+
+@pytest.mark.parametrize("num_shards", [2, 3, 4])
+def test_error_bound(num_shards: int) -> None:
+    """That of one process's torch, over the same logits."""
+    run_ranks(num_shards, check_error_bound, num_shards)
+
+
+def check_not_finite(rank: int) -> None:
+    """NaN and infinities on one shard reach all; without any logit but -infinity it is NaN."""
+    whole = random_logits((5, 8))
+    whole[0, 1], whole[1, 6], whole[2], whole[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    target = torch.tensor([5, 0, 0, 2, 3])
+    own = whole[:, rank * 4 : rank * 4 + 4].clone().requires_grad_()
+    loss = cross_entropy(own, target, group=world(), vocab_start=rank * 4, reduction="none")
+    loss.sum().backward()
+    theirs = whole.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(theirs, target, reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    assert own.grad is not None
+    assert theirs.grad is not None
+    torch.testing.assert_close(
+        own.grad, theirs.grad[:, rank * 4 : rank * 4 + 4], rtol=1e-5, atol=1e-6, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+def test_not_finite(backend: str) -> None:
+    run_ranks(2, check_not_finite, backend=backend)
+
+
+def check_nothing_counts(rank: int) -> None:
+    for num_tokens, dtype, inplace in itertools.product((0, 3), DTYPES, (False, True)):
+        target = torch.full((num_tokens,), -100)
+        logits = random_logits((num_tokens, 4), dtype).requires_grad_()
+        loss = cross_entropy(
+            logits * 1, target, group=world(), vocab_start=rank * 4, inplace=inplace
+        )
+        loss.backward()
+        assert loss.isnan()
+        assert logits.grad is not None
+        assert (logits.grad == 0).all()
+
+
+def test_nothing_counts() -> None:
+    run_ranks(2, check_nothing_counts)
+
+
+def check_ties(rank: int, layout: Layout) -> None:
+    """Of equal logits the first class is the largest, wherever it is."""
+    first, num_columns = layout[rank]
+    target = torch.arange(VOCAB_SIZE)
+    for lowest in (0, 20, 40):
+        whole = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+        whole[:, :lowest] = -1
+        logits = own_columns(whole, first, num_columns)
+        _, outputs = cross_entropy(
+            logits,
+            target,
+            group=world(),
+            vocab_start=first,
+            vocab_size=VOCAB_SIZE,
+            outputs=["accuracy"],
+        )
+        assert outputs["accuracy"].tolist() == (target == lowest).float().tolist()
+
+
+@pytest.mark.parametrize("name", ["alone", "reversed", "empty_first", "three"])
+def test_ties(name: str) -> None:
+    run_ranks(len(LAYOUTS[name]), check_ties, LAYOUTS[name])
+
+
+# ---- what is exchanged
+
+
+def calls() -> dict[tuple[str, str], tuple[int, int]]:
+    return {
+        name: (entry["num_calls"], entry["sent_bytes"]) for name, entry in ringcomm.stats().items()
+    }
+
+
+def check_exchange(rank: int, inplace: bool) -> None:
+    num_tokens, world_size = 50, dist.get_world_size()
+    target = torch.zeros(5, num_tokens // 5, dtype=torch.int64)
+    logits = random_logits((5, num_tokens // 5, 4)).requires_grad_()
+    before = calls()
+    loss, _ = cross_entropy(
+        logits * 1,
+        target,
+        group=world(),
+        vocab_start=rank * 4,
+        label_smoothing=0.1,
+        z_loss=1e-3,
+        outputs=OUTPUTS,
+        inplace=inplace,
+    )
+    after = calls()
+    ((name, (num_calls, sent_bytes)),) = after.items() - before.items()
+    old_calls, old_bytes = before.get(name, (0, 0))
+    assert name[0] == "all_reduce"
+    assert num_calls - old_calls == 1
+    num_bytes = 24 * num_tokens + 24
+    num_times = world_size - 1 if name[1] == "one_shot" else 2 * (world_size - 1) / world_size
+    assert sent_bytes - old_bytes == num_times * num_bytes
+    loss.backward()
+    assert calls() == after
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_exchange(world_size: int, inplace: bool) -> None:
+    run_ranks(world_size, check_exchange, inplace)
+
+
+# ---- torch's own checks
+
+
+def step(rank: int, inplace: bool, x: Tensor, target: Tensor) -> Any:
+    return cross_entropy(
+        x * 2, target, group=world(), vocab_start=5 * rank, inplace=inplace, outputs=OUTPUTS
+    )
+
+
+def check_compile(rank: int) -> None:
+    target = random_targets((2, 4), 10)
+    for inplace, dtype in itertools.product((False, True), (torch.float32, torch.float16)):
+        torch.compiler.reset()
+        results = []
+        for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+            leaf = random_logits((2, 4, 5), dtype, seed=rank).requires_grad_()
+            loss, outputs = call(rank, inplace, leaf, target)
+            loss.backward()
+            assert leaf.grad is not None
+            results.append([loss.detach(), leaf.grad, *outputs.values()])
+        for actual, expected in zip(*results, strict=True):
+            oracle.assert_equal(actual, expected)
+
+
+def test_compile() -> None:
+    run_ranks(2, check_compile, timeout_s=120)
+
+
+def check_opcheck(rank: int) -> None:
+    """On all ranks at once: opcheck calls an operator a fixed number of times."""
+    logits, target = random_logits((3, 5)), random_targets((3,), 10)
+    stats = _ops.softmax_stats(logits, target, None, 5 * rank, 10, -100, 1.0, 0.0, True, True)
+    torch.library.opcheck(_ops.merge_softmax_stats.default, (stats, world().group_name))
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+def test_opcheck(backend: str) -> None:
+    run_ranks(2, check_opcheck, backend=backend, timeout_s=120)
+
+
+# ---- DTensor and modules
+
+
+def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [*[Replicate()] * (len(mesh_shape) - 1), Shard(-1)]
+    whole, target = random_logits((2, 3, vocab_size)), random_targets((2, 3), vocab_size)
+    expected = loss_oracle.evaluate(whole, target, label_smoothing=0.1)
+    for indices in (target, distribute_tensor(target, mesh, [Replicate()] * len(mesh_shape))):
+        logits = distribute_tensor(whole, mesh, placements).requires_grad_()
+        result = cross_entropy(logits, indices, label_smoothing=0.1, outputs=OUTPUTS)
+        result[0].backward()
+        grad = logits.grad
+        assert isinstance(grad, DTensor)
+        assert grad.placements == (*placements[:-1], Shard(2))
+        loss_oracle.assert_close(result, grad.full_tensor(), expected)
+    module = nn.CrossEntropyLoss(label_smoothing=0.1, inplace=True)
+    loss_oracle.assert_within(module(logits * 1, target), expected.loss, torch.tensor(1e-5), "loss")
+    padded = distribute_tensor(torch.cat([whole, whole + 50], -1), mesh, placements)
+    loss = cross_entropy(padded, target, vocab_size=vocab_size, label_smoothing=0.1)
+    loss_oracle.assert_within(loss, expected.loss, torch.tensor(1e-5), "loss")
+    replicated = distribute_tensor(whole, mesh, [Replicate()] * len(mesh_shape))
+    torch.testing.assert_close(cross_entropy(replicated, target), cross_entropy(whole, target))
+
+    def local(tensor: Tensor, placement: Any) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [*placements[:-1], placement])
+
+    part = torch.zeros(2, 3, 1)
+    for words, args, options in (
+        ("leaf", (logits, target), {"inplace": True}),
+        ("bring their group", (logits, target), {"group": world()}),
+        ("bring their group", (logits, target), {"vocab_start": 0}),
+        ("sharded in their last", (local(part, Shard(0)), target), {}),
+        ("sharded in their last", (local(part, Partial()), target), {}),
+        ("targets are replicated", (logits, local(target, Shard(0))), {}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "vocab_size"), [((1,), 9), ((2,), 41), ((3,), 41), ((4,), 5), ((2, 2), 7)]
+)
+def test_dtensor(mesh_shape: tuple[int, ...], vocab_size: int) -> None:
+    """Of 5 classes the fourth rank has none."""
+    world_size = 1
+    for size in mesh_shape:
+        world_size *= size
+    run_ranks(world_size, check_dtensor, mesh_shape, vocab_size)
+
+
+def check_module(rank: int) -> None:
+    whole, target, weight = random_logits((6, 9)), random_targets((6,), 9), class_weights(9)
+    sizes, firsts = [4, 6], [0, 4]  # one column of padding
+    logits = own_columns(whole, firsts[rank], sizes[rank])
+    module = nn.CrossEntropyLoss(weight, group=world(), num_columns=sizes[rank], z_loss=1e-3)
+    expected = loss_oracle.evaluate(whole, target, weight=weight, z_loss=1e-3)
+    before = calls()
+    for _ in range(2):
+        loss_oracle.assert_within(module(logits, target), expected.loss, torch.tensor(1e-5), "loss")
+    assert {name[0] for name, _ in calls().items() - before.items()} == {"all_reduce"}
+    with pytest.raises(ValueError, match="num_columns"):
+        nn.CrossEntropyLoss(group=world())
+
+
+def test_module() -> None:
+    run_ranks(2, check_module)
+
+
+# ---- bad calls
+
+
+def check_wrong(rank: int, layout: Layout, options: dict[str, Any], words: str) -> None:
+    first, num_columns = layout[rank]
+    own = {
+        name: value[rank] if isinstance(value, list) else value for name, value in options.items()
+    }
+    target = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=words):
+        cross_entropy(torch.zeros(3, num_columns), target, group=world(), vocab_start=first, **own)
+    loss = cross_entropy(torch.zeros(3, 4), target, group=world(), vocab_start=4 * rank)
+    torch.testing.assert_close(loss, torch.tensor(4.0 * len(layout)).log())
+
+
+TWO: Layout = [(0, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        ([(0, 4), (0, 4)], {}, "8 classes together.*vocab_start"),
+        ([(4, 4), (4, 4)], {}, "8 classes together.*vocab_start"),
+        ([(0, 4), (5, 4)], {}, "8 classes together.*vocab_start"),
+        ([(1, 4), (5, 4)], {}, "8 classes together.*vocab_start"),
+        ([(0, 5), (4, 4)], {}, "9 classes together.*vocab_start"),
+        ([(0, 4), (2, 4), (8, 4)], {}, "12 classes together.*vocab_start"),
+        ([(1, 2), (1, 2)], {}, "4 classes together.*vocab_start"),
+        ([(0, 0), (0, 0)], {}, "have 0 classes"),
+        (TWO, {"vocab_size": 9}, "8 classes of the vocabulary's 9"),
+        (TWO, {"vocab_size": [8, 7]}, "differ in vocab_size"),
+        (TWO, {"vocab_size": [None, 8]}, "differ in vocab_size"),
+        (TWO, {"outputs": [["entropy"], []]}, "differ in .*outputs"),
+        (TWO, {"softcap": [None, 2.0]}, "differ in .*softcap"),
+        (TWO, {"label_smoothing": [0.0, 0.1]}, "differ in .*label_smoothing"),
+        ([*TWO, (8, 4)], {"logit_scale": [1.0, 1.0, 2.0]}, "differ in .*logit_scale"),
+    ],
+)  # fmt: skip
+def test_wrong_shards(layout: Layout, options: dict[str, Any], words: str, backend: str) -> None:
+    """ValueError on all ranks, and the group works on."""
+    run_ranks(len(layout), check_wrong, layout, options, words, backend=backend)
+
+
+def check_wrong_targets(rank: int) -> None:
+    for bad in (8, -1):
+        with pytest.raises(IndexError, match=f"target 1 is {bad}, and there are 8"):
+            cross_entropy(
+                torch.zeros(2, 4), torch.tensor([0, bad]), group=world(), vocab_start=4 * rank
+            )
+    for words, options in (
+        ("vocab_start is a number from 0 on, got -1", {"vocab_start": -1}),
+        ("got 0", {"vocab_start": 0, "vocab_size": 0}),
+        ("16777216.*got 99999999", {"vocab_start": 0, "vocab_size": 99_999_999}),
+        ("9 classes, got shape", {"vocab_start": 0, "vocab_size": 9, "weight": torch.ones(8)}),
+        ("know no group", {"vocab_start": 0}),
+    ):
+        target = torch.zeros(2, dtype=torch.int64)
+        if words == "know no group":
+            target = torch.zeros(2, 4)
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(torch.zeros(2, 4), target, group=world(), **options)
+
+
+def test_wrong_arguments() -> None:
+    run_ranks(2, check_wrong_targets)
+
+
+def check_swapped(rank: int) -> None:
+    """A negative control: shards that add up, but are the other rank's, give another loss."""
+    whole, target = random_logits((6, 8)), random_targets((6,), 8)
+    own = whole[:, 4 * rank : 4 * rank + 4]
+    right = cross_entropy(own, target, group=world(), vocab_start=4 * rank)
+    wrong = cross_entropy(own, target, group=world(), vocab_start=4 - 4 * rank)
+    torch.testing.assert_close(right, cross_entropy(whole, target))
+    assert abs(wrong - right) > 0.1
+
+
+def test_swapped_shards() -> None:
+    run_ranks(2, check_swapped)
+
+
+def check_tokens(rank: int) -> None:
+    num_tokens = 3 + rank
+    target = torch.zeros(num_tokens, dtype=torch.int64)
+    with pytest.raises(MismatchError, match="softmax_stats"):
+        cross_entropy(torch.zeros(num_tokens, 4), target, group=world(), vocab_start=4 * rank)
+
+
+def test_different_numbers_of_tokens() -> None:
+    run_ranks(2, check_tokens, fresh=True)
