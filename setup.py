@@ -11,6 +11,9 @@ from pathlib import Path
 if sys.version_info < (3, 10):  # before any import that an older Python cannot parse
     sys.exit(f"ringcomm needs Python >= 3.10; this is {sys.version.split()[0]}.")
 
+# torch loads backends that are installed, and an older ringcomm whose folder has moved cannot be.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
