@@ -74,8 +74,20 @@ def _backward(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, logits: 
     return leaf.grad
 
 
+class _Layer(torch.autograd.Function):
+    """Its output is its input, and no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def _in_place(leaf: Tensor, target: Tensor) -> Tensor:
-    loss: Tensor = ops.cross_entropy(leaf.view_as(leaf), target, inplace=True)
+    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=True)
     return loss
 
 

@@ -224,7 +224,7 @@ def _largest_gradient(rows: Tensor, weight: Tensor | None, options: LossOptions)
 def _room(largest: Tensor, denominator: Tensor) -> Tensor:
     """The power of two by which gradients up to largest / denominator may be multiplied in float16.
 
-    1 where there is none. To the last bit what cross_entropy_and_grad_ multiplies by.
+    1 where there is none.
     """
     factor = torch.finfo(torch.float16).max * denominator.abs() / largest
     mantissa, _ = torch.frexp(factor)
@@ -244,11 +244,10 @@ class _InPlace(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        is_narrow = rows.dtype == torch.float16
-        largest = _largest_gradient(rows, weight, options) if is_narrow else None
         room = None
-        if shard.group_name is None:
-            loss, by_token, denominator = _ops.cross_entropy_and_grad_(
+        is_narrow = rows.dtype == torch.float16
+        if shard.group_name is None and not is_narrow:
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(
                 rows,
                 target,
                 weight,
@@ -256,17 +255,14 @@ class _InPlace(torch.autograd.Function):
                 *options.for_grad(shard)[1:],
                 options.reduction,
                 options.wants_more,
-                largest,
             )
-            if largest is not None:
-                room = _room(largest, denominator)
         else:
             stats = _stats(rows, target, weight, shard, options)
             loss, by_token, denominator = _ops.cross_entropy_loss(
                 stats, target, weight, num_items, *options.for_loss(shard)
             )
-            if largest is not None:
-                room = _room(largest, denominator)
+            if is_narrow:
+                room = _room(_largest_gradient(rows, weight, options), denominator)
             _ops.cross_entropy_grad_(
                 torch.ones_like(loss),
                 rows,
@@ -331,7 +327,7 @@ def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
 
 @torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[8])
+    return _loss_fakes(target, options[-2])
 
 
 @torch.library.register_fake("ringcomm::scale_")

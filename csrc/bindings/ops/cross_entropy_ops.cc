@@ -231,36 +231,21 @@ void cross_entropy_grad_(const at::Tensor& grad_loss, const at::Tensor& logits,
 
 // ---- cross_entropy_and_grad_
 
-// The power of two by which gradients up to `largest` / denominator may be multiplied in float16,
-// which has no room for a gradient over the number of tokens. 1 where there is none.
-double room_for(double largest, double denominator) {
-  constexpr double kMaxFloat16 = 65504;
-  const double factor = kMaxFloat16 * std::abs(denominator) / largest;
-  if (!(factor > 0) || std::isinf(factor)) return 1;
-  return std::ldexp(1.0, std::ilogb(factor));
-}
-
-// Row by row, so that the gradient finds the logits in the cache. In float16 it is multiplied by
-// room_for(largest, denominator), and without `largest` not divided: the caller does the rest.
+// Row by row, so that the gradient finds the logits in the cache.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
     const at::Tensor& logits, const at::Tensor& target, const OptionalTensor& weight,
     const OptionalTensor& num_items, int64_t vocab_size, int64_t ignore_index, double logit_scale,
-    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more,
-    const OptionalTensor& largest) {
+    double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more) {
   const VocabShard shard = {0, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
   Results results(rows.size(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index, vocab_size);
   const double denominator = denominator_of(loss, num_items, results.reduction());
-  double scale = 1 / denominator;
-  if (logits.scalar_type() == at::kHalf)
-    scale =
-        largest.has_value() ? room_for(largest->item().toDouble(), denominator) / denominator : 1;
   rows.for_each([&](std::int64_t i) {
     SoftmaxStats stats = kNoLogits;
     if (!rows.is_ignored(i)) stats = stats_of_row(rows, i, shard, label_smoothing != 0, wants_more);
     results.put(i, loss.values(i, stats));
-    write_gradient(rows, loss, i, stats, scale, logits);
+    write_gradient(rows, loss, i, stats, 1 / denominator, logits);
   });
   mark_written(logits);
   return results.finish(denominator);
@@ -298,8 +283,8 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
   m.def(
       "cross_entropy_and_grad_(Tensor(a!) logits, Tensor target, Tensor? weight, "
       "Tensor? num_items, int vocab_size, int ignore_index, float logit_scale, float softcap, "
-      "float label_smoothing, float z_loss, str reduction, bool wants_more, "
-      "Tensor? largest=None) -> (Tensor, Tensor, Tensor)");
+      "float label_smoothing, float z_loss, str reduction, bool wants_more) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def("scale_(Tensor(a!) tensor, Tensor factor) -> ()");
 }
 
