@@ -1,0 +1,262 @@
+"""The passes over a linear layer and its loss, in blocks.
+
+Hidden states are taken a block of tokens at a time: their logits, the loss's part of them and the
+gradients that follow are made and dropped before the next block's. Where a block's gradients depend
+on its own logits alone, the forward pass makes them too, for 6 * tokens * hidden * classes
+operations. Else (a group, whose stats are exchanged first; a gradient for each token; a fused
+update) the backward pass makes the logits again: 8 instead of 6.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringcomm.ops.loss_options import LossOptions
+from ringcomm.ops.vocab_shards import VocabShard
+
+_ops: Any = torch.ops.ringcomm
+
+# What the logits of a block may take. Less makes the products slower, more only larger.
+BLOCK_BYTES = 64 << 20
+MIN_BLOCK_TOKENS = 64
+MIN_BLOCK_CLASSES = 256
+
+# Called with a slice of the weight's rows and their gradient in fp32.
+FusedUpdate = Callable[[slice, Tensor], None]
+
+
+# ---- blocks
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def _token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    row_bytes = max(1, weight.shape[0]) * rows.element_size()
+    return _slices(len(rows), max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes))
+
+
+def _class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    column_bytes = max(1, len(rows)) * rows.element_size()
+    return _slices(len(weight), max(MIN_BLOCK_CLASSES, BLOCK_BYTES // column_bytes))
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(rows, weight, bias)
+
+
+def _part_of(stats: Tensor, block: slice) -> Tensor:
+    """The stats of a block of tokens, with the entry that tells the shards."""
+    return torch.cat([stats[:-1][block], stats[-1:]])
+
+
+class _Gradients:
+    """Gradients of the layer, as blocks of tokens add to them; in fp32 where they are sums."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+    ) -> None:
+        self.rows = torch.empty_like(rows) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        has_bias = wanted[2] and bias is not None
+        self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
+
+    def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
+        """What the logits of a block of tokens give."""
+        if self.rows is not None:
+            torch.mm(grad_logits, weight, out=self.rows[block])
+        if self.weight is not None:
+            self.weight.addmm_(grad_logits.float().t(), rows[block].float())
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.rows, self.weight, self.bias
+
+
+def _denominator(
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+    shard: VocabShard,
+    options: LossOptions,
+) -> Tensor:
+    """What the losses of the tokens are divided by; all targets are checked on the way.
+
+    Stats say nothing here but how many classes there are, which their last entry does.
+    """
+    stats = torch.zeros([target.numel() + 1, 6], device=target.device)
+    stats[-1, ::2] = float(shard.size)
+    denominator: Tensor = _ops.cross_entropy_loss(
+        stats, target, class_weight, num_items, *options.for_loss(shard)
+    )[2]
+    return denominator
+
+
+# ---- autograd
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The products of the layer have the dtype that they are given."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Loss and what is known of the tokens, of hidden states and a layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        num_items: Tensor | None,
+        shard: VocabShard,
+        options: LossOptions,
+        fused_update: FusedUpdate | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
+        ctx.is_done = (
+            any(ctx.needs_input_grad[:3])
+            and shard.group_name is None
+            and options.reduction != "none"
+            and fused_update is None
+            and rows.dtype != torch.float16  # no room for a gradient over the number of tokens
+        )
+        if ctx.is_done:
+            loss, by_token = _with_gradients(
+                ctx, rows, weight, bias, target, class_weight, num_items
+            )
+        else:
+            loss, by_token = _without_gradients(
+                ctx, rows, weight, bias, target, class_weight, num_items
+            )
+        ctx.mark_non_differentiable(by_token)
+        return loss, by_token
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        none = (None,) * 6
+        if ctx.is_done:
+            grads = ctx.saved_tensors
+            dtype = ctx.dtype
+            scaled = [None if grad is None else (grad * grad_loss).to(dtype) for grad in grads]
+            return (*scaled, *none)
+        rows, weight, bias, target, class_weight, stats, denominator = ctx.saved_tensors
+
+        def differentiate(logits: Tensor, block: slice, shard: VocabShard) -> Tensor:
+            """In place, of a block of tokens."""
+            upstream = grad_loss[block] if grad_loss.dim() else grad_loss
+            _ops.cross_entropy_grad_(
+                upstream,
+                logits,
+                target[block],
+                class_weight,
+                _part_of(stats, block),
+                denominator,
+                *ctx.options.for_grad(shard),
+            )
+            return logits
+
+        # backward() may be called where autocast is on, which would round what is summed in fp32.
+        with without_autocast(rows.device):
+            if ctx.fused_update is not None:
+                grads = _update_by_class(ctx, rows, weight, bias, differentiate)
+            else:
+                sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+                for block in _token_blocks(rows, weight):
+                    logits = _logits(rows[block], weight, bias)
+                    sums.add(differentiate(logits, block, ctx.shard), rows, weight, block)
+                grads = sums.tensors()
+        rounded = [None if grad is None else grad.to(rows.dtype) for grad in grads]
+        return (*rounded, *none)
+
+
+def _with_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+    denominator = _denominator(target, class_weight, num_items, shard, options)
+    parts = []
+    for block in _token_blocks(rows, weight):
+        logits = _logits(rows[block], weight, bias)
+        _, part, _ = _ops.cross_entropy_and_grad_(
+            logits,
+            target[block],
+            class_weight,
+            denominator,
+            *options.for_grad(shard)[1:],
+            "mean",
+            options.wants_more,
+        )
+        parts.append(part)
+        sums.add(logits, rows, weight, block)
+    by_token = torch.cat(parts, 1) if parts else rows.new_empty([4, 0], dtype=torch.float32)
+    ctx.save_for_backward(*sums.tensors())
+    ctx.dtype = rows.dtype
+    return (by_token[0].sum(dtype=torch.float64) / denominator).float(), by_token
+
+
+def _without_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
+    # Without tokens there still is the entry that tells the shards.
+    for block in _token_blocks(rows, weight) or [slice(0, 0)]:
+        logits = _logits(rows[block], weight, bias)
+        part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
+        stats[:-1][block], stats[-1] = part[:-1], part[-1]
+    if shard.group_name is not None:
+        stats = _ops.merge_softmax_stats(stats, shard.group_name)
+    loss, by_token, denominator = _ops.cross_entropy_loss(
+        stats, target, class_weight, num_items, *options.for_loss(shard)
+    )
+    ctx.save_for_backward(rows, weight, bias, target, class_weight, stats, denominator)
+    return loss, by_token
+
+
+def _update_by_class(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    differentiate: Callable[[Tensor, slice, VocabShard], Tensor],
+) -> tuple[Tensor | None, None, Tensor | None]:
+    """Gradients where those of the weight's rows go to the update, a block of classes at a time."""
+    grad_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+    grad_bias = bias.new_empty(len(bias), dtype=torch.float32) if bias is not None else None
+    for block in _class_blocks(rows, weight):
+        part = weight[block]
+        logits = _logits(rows, part, None if bias is None else bias[block])
+        shard = ctx.shard._replace(start=ctx.shard.start + block.start)
+        grad_logits = differentiate(logits, slice(0, len(rows)), shard).float()
+        if grad_rows is not None:
+            grad_rows.addmm_(grad_logits, part.float())
+        if grad_bias is not None:
+            grad_bias[block] = grad_logits.sum(0)
+        ctx.fused_update(block, grad_logits.t() @ rows.float())
+    return grad_rows, None, grad_bias
