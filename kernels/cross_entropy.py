@@ -20,6 +20,7 @@ from ringcomm.kernels.logit_rows import (
     scan_row,
     span_of,
     write_gradient,
+    write_target,
     write_zeros,
 )
 
@@ -77,16 +78,10 @@ def target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP: tl.
 def weight_of(weight, token_target, is_class):
     """The weight of a target's class; 0 where it is none."""
     if weight is None:
-        return tl.where(is_class, 1.0, 0.0)
-    return tl.load(weight + token_target, mask=is_class, other=0.0)
-
-
-@triton.jit
-def of_shard(weight, vocab_start):
-    """The weights from the shard's first class on."""
-    if weight is None:
-        return None
-    return weight + vocab_start
+        found = tl.where(is_class, 1.0, 0.0)
+    else:
+        found = tl.load(weight + token_target, mask=is_class, other=0.0)
+    return found
 
 
 @triton.jit
@@ -130,7 +125,7 @@ def coefficients(
 def stats_kernel(
     logits,
     target,
-    weight,
+    shard_weight,
     stats,
     lead,
     stride,
@@ -156,8 +151,8 @@ def stats_kernel(
         target_idx = index_in_row(token_target, vocab_start, num_classes)
         z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
         row_max, row_sum, row_weighted, entropy, argmax = scan_row(
-            base, begin, num_classes, num_head, num_bulk, of_shard(weight, vocab_start),
-            logit_scale, softcap, VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
+            base, begin, num_classes, num_head, num_bulk, shard_weight, logit_scale, softcap,
+            VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
         )  # fmt: skip
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
@@ -173,6 +168,7 @@ def grad_kernel(
     to,
     target,
     weight,
+    shard_weight,
     weight_sum,
     stats,
     denominator,
@@ -215,10 +211,17 @@ def grad_kernel(
             found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
         )  # fmt: skip
         target_idx = index_in_row(token_target, vocab_start, num_classes)
+        base = base_of(logits, lead)
+        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
-            base_of(logits, lead), begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
-            target_idx, row_max, prob, smooth, target_part, of_shard(weight, vocab_start),
-            logit_scale, softcap, VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
+            base, begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
+            row_max, prob, smooth, shard_weight, logit_scale, softcap,
+            VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
+        )  # fmt: skip
+        write_target(
+            to_base + to_begin, target_idx, z, row_max, prob, smooth, target_part, shard_weight,
+            softcap, HAS_SOFTCAP, SMOOTHS,
         )  # fmt: skip
 
 

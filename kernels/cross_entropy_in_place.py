@@ -23,6 +23,7 @@ from ringcomm.kernels.logit_rows import (
     span_of,
     weighted,
     write_gradient,
+    write_target,
     write_zeros,
 )
 
@@ -33,7 +34,6 @@ def differentiate_held_row(
     begin,
     width,
     num_classes,
-    target_idx,
     token_target,
     num_head,
     num_bulk,
@@ -90,16 +90,16 @@ def differentiate_held_row(
         z_loss, SMOOTHS,
     )  # fmt: skip
     grad = gradient(
-        z, power, column, mask, target_idx, prob, smooth, target_part, weight, softcap,
-        num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+        z, power, column, mask, prob, smooth, weight, softcap, num_classes,
+        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     edge_grad = gradient(
-        edge, edge_power, edge_column, edge_mask, target_idx, prob, smooth, target_part, weight,
-        softcap, num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+        edge, edge_power, edge_column, edge_mask, prob, smooth, weight, softcap, num_classes,
+        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     tl.store(bulk, grad.to(base.dtype.element_ty), mask=mask)
     tl.store(edge_at, edge_grad.to(base.dtype.element_ty), mask=edge_mask)
-    return row_max, row_sum, row_weighted, entropy, argmax
+    return row_max, row_sum, row_weighted, entropy, argmax, prob, smooth, target_part
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -140,12 +140,14 @@ def stats_and_grad_kernel(
     begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
     if is_token & (token_target != ignore_index):
         target_idx = index_in_row(token_target, 0, num_classes)
-        # Before the row is overwritten, and a reduction over the block's threads before that.
+        # All threads have read it before one overwrites it: the row's reductions stand between.
         z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
         scale = (logit_scale / tl.load(denominator)).to(tl.float32)
         if IS_HELD:
-            row_max, row_sum, row_weighted, entropy, argmax = differentiate_held_row(
-                base, begin, width, num_classes, target_idx, token_target, num_head, num_bulk,
+            (
+                row_max, row_sum, row_weighted, entropy, argmax, prob, smooth, target_part,
+            ) = differentiate_held_row(
+                base, begin, width, num_classes, token_target, num_head, num_bulk,
                 weight, weight_sum, scale, logit_scale, softcap, label_smoothing, z_loss,
                 VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, WANTS_MORE,
             )  # fmt: skip
@@ -161,9 +163,13 @@ def stats_and_grad_kernel(
             )  # fmt: skip
             write_gradient(
                 base, begin, base, begin, width, num_classes, num_head, num_bulk,
-                target_idx, row_max, prob, smooth, target_part, weight, logit_scale, softcap,
+                row_max, prob, smooth, weight, logit_scale, softcap,
                 VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, True,
             )  # fmt: skip
+        write_target(
+            base + begin, target_idx, z, row_max, prob, smooth, target_part, weight, softcap,
+            HAS_SOFTCAP, SMOOTHS,
+        )  # fmt: skip
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     else:
         if is_token:

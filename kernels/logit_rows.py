@@ -147,9 +147,9 @@ def scan_row(
 @triton.jit
 def weighted(z, weight, column, mask):
     """Terms of the weighted sum; 0 where there is no element."""
-    if weight is None:
-        return tl.where(mask, z, 0.0)
-    return tl.where(mask, z * tl.load(weight + column, mask=mask, other=0.0), 0.0)
+    if weight is not None:
+        z *= tl.load(weight + column, mask=mask, other=0.0)
+    return tl.where(mask, z, 0.0)
 
 
 @triton.jit
@@ -164,10 +164,8 @@ def gradient(
     power,
     column,
     mask,
-    target_idx,
     prob,
     smooth,
-    target,
     weight,
     softcap,
     num_classes,
@@ -175,7 +173,7 @@ def gradient(
     SMOOTHS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
 ):
-    """(prob * e^(z - max) - smooth * weight - [target] * target) * dz/dx / logit_scale."""
+    """(prob * e^(z - max) - smooth * weight) * dz/dx / logit_scale: all but the target's part."""
     grad = power * prob
     if SMOOTHS:
         if weight is None:
@@ -183,13 +181,46 @@ def gradient(
         else:
             classes = mask & (column < num_classes)
             grad -= smooth * tl.load(weight + column, mask=classes, other=0.0)
-    grad = tl.where(column == target_idx, grad - target, grad)
     if HAS_SOFTCAP:
         capped = z / softcap
         grad *= 1.0 - capped * capped
     if HAS_PADDING:
         grad = tl.where(column < num_classes, grad, 0.0)
     return grad
+
+
+@triton.jit
+def write_target(
+    to_row,
+    target_idx,
+    z,
+    row_max,
+    prob,
+    smooth,
+    target,
+    weight,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+):
+    """The target's own gradient, over what the row's threads have written there.
+
+    Apart, because to compare each column with the target's costs every element of the row two
+    instructions and a register.
+    """
+    is_here = target_idx >= 0
+    grad = tl.exp(z - row_max) * prob
+    if SMOOTHS:
+        if weight is None:
+            grad -= smooth
+        else:
+            grad -= smooth * tl.load(weight + target_idx, mask=is_here, other=0.0)
+    grad -= target
+    if HAS_SOFTCAP:
+        capped = z / softcap
+        grad *= 1.0 - capped * capped
+    tl.debug_barrier()
+    tl.store(to_row + target_idx, grad.to(to_row.dtype.element_ty), mask=is_here)
 
 
 @triton.jit
@@ -202,11 +233,9 @@ def write_gradient(
     num_classes,
     num_head,
     num_bulk,
-    target_idx,
     row_max,
     prob,
     smooth,
-    target,
     weight,
     logit_scale,
     softcap,
@@ -217,7 +246,7 @@ def write_gradient(
     HAS_PADDING: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """The row's gradients, from the last element to the first: the last were read last.
+    """The row's gradients without the target's part, the last first: they were read last.
 
     `to` may be the logits: each element is read by the thread that writes it. Where rows of both
     begin at different places in their vectors (not IS_ALIGNED), stores are of single elements.
@@ -232,16 +261,16 @@ def write_gradient(
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
         grad = gradient(
-            z, tl.exp(z - row_max), num_head + at, mask, target_idx, prob, smooth, target, weight,
-            softcap, num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+            z, tl.exp(z - row_max), num_head + at, mask, prob, smooth, weight, softcap,
+            num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
         )  # fmt: skip
         tl.store(to_bulk + at, grad.to(to_base.dtype.element_ty), mask=mask)
     column, mask = edge_columns(num_head, num_bulk, width, VEC)
     x = tl.load(base + begin + column, mask=mask, other=0.0)
     z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
     grad = gradient(
-        z, tl.exp(z - row_max), column, mask, target_idx, prob, smooth, target, weight,
-        softcap, num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+        z, tl.exp(z - row_max), column, mask, prob, smooth, weight, softcap,
+        num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     tl.store(to_base + to_begin + column, grad.to(to_base.dtype.element_ty), mask=mask)
 
@@ -250,8 +279,10 @@ def write_gradient(
 def to_bulk_at(to_base, to_begin, num_head, VEC: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Where the bulk of a row is written to."""
     if IS_ALIGNED:
-        return bulk_at(to_base, to_begin, num_head, VEC)
-    return to_base + (to_begin + num_head)
+        bulk = bulk_at(to_base, to_begin, num_head, VEC)
+    else:
+        bulk = to_base + (to_begin + num_head)
+    return bulk
 
 
 @triton.jit

@@ -15,20 +15,17 @@ from torch import Tensor
 
 from ringcomm import env
 from ringcomm.ops.loss_options import LOGIT_DTYPES
+from ringcomm.ops.triton_plans import (
+    VECTOR_BYTES,
+    grad_plan,
+    held_plan,
+    stats_plan,
+    twice_plan,
+)
 
 NUM_STATS = 6
-VECTOR_BYTES = 16
 TOKEN_BLOCK = 128  # of kernels over tokens
 COUNT_BLOCK = 2048  # of those that are one program
-# A wider row spills at any number of warps.
-MAX_HELD_ELEMS = 32768
-
-
-class Plan(NamedTuple):
-    """How a row is worked on: elements at a time, by how many warps."""
-
-    block: int
-    num_warps: int
 
 
 class Kernels(NamedTuple):
@@ -53,31 +50,6 @@ def _kernels() -> Kernels:
     return Kernels(cross_entropy, cross_entropy_in_place, token_losses)
 
 
-# ---- plans
-
-
-def _power_of_two(at_least: int) -> int:
-    return 1 << max(0, at_least - 1).bit_length()
-
-
-def pass_plan(width: int, element_bytes: int) -> Plan:
-    """For one pass over a row: two vectors for each of 256 threads at a time, or fewer."""
-    most = 2 * 256 * VECTOR_BYTES // element_bytes
-    block = max(2 * VECTOR_BYTES, min(_power_of_two(width), most))
-    return Plan(block, max(1, min(8, block * element_bytes // (32 * VECTOR_BYTES))))
-
-
-def held_plan(width: int) -> Plan | None:
-    """For a row in registers, at most 32 elements a thread; None where it is too wide."""
-    block = max(2 * VECTOR_BYTES, _power_of_two(width))
-    return Plan(block, max(1, min(32, block // 1024))) if block <= MAX_HELD_ELEMS else None
-
-
-def twice_plan(element_bytes: int) -> Plan:
-    """For two reads of a row: so many threads that few rows are at work at once and stay in L2."""
-    return Plan(1024 * VECTOR_BYTES // element_bytes, 32)
-
-
 # ---- rows
 
 
@@ -87,6 +59,7 @@ class Rows(NamedTuple):
     logits: Tensor
     target: Tensor
     weight: Tensor | None
+    vocab_start: int
     num_classes: int
 
     @property
@@ -96,6 +69,10 @@ class Rows(NamedTuple):
     @property
     def width(self) -> int:
         return self.logits.shape[1]
+
+    @property
+    def shard_weight(self) -> Tensor | None:
+        return None if self.weight is None else self.weight[self.vocab_start :]
 
     @property
     def vector_elems(self) -> int:
@@ -141,7 +118,8 @@ def _rows_of(
         )
     width = logits.shape[1]
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
-    return Rows(logits, target.contiguous(), _checked_weight(weight, vocab_size), num_classes)
+    weight = _checked_weight(weight, vocab_size)
+    return Rows(logits, target.contiguous(), weight, vocab_start, num_classes)
 
 
 def _check_stats(stats: Tensor, num_tokens: int) -> None:
@@ -203,12 +181,12 @@ def softmax_stats(
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     stats = logits.new_empty([rows.num_tokens + 1, NUM_STATS], dtype=torch.float32)
-    plan = pass_plan(rows.width, logits.element_size())
+    plan = stats_plan(rows.width)
     with torch.cuda.device_of(logits):
         _kernels().rows.stats_kernel[(rows.num_tokens + 1,)](
             logits,
             rows.target,
-            rows.weight if wants_weighted else None,
+            rows.shard_weight if wants_weighted else None,
             stats,
             _lead(logits),
             logits.stride(0),
@@ -407,7 +385,7 @@ def _differentiate(
         )
     if not logits.numel():
         return
-    vector, plan = rows.vector_elems, pass_plan(rows.width, logits.element_size())
+    vector, plan = rows.vector_elems, grad_plan(rows.width, logits.element_size())
     lead, to_lead = _lead(logits), _lead(to)
     is_aligned = lead == to_lead and (logits.stride(0) - to.stride(0)) % vector == 0
     with torch.cuda.device_of(logits):
@@ -418,6 +396,7 @@ def _differentiate(
             to,
             rows.target,
             rows.weight,
+            rows.shard_weight,
             _weight_sum(rows.weight, label_smoothing),
             stats,
             denominator.to(torch.float64),
@@ -508,7 +487,7 @@ def cross_entropy_and_grad_(
     denominator = _denominator(rows.target, rows.weight, num_items, ignore_index, reduction)
     is_narrow = logits.dtype == torch.float16
     stats = logits.new_empty([rows.num_tokens + 1, NUM_STATS], dtype=torch.float32)
-    held = held_plan(rows.width)
+    held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or twice_plan(logits.element_size())
     with torch.cuda.device_of(logits):
         _kernels().in_place.stats_and_grad_kernel[(rows.num_tokens + 1,)](
@@ -563,7 +542,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
             f" {tensor.dtype} with strides {tensor.stride()}"
         )
     if rows.numel():
-        plan = pass_plan(rows.shape[1], rows.element_size())
+        plan = grad_plan(rows.shape[1], rows.element_size())
         with torch.cuda.device_of(rows):
             _kernels().rows.scale_kernel[(rows.shape[0],)](
                 rows,
