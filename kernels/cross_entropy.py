@@ -10,7 +10,6 @@ loss and gradient NaN.
 
 import triton
 import triton.language as tl
-
 from ringcomm.kernels.logit_rows import (
     NO_INDEX,
     base_of,
@@ -26,8 +25,10 @@ from ringcomm.kernels.logit_rows import (
 
 # Integers that vary from call to call are no reason to compile again. Strides are left to be: a
 # row of a multiple of 16 elements needs fewer instructions.
-VARYING = ("lead", "to_lead", "num_tokens", "width", "num_classes", "vocab_start", "vocab_size")
-VARYING += ("ignore_index", "grad_loss_stride")
+VARYING = (
+    *("lead", "to_lead", "num_tokens", "width", "num_classes", "vocab_start", "vocab_size"),
+    *("ignore_index", "grad_loss_stride"),
+)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-
 from ringcomm.kernels.cross_entropy import (
     VARYING,
     coefficients,

@@ -141,7 +141,13 @@ def scan_row(
         bulk_idx = tl.min(tl.where(lane_max == row_max, lane_idx, NO_INDEX), 0)
         edge_idx = tl.min(tl.where(mask & (edge == row_max), column, NO_INDEX), 0)
         row_idx = first_index(tl.minimum(bulk_idx, edge_idx), num_elems)
-    return tl.where(row_sum == 0, float("-inf"), row_max), row_sum, row_weighted, row_entropy, row_idx
+    return (
+        tl.where(row_sum == 0, float("-inf"), row_max),
+        row_sum,
+        row_weighted,
+        row_entropy,
+        row_idx,
+    )
 
 
 @triton.jit
@@ -255,7 +261,7 @@ def write_gradient(
     bulk = bulk_at(base, begin, num_head, VEC)
     to_bulk = to_bulk_at(to_base, to_begin, num_head, VEC, IS_ALIGNED)
     num_blocks = tl.cdiv(num_bulk, BLOCK)
-    for i in range(0, num_blocks):
+    for i in range(num_blocks):
         at = (num_blocks - 1 - i) * BLOCK + lanes
         mask = at < num_bulk
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy="evict_first")

@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-
 from ringcomm.kernels.cross_entropy import found_vocab_size, stats_at, weight_of
 from ringcomm.kernels.logit_rows import NO_INDEX
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import ringcomm.ops.cross_entropy_cuda as launchers
+from ringcomm.ops.token_losses_cuda import merge_gathered
 
 CPU: Any = torch.ops.ringcomm
 # What separates two neighbours that round differently, relative to them.
@@ -91,7 +92,11 @@ ALL: dict[str, Any] = {
     "scale": 0.5,
 }
 CASES = [
-    *(Case(f"{v}-{str(t)[6:]}", v, t) for v in (1, 7, 8, 129, 1000, 1025) for t in (F32, F16, BF16)),
+    *(
+        Case(f"{v}-{str(t)[6:]}", v, t)
+        for v in (1, 7, 8, 129, 1000, 1025)
+        for t in (F32, F16, BF16)
+    ),
     *(Case(f"all-{v}-{str(t)[6:]}", v, t, **ALL) for v in (7, 129, 1025) for t in (F32, BF16)),
     Case("smoothing", 1000, F32, smoothing=0.2),
     Case("weight", 129, F32, has_weight=True),
@@ -362,7 +367,7 @@ def check(name: str, ops: Any, device: str) -> None:
     """One case of the table, or one check beside it, by its name."""
     for case in CASES:
         if case.name == name:
-            return run(case, ops, launchers.merge_gathered, device)
+            return run(case, ops, merge_gathered, device)
     return {beside.__name__: beside for beside in BESIDES}[name](ops, device)
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
-from ringcomm.ops import cross_entropy_cuda as launchers
 from ringcomm.ops import triton_plans as plans
+from ringcomm.ops.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -41,7 +41,7 @@ Variant = tuple[str, Any, str, dict[str, Any], int]
 def constants(kernel: Any, element_bytes: int, block: int, is_full: bool, **known: Any) -> Any:
     """The compile-time arguments: every option on, or none of them."""
     names = [param.name for param in kernel.params]
-    found = {name: is_full for name in names if name in FLAGS}
+    found: dict[str, Any] = {name: is_full for name in names if name in FLAGS}
     found |= {"VEC": 16 // element_bytes, "BLOCK": block, "IS_ALIGNED": True, **known}
     if not is_full:
         found |= {"weight": None, "shard_weight": None, "weight_sum": None}
@@ -76,10 +76,10 @@ def variants() -> Iterator[Variant]:
     kernel, plan = cross_entropy.grad_kernel, plans.grad_plan(WIDTHS[0], 2)
     fixed = constants(kernel, 2, plan.block, False, IS_ALIGNED=False)
     yield "grad_kernel unaligned", kernel, "bf16", fixed, plan.num_warps
-    block = launchers.TOKEN_BLOCK
+    block = TOKEN_BLOCK
     yield "merge_kernel", tokens.merge_kernel, "", {"NUM_RANKS": 4, "BLOCK": block}, 4
     yield "loss_kernel", tokens.loss_kernel, "", {"SMOOTHS": True, "BLOCK": block}, 4
-    block = launchers.COUNT_BLOCK
+    block = COUNT_BLOCK
     yield "count_kernel", tokens.count_kernel, "", {"weight": None, "BLOCK": block}, 8
     yield "reduce_kernel", tokens.reduce_kernel, "", {"BLOCK": block}, 8
 
