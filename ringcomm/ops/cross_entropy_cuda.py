@@ -1,8 +1,7 @@
-"""Cross-entropy's operators on CUDA tensors: what csrc/bindings/ops/cross_entropy_ops.cc has for
-the CPU, launched as the Triton kernels of ringcomm.kernels.
+"""Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
-Nothing here waits for the device, but for RINGCOMM_CHECK_TARGETS. Triton is imported by the first
-launch.
+They do what csrc/bindings/ops/cross_entropy_ops.cc does for the CPU. Nothing waits for the device,
+but for RINGCOMM_CHECK_TARGETS. Triton is imported by the first launch.
 """
 
 from typing import Any

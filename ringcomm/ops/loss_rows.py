@@ -1,4 +1,4 @@
-"""Logits, targets and stats as cross-entropy's kernels want them, checked as the CPU operators do."""
+"""Logits, targets and stats for cross-entropy's kernels, checked as the CPU operators do."""
 
 from typing import NamedTuple
 
