@@ -1,4 +1,4 @@
-"""The loss's pass over rows that become their own gradient: one read where a row fits in registers."""
+"""Rows of logits that become their own gradient: read once where a row fits in registers."""
 
 import triton
 import triton.language as tl

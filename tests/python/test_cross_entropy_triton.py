@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import run_ranks
 from triton_cases import NAMES, check
 
 import ringcomm
-from ringcomm.ops import triton_plans
+from ringcomm.ops import cross_entropy_cuda, token_losses_cuda, triton_plans
 
 HERE = Path(__file__).resolve().parent
 ARCHS = (80, 90, 100)
@@ -59,6 +61,35 @@ def interpreted() -> dict[str, str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_interpreted_kernels_do_what_the_cpu_does(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
+
+
+def _merged_by_both(rank: int) -> bool:
+    """Through the group's own backend, here Gloo, and then the kernel."""
+    torch.manual_seed(rank)
+    logits, target = torch.randn(5, 7 + rank), torch.tensor([0, 6, 8, -100, 14])
+    own = torch.ops.ringcomm.softmax_stats(
+        logits, target, None, 7 * rank, -1, -100, 1.0, 0.0, True, True
+    )
+    group = dist.distributed_c10d._get_default_group().group_name
+    wanted = torch.ops.ringcomm.merge_softmax_stats(own, group)
+    found = token_losses_cuda.merge_softmax_stats(own, group)
+    torch.testing.assert_close(found[:, :5], wanted[:, :5], rtol=1e-6, atol=1e-6)
+    return torch.equal(*(stats[:, 5].contiguous().view(torch.int32) for stats in (found, wanted)))
+
+
+@needs_triton
+def test_stats_merge_over_a_group(interpreted: dict[str, str]) -> None:
+    assert (
+        run_ranks(2, _merged_by_both, backend="gloo", env={"TRITON_INTERPRET": "1"}) == [True] * 2
+    )
+
+
+def test_cuda_has_every_operator_that_the_cpu_has() -> None:
+    for name in dir(cross_entropy_cuda):
+        if hasattr(getattr(torch.ops.ringcomm, name, None), "default"):
+            for key in ("CPU", "CUDA"):
+                found = torch._C._dispatch_has_kernel_for_dispatch_key(f"ringcomm::{name}", key)
+                assert found, (name, key)
 
 
 # ---- compiled
