@@ -37,8 +37,7 @@ def span_of(lead, row, stride, num_elems, VEC: tl.constexpr):
 def edge_columns(num_head, num_bulk, num_elems, VEC: tl.constexpr):
     """The columns of both edges, and which lanes have one."""
     lane = tl.arange(0, 2 * VEC)
-    tail = tl.minimum(num_head + num_bulk, num_elems)
-    column = tl.where(lane < VEC, lane, tail + lane - VEC)
+    column = tl.where(lane < VEC, lane, num_head + num_bulk + lane - VEC)
     end = tl.where(lane < VEC, tl.minimum(num_head, num_elems), num_elems)
     return column, column < end
 
