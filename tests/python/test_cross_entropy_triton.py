@@ -123,6 +123,18 @@ def test_compiled_kernels_move_vectors_and_spill_little(
     assert "v4.b32" not in compiled["grad_kernel unaligned"]["stores"]  # of single elements
 
 
+@needs_triton
+def test_launchers_arguments_are_what_kernels_take(tmp_path: Path) -> None:
+    launched = json.loads(_run("triton_launches.py", TRITON_CACHE_DIR=str(tmp_path)))
+    names = {name for name, _, _ in launched}
+    assert names == {
+        *("stats_kernel", "grad_kernel", "stats_and_grad_kernel", "scale_kernel"),
+        *("merge_kernel", "loss_kernel", "count_kernel", "reduce_kernel"),
+    }
+    rows = ("stats_kernel", "grad_kernel", "stats_and_grad_kernel", "scale_kernel")
+    assert all(vectors for name, vocab, vectors in launched if name in rows and vocab > 1)
+
+
 def test_plans_cover_a_row_with_as_many_threads_as_there_may_be() -> None:
     for width in (0, 1, 31, 33, 4000, 16384, 32000, 32768, 32769, 50257, 128256):
         for num_options in range(4):
