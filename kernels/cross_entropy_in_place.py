@@ -15,6 +15,7 @@ from ringcomm.kernels.logit_rows import (
     base_of,
     bulk_at,
     edge_columns,
+    exp,
     first_index,
     gradient,
     logit,
@@ -65,8 +66,8 @@ def differentiate_held_row(
     row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
     # Where all logits are -infinity they have no distance to the largest.
     reference = tl.where(row_max == float("-inf"), 0.0, row_max)
-    power = tl.exp(z - reference)
-    edge_power = tl.exp(edge - reference)
+    power = exp(z - reference)
+    edge_power = exp(edge - reference)
     row_sum = tl.sum(power, 0) + tl.sum(edge_power, 0)
     row_weighted = 0.0
     if SMOOTHS:
