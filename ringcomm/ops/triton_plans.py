@@ -60,6 +60,8 @@ def twice_plan(element_bytes: int) -> Plan:
     """For two reads of a row by so many threads that the rows at work at once stay in L2.
 
     1024 threads of more than 32 registers are one row for each SM: 132 rows of 128256 bfloat16
-    elements are 34 MB of an H200's 50.
+    elements are 34 MB of an H200's 50. The loops take 14 and 8 instructions an element: 0.76 ms for
+    8192 such rows if all SMs issue at each clock of 1.755 GHz, beside 0.98 ms for one read and one
+    write of memory.
     """
     return Plan(MAX_WARPS * WARP_SIZE * VECTOR_BYTES // element_bytes, MAX_WARPS)
