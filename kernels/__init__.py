@@ -1,1 +1,1 @@
-"""GPU kernels in Triton; installed as `ringcomm.kernels`. There are none yet."""
+"""GPU kernels in Triton; installed as `ringcomm.kernels`. Importing them imports triton."""

@@ -6,7 +6,7 @@ RINGCOMM_HOST_ID (which ranks count as one host). The build has its own; README.
 
 import os
 
-__all__ = ["option"]
+__all__ = ["checks_targets", "option"]
 
 # Options of a group, by field; what they mean stands at ringcomm.Options.
 _TEXTS = {
@@ -31,6 +31,20 @@ def option(field: str) -> str | int | None:
     if field in _NUMBERS:
         return _integer(_NUMBERS[field])
     return os.environ.get(_TEXTS[field]) or None
+
+
+def checks_targets() -> bool:
+    """Whether losses on a GPU wait for the answer to whether every target is a class.
+
+    Raises:
+        ValueError: the variable wants 0 or 1 and has something else.
+    """
+    text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
+    if text not in ("0", "1"):
+        raise ValueError(
+            f"the environment variable RINGCOMM_CHECK_TARGETS wants 0 or 1, got {text!r}"
+        )
+    return text == "1"
 
 
 def _integer(name: str) -> int | None:

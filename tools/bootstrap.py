@@ -35,9 +35,9 @@ EXTENSION_STATE = ROOT / "build" / "extension.json"
 LOGS = ROOT / "build" / "logs"
 GROUPS = ("build", "train", "test", "lint")
 
-# What our programs and the build do without, if less well: no picture, compiles without ninja.
-# wheel has been a part of setuptools since 70.1.
-OPTIONAL = ("matplotlib", "ninja", "wheel")
+# What our programs and the build do without, if less well: no picture, compiles without ninja, no
+# tests of the kernels where there is no triton. wheel has been a part of setuptools since 70.1.
+OPTIONAL = ("matplotlib", "ninja", "triton", "wheel")
 
 # Files whose change asks for a new install; a change of sources alone asks for a build only.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")

@@ -24,9 +24,9 @@ SHM_NOTE = (
     "not used: ringcomm's memory comes from memfd_create and is passed on as a file descriptor, so"
     " the size of /dev/shm does not limit it; the cgroup's memory does"
 )
-# Read by csrc/, and by the build; each of the others stands for a field of ringcomm.Options.
+# Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
-    *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID"),
+    *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
     *("RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR"),
 )
 

@@ -3,6 +3,7 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm.ops import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
 from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,

@@ -124,6 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
         fused_update: FusedUpdate | None,
     ) -> tuple[Tensor, Tensor]:
+        """The loss and what is known of each token; where it can, the gradients too."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
         ctx.is_done = (
             any(ctx.needs_input_grad[:3])
@@ -146,6 +147,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        """The gradients of hidden states, weight and bias."""
         none = (None,) * 6
         if ctx.is_done:
             grads = ctx.saved_tensors

@@ -1,0 +1,246 @@
+"""The passes of cross-entropy over tensors on a GPU: csrc/bindings/cross_entropy.cc in Triton.
+
+Stats are of shape (tokens + 1, 6): max, sum, target, weighted, entropy and argmax (an int32's bits)
+of each token, and an entry that tells the shard. Formulas stand there and in device/softmax.h.
+One program has one row of logits, or a block of tokens; nothing is added up atomically, so that
+results are the same each time. What a host would have to wait for (the denominator, the gradient of
+the loss, whether a target is a class) is read here; a target that is no class makes its token's
+loss and gradient NaN.
+"""
+
+import triton
+import triton.language as tl
+from ringcomm.kernels.logit_rows import (
+    NO_INDEX,
+    base_of,
+    bulk_at,
+    edge_columns,
+    logit,
+    scan_row,
+    span_of,
+    write_gradient,
+    write_target,
+    write_zeros,
+)
+
+# Integers that vary from call to call are no reason to compile again. Strides are left to be: a
+# row of a multiple of 16 elements needs fewer instructions.
+VARYING = (
+    *("lead", "to_lead", "num_tokens", "width", "num_classes", "vocab_start", "vocab_size"),
+    *("ignore_index", "grad_loss_stride"),
+)
+
+
+@triton.jit
+def stats_at(stats, row):
+    """A token's stats, and the same place as what argmax is."""
+    entry = stats + row * 6
+    return entry, (entry + 5).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax):
+    """Six words."""
+    entry, argmax_at = stats_at(stats, row)
+    tl.store(entry, row_max)
+    tl.store(entry + 1, row_sum)
+    tl.store(entry + 2, target)
+    tl.store(entry + 3, weighted)
+    tl.store(entry + 4, entropy)
+    tl.store(argmax_at, argmax)
+
+
+@triton.jit
+def store_no_logits(stats, row, num_tokens, num_classes, vocab_start):
+    """An ignored token's stats, or behind the last token what the shard is: end and size."""
+    is_shard = row == num_tokens
+    end = tl.where(num_classes > 0, vocab_start + num_classes, 0).to(tl.float32)
+    row_max = tl.where(is_shard, end, float("-inf"))
+    size = tl.where(is_shard, num_classes.to(tl.float32), 0.0)
+    store_stats(stats, row, row_max, 0.0, size, 0.0, 0.0, NO_INDEX)
+
+
+@triton.jit
+def index_in_row(token_target, vocab_start, num_classes):
+    """The column of a target; -1 where it is in another shard."""
+    column = token_target - vocab_start
+    return tl.where((column >= 0) & (column < num_classes), column, -1).to(tl.int32)
+
+
+@triton.jit
+def target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """z of the target; 0 where it is in another shard."""
+    is_here = target_idx >= 0
+    x = tl.load(base + begin + target_idx, mask=is_here, other=0.0)
+    return tl.where(is_here, logit(x, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+
+
+@triton.jit
+def weight_of(weight, token_target, is_class):
+    """The weight of a target's class; 0 where it is none."""
+    if weight is None:
+        found = tl.where(is_class, 1.0, 0.0)
+    else:
+        found = tl.load(weight + token_target, mask=is_class, other=0.0)
+    return found
+
+
+@triton.jit
+def found_vocab_size(stats, num_tokens, vocab_size):
+    """The number of classes of all shards; 0 where they do not add up."""
+    entry, _ = stats_at(stats, num_tokens)
+    size = tl.load(entry + 2)
+    adds_up = (tl.load(entry) == size) & ((vocab_size < 0) | (size == vocab_size))
+    return tl.where(adds_up, size, 0.0).to(tl.int64)
+
+
+@triton.jit
+def coefficients(
+    token_target,
+    row_max,
+    row_sum,
+    weight,
+    weight_sum,
+    scale,
+    vocab_size,
+    label_smoothing,
+    z_loss,
+    SMOOTHS: tl.constexpr,
+):
+    """prob, smooth and target of LogitGrad times `scale`; NaN where the target is no class."""
+    is_class = (token_target >= 0) & (token_target < vocab_size)
+    scale = tl.where(is_class, scale, float("nan"))
+    target = (1.0 - label_smoothing) * weight_of(weight, token_target, is_class)
+    prob = target + 2.0 * z_loss * (row_max + tl.log(row_sum))
+    smooth = 0.0
+    if SMOOTHS:
+        smooth = tl.div_rn(label_smoothing, vocab_size.to(tl.float32))
+        if weight_sum is None:
+            prob += label_smoothing
+        else:
+            prob += smooth * tl.load(weight_sum).to(tl.float32)
+    return tl.div_rn(prob * scale, row_sum), smooth * scale, target * scale
+
+
+@triton.jit(do_not_specialize=VARYING)
+def stats_kernel(
+    logits,
+    target,
+    shard_weight,
+    stats,
+    lead,
+    stride,
+    num_tokens,
+    num_classes,
+    vocab_start,
+    ignore_index,
+    logit_scale,
+    softcap,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    WANTS_WEIGHTED: tl.constexpr,
+    WANTS_MORE: tl.constexpr,
+):
+    """softmax_stats: a program for each token, and one for the shard's entry."""
+    row = tl.program_id(0).to(tl.int64)
+    is_token = row < num_tokens
+    token_target = tl.load(target + row, mask=is_token, other=0)
+    if is_token & (token_target != ignore_index):
+        base = base_of(logits, lead)
+        begin, num_head, num_bulk = span_of(lead, row, stride, num_classes, VEC)
+        target_idx = index_in_row(token_target, vocab_start, num_classes)
+        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        row_max, row_sum, row_weighted, entropy, argmax = scan_row(
+            base, begin, num_classes, num_head, num_bulk, shard_weight, logit_scale, softcap,
+            VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
+        )  # fmt: skip
+        argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
+        store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
+    else:
+        store_no_logits(stats, row, num_tokens, num_classes, vocab_start)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def grad_kernel(
+    grad_loss,
+    grad_loss_stride,
+    logits,
+    to,
+    target,
+    weight,
+    shard_weight,
+    weight_sum,
+    stats,
+    denominator,
+    lead,
+    stride,
+    to_lead,
+    to_stride,
+    num_tokens,
+    width,
+    num_classes,
+    vocab_start,
+    vocab_size,
+    ignore_index,
+    logit_scale,
+    softcap,
+    label_smoothing,
+    z_loss,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """cross_entropy_grad, and in place where `to` is the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    token_target = tl.load(target + row)
+    to_base = base_of(to, to_lead)
+    to_begin = to_lead + row * to_stride
+    begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+    if token_target == ignore_index:
+        write_zeros(to_base, to_begin, width, num_head, num_bulk, VEC, BLOCK, IS_ALIGNED)
+    else:
+        entry, _ = stats_at(stats, row)
+        row_max = tl.load(entry)
+        upstream = tl.load(grad_loss + row * grad_loss_stride)
+        prob, smooth, target_part = coefficients(
+            token_target, row_max, tl.load(entry + 1), weight, weight_sum,
+            tl.div_rn(upstream, tl.load(denominator).to(tl.float32)) * logit_scale,
+            found_vocab_size(stats, num_tokens, vocab_size), label_smoothing, z_loss, SMOOTHS,
+        )  # fmt: skip
+        target_idx = index_in_row(token_target, vocab_start, num_classes)
+        base = base_of(logits, lead)
+        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        tl.debug_barrier()  # all threads have read it before one overwrites it
+        write_gradient(
+            base, begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
+            row_max, prob, smooth, shard_weight, logit_scale, softcap,
+            VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
+        )  # fmt: skip
+        write_target(
+            to_base + to_begin, target_idx, z, row_max, prob, smooth, target_part, shard_weight,
+            softcap, HAS_SOFTCAP, SMOOTHS,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("lead",))
+def scale_kernel(tensor, factor, lead, stride, width, VEC: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows times a factor; they are not touched where that is 1."""
+    value = tl.load(factor).to(tl.float32)
+    if value != 1.0:
+        row = tl.program_id(0).to(tl.int64)
+        base = base_of(tensor, lead)
+        begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+        lanes = tl.arange(0, BLOCK)
+        bulk = bulk_at(base, begin, num_head, VEC)
+        for offset in range(0, num_bulk, BLOCK):
+            at = offset + lanes
+            x = tl.load(bulk + at, mask=at < num_bulk, other=0.0)
+            scaled = (x.to(tl.float32) * value).to(x.dtype)
+            tl.store(bulk + at, scaled, mask=at < num_bulk)
+        column, mask = edge_columns(num_head, num_bulk, width, VEC)
+        x = tl.load(base + begin + column, mask=mask, other=0.0)
+        tl.store(base + begin + column, (x.to(tl.float32) * value).to(x.dtype), mask=mask)

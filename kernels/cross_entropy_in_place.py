@@ -1,0 +1,177 @@
+"""Rows of logits that become their own gradient: read once where a row fits in registers."""
+
+import triton
+import triton.language as tl
+from ringcomm.kernels.cross_entropy import (
+    VARYING,
+    coefficients,
+    index_in_row,
+    store_no_logits,
+    store_stats,
+    target_logit,
+)
+from ringcomm.kernels.logit_rows import (
+    NO_INDEX,
+    base_of,
+    bulk_at,
+    edge_columns,
+    exp,
+    first_index,
+    gradient,
+    logit,
+    scan_row,
+    span_of,
+    weighted,
+    write_gradient,
+    write_target,
+    write_zeros,
+)
+
+
+@triton.jit
+def differentiate_held_row(
+    base,
+    begin,
+    width,
+    num_classes,
+    token_target,
+    num_head,
+    num_bulk,
+    weight,
+    weight_sum,
+    scale,
+    logit_scale,
+    softcap,
+    label_smoothing,
+    z_loss,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    WANTS_MORE: tl.constexpr,
+):
+    """The stats of a row that one block holds in registers, and in its place its gradient."""
+    at = tl.arange(0, BLOCK)
+    bulk = bulk_at(base, begin, num_head, VEC) + at
+    column = num_head + at
+    mask = at < num_bulk
+    edge_column, edge_mask = edge_columns(num_head, num_bulk, width, VEC)
+    edge_at = base + begin + edge_column
+    z = logit(tl.load(bulk, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+    edge = tl.load(edge_at, mask=edge_mask, other=0.0)
+    edge = logit(edge, logit_scale, softcap, HAS_SOFTCAP)
+    z = tl.where(mask & (column < num_classes), z, float("-inf"))
+    edge = tl.where(edge_mask & (edge_column < num_classes), edge, float("-inf"))
+    row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
+    # Where all logits are -infinity they have no distance to the largest.
+    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
+    power = exp(z - reference)
+    edge_power = exp(edge - reference)
+    row_sum = tl.sum(power, 0) + tl.sum(edge_power, 0)
+    row_weighted = 0.0
+    if SMOOTHS:
+        row_weighted = tl.sum(weighted(z, weight, column, mask & (column < num_classes)), 0)
+        classes = edge_mask & (edge_column < num_classes)
+        row_weighted += tl.sum(weighted(edge, weight, edge_column, classes), 0)
+    entropy = 0.0
+    argmax = NO_INDEX
+    if WANTS_MORE:
+        entropy = tl.sum(tl.where(power == 0, 0.0, power * (z - reference)), 0)
+        edge_terms = tl.where(edge_power == 0, 0.0, edge_power * (edge - reference))
+        entropy += tl.sum(edge_terms, 0)
+        is_class = mask & (column < num_classes)
+        argmax = tl.min(tl.where(is_class & (z == row_max), column, NO_INDEX), 0)
+        is_class = edge_mask & (edge_column < num_classes)
+        edge_idx = tl.where(is_class & (edge == row_max), edge_column, NO_INDEX)
+        argmax = first_index(tl.minimum(argmax, tl.min(edge_idx, 0)), num_classes)
+    prob, smooth, target_part = coefficients(
+        token_target, row_max, row_sum, weight, weight_sum, scale, num_classes, label_smoothing,
+        z_loss, SMOOTHS,
+    )  # fmt: skip
+    grad = gradient(
+        z, power, column, mask, prob, smooth, weight, softcap, num_classes,
+        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+    )  # fmt: skip
+    edge_grad = gradient(
+        edge, edge_power, edge_column, edge_mask, prob, smooth, weight, softcap, num_classes,
+        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+    )  # fmt: skip
+    tl.store(bulk, grad.to(base.dtype.element_ty), mask=mask)
+    tl.store(edge_at, edge_grad.to(base.dtype.element_ty), mask=edge_mask)
+    return row_max, row_sum, row_weighted, entropy, argmax, prob, smooth, target_part
+
+
+@triton.jit(do_not_specialize=VARYING)
+def stats_and_grad_kernel(
+    logits,
+    target,
+    weight,
+    weight_sum,
+    stats,
+    denominator,
+    lead,
+    stride,
+    num_tokens,
+    width,
+    num_classes,
+    ignore_index,
+    logit_scale,
+    softcap,
+    label_smoothing,
+    z_loss,
+    VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
+    WANTS_MORE: tl.constexpr,
+    IS_HELD: tl.constexpr,
+):
+    """cross_entropy_and_grad_ up to the stats: the logits of all classes become their gradient.
+
+    IS_HELD: a row fits into one BLOCK, and is read once. Else twice; the second read finds in L2
+    what the first asked to be kept there.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    is_token = row < num_tokens
+    token_target = tl.load(target + row, mask=is_token, other=0)
+    base = base_of(logits, lead)
+    begin, num_head, num_bulk = span_of(lead, row, stride, width, VEC)
+    if is_token & (token_target != ignore_index):
+        target_idx = index_in_row(token_target, 0, num_classes)
+        # All threads have read it before one overwrites it: the row's reductions stand between.
+        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        scale = (logit_scale / tl.load(denominator)).to(tl.float32)
+        if IS_HELD:
+            (
+                row_max, row_sum, row_weighted, entropy, argmax, prob, smooth, target_part,
+            ) = differentiate_held_row(
+                base, begin, width, num_classes, token_target, num_head, num_bulk,
+                weight, weight_sum, scale, logit_scale, softcap, label_smoothing, z_loss,
+                VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, WANTS_MORE,
+            )  # fmt: skip
+        else:
+            _, _, class_bulk = span_of(lead, row, stride, num_classes, VEC)
+            row_max, row_sum, row_weighted, entropy, argmax = scan_row(
+                base, begin, num_classes, num_head, class_bulk, weight,
+                logit_scale, softcap, VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, WANTS_MORE, "evict_last",
+            )  # fmt: skip
+            prob, smooth, target_part = coefficients(
+                token_target, row_max, row_sum, weight, weight_sum, scale, num_classes,
+                label_smoothing, z_loss, SMOOTHS,
+            )  # fmt: skip
+            write_gradient(
+                base, begin, base, begin, width, num_classes, num_head, num_bulk,
+                row_max, prob, smooth, weight, logit_scale, softcap,
+                VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, True,
+            )  # fmt: skip
+        write_target(
+            base + begin, target_idx, z, row_max, prob, smooth, target_part, weight, softcap,
+            HAS_SOFTCAP, SMOOTHS,
+        )  # fmt: skip
+        store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
+    else:
+        if is_token:
+            write_zeros(base, begin, width, num_head, num_bulk, VEC, BLOCK, True)
+        store_no_logits(stats, row, num_tokens, num_classes, 0)
