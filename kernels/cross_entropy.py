@@ -27,7 +27,7 @@ from ringcomm.kernels.logit_rows import (
 # row of a multiple of 16 elements needs fewer instructions.
 VARYING = (
     *("lead", "to_lead", "num_tokens", "width", "num_classes", "vocab_start", "vocab_size"),
-    *("ignore_index", "grad_loss_stride"),
+    *("ignore_index", "grad_loss_stride", "digest"),
 )
 
 
@@ -51,13 +51,16 @@ def store_stats(stats, row, row_max, row_sum, target, weighted, entropy, argmax)
 
 
 @triton.jit
-def store_no_logits(stats, row, num_tokens, num_classes, vocab_start):
-    """An ignored token's stats, or behind the last token what the shard is: end and size."""
-    is_shard = row == num_tokens
-    end = tl.where(num_classes > 0, vocab_start + num_classes, 0).to(tl.float32)
-    row_max = tl.where(is_shard, end, float("-inf"))
-    size = tl.where(is_shard, num_classes.to(tl.float32), 0.0)
-    store_stats(stats, row, row_max, 0.0, size, 0.0, 0.0, NO_INDEX)
+def store_no_logits(stats, row):
+    """An ignored token's stats."""
+    store_stats(stats, row, float("-inf"), 0.0, 0.0, 0.0, 0.0, NO_INDEX)
+
+
+@triton.jit
+def store_shard(stats, row, num_classes, way, digest):
+    """The entry behind the last token, as shard_entry in csrc/bindings/softmax_stats.cc has it."""
+    size = num_classes.to(tl.float32)
+    store_stats(stats, row, 0.0, digest.to(tl.float32), size, way, 0.0, digest)
 
 
 @triton.jit
@@ -87,11 +90,11 @@ def weight_of(weight, token_target, is_class):
 
 @triton.jit
 def found_vocab_size(stats, num_tokens, vocab_size):
-    """The number of classes of all shards; 0 where they do not add up."""
+    """The number of classes of all shards; 0 where they do not fit together, as merging says."""
     entry, _ = stats_at(stats, num_tokens)
     size = tl.load(entry + 2)
-    adds_up = (tl.load(entry) == size) & ((vocab_size < 0) | (size == vocab_size))
-    return tl.where(adds_up, size, 0.0).to(tl.int64)
+    fits = (size > 0) & ((vocab_size < 0) | (size == vocab_size))
+    return tl.where(fits, size, 0.0).to(tl.int64)
 
 
 @triton.jit
@@ -133,6 +136,8 @@ def stats_kernel(
     num_tokens,
     num_classes,
     vocab_start,
+    way,
+    digest,
     ignore_index,
     logit_scale,
     softcap,
@@ -157,8 +162,10 @@ def stats_kernel(
         )  # fmt: skip
         argmax = tl.where(argmax == NO_INDEX, NO_INDEX, argmax + vocab_start)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
+    elif is_token:
+        store_no_logits(stats, row)
     else:
-        store_no_logits(stats, row, num_tokens, num_classes, vocab_start)
+        store_shard(stats, row, num_classes, way, digest)
 
 
 @triton.jit(do_not_specialize=VARYING)

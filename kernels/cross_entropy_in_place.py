@@ -6,7 +6,6 @@ from ringcomm.kernels.cross_entropy import (
     VARYING,
     coefficients,
     index_in_row,
-    store_no_logits,
     store_stats,
     target_logit,
 )
@@ -174,4 +173,6 @@ def stats_and_grad_kernel(
     else:
         if is_token:
             write_zeros(base, begin, width, num_head, num_bulk, VEC, BLOCK, True)
-        store_no_logits(stats, row, num_tokens, num_classes, 0)
+        # Behind the last token the number of classes: all that is asked where nothing is merged.
+        size = tl.where(is_token, 0.0, num_classes.to(tl.float32))
+        store_stats(stats, row, float("-inf"), 0.0, size, 0.0, 0.0, NO_INDEX)

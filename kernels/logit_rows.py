@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 
 # Stands for no logit where a difference must be no NaN. Less than any other number but -infinity.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-NO_INDEX = tl.constexpr(2147483647)
+NO_INDEX = tl.constexpr(1 << 30)
 
 
 IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)

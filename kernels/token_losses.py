@@ -5,6 +5,19 @@ import triton.language as tl
 from ringcomm.kernels.cross_entropy import found_vocab_size, stats_at, weight_of
 from ringcomm.kernels.logit_rows import NO_INDEX
 
+# Numbers of classes that say what is wrong with the shards.
+DISAGREEMENT = tl.constexpr(-1.0)
+GAP = tl.constexpr(-2.0)
+
+
+@triton.jit
+def scatter(number):
+    """14 bits that depend on all bits of a number, as csrc/bindings/softmax_stats.cc has them."""
+    value = number.to(tl.int64).to(tl.uint64)
+    value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD
+    value = (value ^ (value >> 33)) * 0xC4CEB9FE1A85EC53
+    return (value >> 50).to(tl.float32)
+
 
 @triton.jit(do_not_specialize=("num_entries",))
 def merge_kernel(gathered, merged, num_entries, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr):
@@ -35,6 +48,11 @@ def merge_kernel(gathered, merged, num_entries, NUM_RANKS: tl.constexpr, BLOCK: 
         weighted += tl.load(entry + 3, mask=mask, other=0.0)
         part_idx = tl.load(argmax_at, mask=mask, other=NO_INDEX)
         argmax = tl.where(part_max == row_max, tl.minimum(argmax, part_idx), argmax)
+    # The entry of the shards: without classes where it says that they do not fit together.
+    agrees = row_sum == argmax.to(tl.float32) * NUM_RANKS
+    is_whole = weighted == scatter(target) - scatter(tl.zeros([BLOCK], tl.float32))
+    is_wrong = (token == num_entries - 1) & ~(agrees & is_whole)
+    target = tl.where(is_wrong, tl.where(agrees, GAP, DISAGREEMENT), target)
     entry, argmax_at = stats_at(merged, token)
     tl.store(entry, row_max, mask=mask)
     tl.store(entry + 1, row_sum, mask=mask)

@@ -9,6 +9,7 @@
 
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
+#include "bindings/softmax_stats.h"
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "device/reduce_op.h"
@@ -80,6 +81,17 @@ py::dict counts_of(const Stats& stats) {
   return result;
 }
 
+// The last entry of a rank's stats, for kernels that write it elsewhere.
+py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
+                              double logit_scale, double softcap, int64_t num_classes,
+                              bool wants_weighted, bool wants_more) {
+  const SoftmaxStats entry =
+      shard_entry({vocab_start, vocab_size, ignore_index, logit_scale, softcap}, num_classes,
+                  wants_weighted, wants_more);
+  return py::make_tuple(entry.max, entry.sum, entry.target, entry.weighted, entry.entropy,
+                        entry.argmax);
+}
+
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -141,5 +153,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("empty_shared", &empty_shared, py::arg("sizes"), py::arg("dtype"));
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
+  m.def("softmax_shard_entry", &softmax_shard_entry);
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

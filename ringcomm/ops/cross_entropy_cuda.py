@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm import env
+from ringcomm import _C, env
 from ringcomm.ops.loss_options import LOGIT_DTYPES
 from ringcomm.ops.loss_rows import (
     NUM_STATS,
@@ -59,6 +59,16 @@ def softmax_stats(
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
     rows = rows_of(logits, target, weight, vocab_start, vocab_size)
     stats = logits.new_empty([rows.num_tokens + 1, NUM_STATS], dtype=torch.float32)
+    _, _, _, way, _, digest = _C.softmax_shard_entry(
+        vocab_start,
+        vocab_size,
+        ignore_index,
+        logit_scale,
+        softcap,
+        rows.num_classes,
+        wants_weighted,
+        wants_more,
+    )
     plan = stats_plan(rows.width)
     with torch.cuda.device_of(logits):
         kernels().rows.stats_kernel[(rows.num_tokens + 1,)](
@@ -71,6 +81,8 @@ def softmax_stats(
             rows.num_tokens,
             rows.num_classes,
             vocab_start,
+            way,
+            digest,
             ignore_index,
             logit_scale,
             softcap,
@@ -202,16 +214,11 @@ def cross_entropy_and_grad_(
     reduction: str,
     wants_more: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of all classes' logits, which become their gradient.
-
-    float16 has no room for a gradient over the number of tokens: it is left out there, and the
-    caller divides.
-    """
+    """The loss of all classes' logits, which become their gradient."""
     rows = rows_of(logits, target, weight, 0, vocab_size)
     if env.checks_targets():
         check_classes(rows.target, vocab_size, ignore_index)
     denominator = denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
-    is_narrow = logits.dtype == torch.float16
     stats = logits.new_empty([rows.num_tokens + 1, NUM_STATS], dtype=torch.float32)
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or twice_plan(logits.element_size())
@@ -222,7 +229,7 @@ def cross_entropy_and_grad_(
             rows.weight,
             weight_sum_of(rows.weight, label_smoothing),
             stats,
-            torch.ones_like(denominator) if is_narrow else denominator,
+            denominator,
             lead_of(logits),
             logits.stride(0),
             rows.num_tokens,

@@ -9,6 +9,8 @@ from ringcomm.ops.loss_options import LOGIT_DTYPES
 from ringcomm.ops.triton_plans import VECTOR_BYTES
 
 NUM_STATS = 6
+# In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
+DISAGREEMENT, GAP = -1, -2
 
 
 class Rows(NamedTuple):
@@ -108,14 +110,18 @@ def check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 def check_shards(stats: Tensor, vocab_size: int) -> int:
     """The number of all shards' classes, or ValueError where it is none. Waits for the device."""
-    end, _, size, *_ = stats[-1].tolist()
-    if end != size:
+    size = int(stats[-1, 2])
+    if size == DISAGREEMENT:
         raise ValueError(
-            f"ringcomm: the shards of the vocabulary do not add up: they have {size:.0f} classes"
-            f" together, and the last one ends at {end:.0f}; is every vocab_start right?"
+            "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, softcap,"
+            " label_smoothing or outputs"
         )
-    if vocab_size >= 0 and size != vocab_size:
+    if size == GAP:
         raise ValueError(
-            f"ringcomm: the shards have {size:.0f} of the vocabulary's {vocab_size} classes"
+            "ringcomm: the shards of the vocabulary do not add up: they are not one behind another"
+            " from 0 on; is every vocab_start right?"
         )
-    return int(size)
+    if size <= 0 or vocab_size not in (-1, size):
+        wanted = vocab_size if vocab_size >= 0 else "1 or more"
+        raise ValueError(f"ringcomm: the shards have {size} classes of the vocabulary's {wanted}")
+    return size

@@ -117,7 +117,7 @@ def test_compiled_kernels_move_vectors_and_spill_little(
             assert "v4.b32" in found["loads"], (name, found)
         if rows and not name.startswith("stats") and "unaligned" not in name:
             assert "v4.b32" in found["stores"], (name, found)
-        assert found["stack_bytes"] <= 64, (name, found)
+        assert found["stack_bytes"] <= 80, (name, found)
         # One block of threads fits at least.
         assert found["registers"] <= 255, (name, found)
     assert "v4.b32" not in compiled["grad_kernel unaligned"]["stores"]  # of single elements

@@ -141,10 +141,16 @@ def close(found: Tensor, wanted: Tensor, relative: float, scale: float, what: st
 
 
 def check_stats(found: Tensor, wanted: Tensor, case: Case) -> None:
-    """Without rows that have a NaN or +infinity, of which only the loss is told."""
+    """Without rows that have a NaN or +infinity, of which only the loss is told.
+
+    Of merged shards the last entry has the same number of classes, and other sums.
+    """
+    if case.shards > 1:
+        assert found[-1, 2] == wanted[-1, 2] == case.vocab
+        found, wanted = found[:-1], wanted[:-1]
     indices = [stats.cpu()[:, 5].contiguous().view(torch.int32) for stats in (found, wanted)]
     is_finite = torch.isfinite(wanted[:, 1]) & ~(wanted[:, 0] == torch.inf)
-    largest = wanted[:-1][:, 0].abs()
+    largest = wanted[:, 0].abs()
     size = float(largest[torch.isfinite(largest)].max()) if largest.isfinite().any() else 1.0
     scales = (1.0, 1.0, max(1.0, size), case.vocab * max(1.0, size), 1.0)
     for i, name in enumerate(("max", "sum", "target", "weighted", "entropy")):
@@ -317,14 +323,24 @@ def no_class(ops: Any, device: str) -> None:
 
 
 def wrong_shards(ops: Any, device: str) -> None:
-    """Shards with a hole between them, and shards of another vocabulary: NaN, or an error."""
+    """Shards that do not fit together, or not with the vocabulary: NaN, or an error."""
     logits, target = torch.randn(2, 20, device=device), torch.zeros(2, dtype=torch.int64).to(device)
-    for start, size, said in ((4, -1, "do not add up"), (0, 30, "20 of the vocabulary's 30")):
-        stats = ops.softmax_stats(logits, target, None, start, -1, -100, 1.0, 0.0, False, False)
+    # First class and softcap of each shard; the size that is asked for; what is said.
+    for shards, size, said in (
+        (((4, 0.0),), -1, "do not add up"),
+        (((0, 0.0), (0, 0.0)), -1, "do not add up"),
+        (((0, 0.0), (20, 3.0)), -1, "calls differ"),
+        (((0, 0.0), (20, 0.0)), 30, "40 classes of the vocabulary's 30"),
+    ):
+        parts = [
+            ops.softmax_stats(logits, target, None, start, -1, -100, 1.0, softcap, False, False)
+            for start, softcap in shards
+        ]
+        stats = merge_gathered(torch.cat(parts), len(parts))
         terms = (size, -100, 0.0, 0.0, "mean")
         loss, _, denominator = ops.cross_entropy_loss(stats, target, None, None, *terms)
         assert loss.isnan()
-        options = (start, size, -100, 1.0, 0.0, 0.0, 0.0)
+        options = (0, size, -100, 1.0, 0.0, 0.0, 0.0)
         grad = ops.cross_entropy_grad(loss, logits, target, None, stats, denominator, *options)
         assert grad.isnan().all()
         with pytest.MonkeyPatch.context() as patch:

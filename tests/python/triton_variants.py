@@ -26,7 +26,7 @@ from ringcomm.ops.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTERS = {"target": "i64", "denominator": "fp64", "weight_sum": "fp64"}
-FLOATS = ("logit_scale", "softcap", "label_smoothing", "z_loss")
+FLOATS = ("logit_scale", "softcap", "label_smoothing", "z_loss", "way")
 INTEGERS = (*cross_entropy.VARYING, "stride", "to_stride", "num_entries")
 FLAGS = {
     *("HAS_SOFTCAP", "SMOOTHS", "HAS_PADDING", "WANTS_WEIGHTED", "WANTS_MORE"),
