@@ -32,6 +32,8 @@ LogitRows::LogitRows(const at::Tensor& logits, const at::Tensor& target,
                     " for logits of shape ", logits.sizes());
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, "ringcomm: targets are int64, got ",
                    target.scalar_type());
+  TORCH_CHECK_VALUE(shard.vocab_start >= 0, "ringcomm: vocab_start is a number from 0 on, got ",
+                    shard.vocab_start);
   ops_ = host::find_softmax_ops(reduced_dtype(logits, "cross_entropy"));
   TORCH_CHECK_TYPE(ops_ != nullptr, "ringcomm: logits are float32, float16 or bfloat16, got ",
                    logits.scalar_type());

@@ -60,8 +60,8 @@ SoftmaxStats get_stats(const at::Tensor& stats, std::int64_t idx) {
 
 void check_stats(const at::Tensor& stats, std::int64_t num_tokens) {
   TORCH_CHECK_VALUE(
-      stats.scalar_type() == at::kFloat && stats.is_contiguous() && stats.dim() == 2 &&
-          stats.size(0) == num_tokens + 1 && stats.size(1) == kNumSoftmaxStats,
+      num_tokens >= 0 && stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
+          stats.dim() == 2 && stats.size(0) == num_tokens + 1 && stats.size(1) == kNumSoftmaxStats,
       "ringcomm: stats for ", num_tokens, " tokens are contiguous float32 of ", num_tokens + 1,
       " rows of ", kNumSoftmaxStats, ", got ", stats.scalar_type(), " of shape ", stats.sizes());
 }

@@ -14,9 +14,6 @@ namespace ringcomm {
 // which classes the rank has and how it was called, so that the exchange also tells all ranks
 // whether these fit together.
 
-/// No index: behind all classes, and no NaN where its bits are looked at as a float.
-inline constexpr std::int32_t kNoIndex = 1 << 30;
-
 /// Of no logits, and of an ignored token.
 inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
                                            .sum = 0,

@@ -15,9 +15,11 @@ struct SoftmaxStats {
   float target;         ///< z of the target; 0 where it is in another part
   float weighted;       ///< sum of weight * z, where LogitRow::wants_weighted
   float entropy;        ///< sum of exp(z - max) * (z - max), where LogitRow::wants_more
-  std::int32_t argmax;  ///< the first index of the largest, where LogitRow::wants_more
+  std::int32_t argmax;  ///< the first index of the largest, where LogitRow::wants_more; or kNoIndex
 };
 inline constexpr int kNumSoftmaxStats = 6;
+/// No index: behind all classes, and no NaN where its bits are looked at as a float.
+inline constexpr std::int32_t kNoIndex = 1 << 30;
 static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
 static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
 

@@ -3,11 +3,10 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ringcomm.ops.cross_entropy import cross_entropy
-
-LOSS_TYPE = "ForCausalLM"
 
 
 def apply(
@@ -20,8 +19,8 @@ def apply(
 
     Args:
         model: such as AutoModelForCausalLM makes; of transformers from 4.46 on.
-        inplace: the loss overwrites the logits with their gradient. The model's output then holds
-            no logits.
+        inplace: where gradients are wanted the loss overwrites the logits with theirs: the model's
+            output then holds no logits.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2.
 
@@ -37,9 +36,12 @@ def apply(
             f"{type(model).__name__} has no loss_function to set: it is no model of transformers"
             " from 4.46 on"
         )
-    found = getattr(model, "loss_type", None)
-    if found != LOSS_TYPE:
-        raise ValueError(f"{type(model).__name__} has the loss {found}, not {LOSS_TYPE}")
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    found = model.loss_function
+    if getattr(found, "func", found) not in (ForCausalLMLoss, causal_lm_loss):
+        name = getattr(found, "__name__", repr(found))
+        raise ValueError(f"{type(model).__name__} has the loss {name}, not ForCausalLMLoss")
     model.loss_function = partial(
         causal_lm_loss, inplace=inplace, label_smoothing=label_smoothing, z_loss=z_loss
     )
@@ -89,7 +91,7 @@ def causal_lm_loss(
         vocab_size=vocab_size,
         num_items=num_items_in_batch,
         ignore_index=ignore_index,
-        inplace=inplace,
+        inplace=inplace and torch.is_grad_enabled(),
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )

@@ -1,13 +1,14 @@
 """Cross-entropy as modules, which find out once which classes the ranks have."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ringcomm.ops.cross_entropy import cross_entropy
 from ringcomm.ops.linear_cross_entropy import FusedUpdate, linear_cross_entropy
+from ringcomm.ops.loss_options import LossArguments, checked_options
 from ringcomm.ops.vocab_shards import find_shard
 
 
@@ -18,30 +19,29 @@ class _Loss(nn.Module):
 
     def __init__(
         self,
+        class_weight: Tensor | None,
         group: dist.ProcessGroup | None,
         num_columns: int | None,
         vocab_start: int | None,
         vocab_size: int | None,
-        options: dict[str, Any],
+        options: LossArguments,
+        **more: Any,
     ) -> None:
         super().__init__()
+        checked_options(**options)
         if group is not None and vocab_start is None:
             if num_columns is None:
                 raise ValueError(
                     "a group wants num_columns, this rank's number of classes, or vocab_start"
                 )
-            shard = find_shard(num_columns, group, None, vocab_size, options["weight"])
+            shard = find_shard(num_columns, group, None, vocab_size, class_weight)
             vocab_start, vocab_size = shard.start, shard.size
-        self.register_buffer("class_weight", options.pop("weight"), persistent=False)
-        self.options = {
-            "group": group,
-            "vocab_start": vocab_start,
-            "vocab_size": vocab_size,
-            **options,
-        }
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        self.options: dict[str, Any] = {**shards, **options, **more}
 
     def fp32_weight(self) -> Tensor | None:
-        """The classes' weights, also where a model around the module was made bfloat16."""
+        """The classes' weights; rounded where a model around the module was made bfloat16."""
         return None if self.class_weight is None else self.class_weight.float()
 
 
@@ -49,14 +49,18 @@ class CrossEntropyLoss(_Loss):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
     Args:
+        weight: of the classes, as there.
         group: whose ranks share the vocabulary; None where this rank has all of it.
         num_columns: with a group and without vocab_start: how many classes this rank has, padding
             included. Making the module is a collective then.
-        vocab_start, vocab_size, weight, ignore_index, label_smoothing, z_loss, softcap,
-            logit_scale, reduction, outputs, inplace: as there.
+        vocab_start: this rank's first class, as there.
+        vocab_size: the number of classes without padding, as there.
+        inplace: the gradient replaces the logits, as there.
+        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
+            as there.
 
     Raises:
-        ValueError: options do not fit each other.
+        ValueError: options are out of their range, or do not fit each other.
     """
 
     def __init__(
@@ -67,27 +71,12 @@ class CrossEntropyLoss(_Loss):
         num_columns: int | None = None,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: str = "mean",
-        outputs: Sequence[str] = (),
         inplace: bool = False,
+        **options: Unpack[LossArguments],
     ) -> None:
-        options = {
-            "weight": weight,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "reduction": reduction,
-            "outputs": tuple(outputs),
-            "inplace": inplace,
-        }
-        super().__init__(group, num_columns, vocab_start, vocab_size, options)
+        super().__init__(
+            weight, group, num_columns, vocab_start, vocab_size, options, inplace=inplace
+        )
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
@@ -102,14 +91,19 @@ class LinearCrossEntropyLoss(_Loss):
     """ringcomm.ops.linear_cross_entropy with its options.
 
     Args:
+        class_weight: as there.
         group: whose ranks share the vocabulary; None where this rank has all of it.
         num_columns: with a group and without vocab_start: how many classes this rank has, padding
             included. Making the module is a collective then.
-        vocab_start, vocab_size, class_weight, ignore_index, label_smoothing, z_loss, softcap,
-            logit_scale, reduction, outputs, sequence_parallel, fused_update: as there.
+        vocab_start: this rank's first class, as there.
+        vocab_size: the number of classes without padding, as there.
+        sequence_parallel: hidden states are this rank's share, as there.
+        fused_update: takes the weight's gradient, as there.
+        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
+            as there.
 
     Raises:
-        ValueError: options do not fit each other.
+        ValueError: options are out of their range, or do not fit each other.
     """
 
     def __init__(
@@ -120,29 +114,20 @@ class LinearCrossEntropyLoss(_Loss):
         num_columns: int | None = None,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: str = "mean",
-        outputs: Sequence[str] = (),
         sequence_parallel: bool = False,
         fused_update: FusedUpdate | None = None,
+        **options: Unpack[LossArguments],
     ) -> None:
-        options = {
-            "weight": class_weight,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "reduction": reduction,
-            "outputs": tuple(outputs),
-            "sequence_parallel": sequence_parallel,
-            "fused_update": fused_update,
-        }
-        super().__init__(group, num_columns, vocab_start, vocab_size, options)
+        super().__init__(
+            class_weight,
+            group,
+            num_columns,
+            vocab_start,
+            vocab_size,
+            options,
+            sequence_parallel=sequence_parallel,
+            fused_update=fused_update,
+        )
 
     def forward(
         self,

@@ -18,6 +18,7 @@ from ringcomm.ops.loss_options import (
     LOGIT_DTYPES,
     OUTPUTS,
     LossOptions,
+    check_class_weight,
     check_targets,
     checked_num_items,
     checked_options,
@@ -64,7 +65,8 @@ def cross_entropy(
             Or, without a group, probabilities of shape (..., V); they get no gradient.
         group: whose ranks share the vocabulary; None (the default) where this rank has all of it.
         vocab_start: the first class of this rank's logits; shards may have any order, differ in
-            size and be empty. None: in rank order, which costs an all_gather of the sizes.
+            size and be empty. None, on all ranks or on none: in rank order, which costs an exchange
+            of the sizes first.
         vocab_size: how many classes there are on all ranks together; columns behind are padding:
             probability 0, gradient 0. None: as many as there are columns.
         weight: shape (vocab_size,), float32: of all classes, on every rank.
@@ -93,6 +95,10 @@ def cross_entropy(
         IndexError: a target is no class, and not ignore_index.
         RingcommError: a rank failed or called something else.
 
+    On a GPU nothing waits for the device: a target that is no class, or shards that do not add up,
+    make losses and gradients NaN, and the environment variable RINGCOMM_CHECK_TARGETS=1 makes them
+    the errors above.
+
     Collective where there is a group; blocks until the result is there.
     """
     if inplace:
@@ -111,8 +117,7 @@ def cross_entropy(
     divisor = checked_num_items(num_items, reduction)
     if logits.dtype not in LOGIT_DTYPES:
         raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
-    if weight is not None and weight.requires_grad:
-        raise ValueError("class weights get no gradient, and these require grad")
+    check_class_weight(weight, logits.device)
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():

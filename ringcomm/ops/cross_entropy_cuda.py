@@ -216,6 +216,10 @@ def cross_entropy_and_grad_(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of all classes' logits, which become their gradient."""
     rows = rows_of(logits, target, weight, 0, vocab_size)
+    if rows.num_classes != vocab_size:
+        raise ValueError(
+            f"ringcomm: the logits have {rows.width} columns for a vocabulary of {vocab_size}"
+        )
     if env.checks_targets():
         check_classes(rows.target, vocab_size, ignore_index)
     denominator = denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)

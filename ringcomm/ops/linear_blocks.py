@@ -3,8 +3,9 @@
 Hidden states are taken a block of tokens at a time: their logits, the loss's part of them and the
 gradients that follow are made and dropped before the next block's. Where a block's gradients depend
 on its own logits alone, the forward pass makes them too, for 6 * tokens * hidden * classes
-operations. Else (a group, whose stats are exchanged first; a gradient for each token; a fused
-update) the backward pass makes the logits again: 8 instead of 6.
+operations. Else (a group, whose stats are exchanged first; a gradient for each token; float16,
+which has no room for a gradient over the number of tokens; a fused update) the backward pass makes
+the logits again: 8 instead of 6.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from ringcomm.ops.vocab_shards import VocabShard
 
 _ops: Any = torch.ops.ringcomm
 
-# What the logits of a block may take. Less makes the products slower, more only larger.
+# What the logits of a block may take; of 16-bit types an fp32 copy stands beside them for a while.
+# Less makes the products slower, more only larger.
 BLOCK_BYTES = 64 << 20
 MIN_BLOCK_TOKENS = 64
 MIN_BLOCK_CLASSES = 256
@@ -123,15 +125,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
         fused_update: FusedUpdate | None,
+        has_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         """The loss and what is known of each token; where it can, the gradients too."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
         ctx.is_done = (
-            any(ctx.needs_input_grad[:3])
+            has_backward  # which the inputs do not tell under no_grad
+            and any(ctx.needs_input_grad[:3])
             and shard.group_name is None
             and options.reduction != "none"
             and fused_update is None
-            and rows.dtype != torch.float16  # no room for a gradient over the number of tokens
+            and rows.dtype != torch.float16
         )
         if ctx.is_done:
             loss, by_token = _with_gradients(
@@ -148,12 +152,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         """The gradients of hidden states, weight and bias."""
-        none = (None,) * 6
+        none = (None,) * 7
         if ctx.is_done:
-            grads = ctx.saved_tensors
-            dtype = ctx.dtype
-            scaled = [None if grad is None else (grad * grad_loss).to(dtype) for grad in grads]
-            return (*scaled, *none)
+            return *(_scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
         rows, weight, bias, target, class_weight, stats, denominator = ctx.saved_tensors
 
         def differentiate(logits: Tensor, block: slice, shard: VocabShard) -> Tensor:
@@ -172,6 +173,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
         # backward() may be called where autocast is on, which would round what is summed in fp32.
         with without_autocast(rows.device):
+            grads: tuple[Tensor | None, ...]
             if ctx.fused_update is not None:
                 grads = _update_by_class(ctx, rows, weight, bias, differentiate)
             else:
@@ -179,9 +181,20 @@ class LinearCrossEntropy(torch.autograd.Function):
                 for block in _token_blocks(rows, weight):
                     logits = _logits(rows[block], weight, bias)
                     sums.add(differentiate(logits, block, ctx.shard), rows, weight, block)
+                    del logits  # before the next block's
                 grads = sums.tensors()
         rounded = [None if grad is None else grad.to(rows.dtype) for grad in grads]
         return (*rounded, *none)
+
+
+def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A product, rounded; of a large fp32 sum without a second one beside it."""
+    if grad is None or grad.dtype == dtype:
+        return None if grad is None else grad * factor
+    result = torch.empty_like(grad, dtype=dtype)
+    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
+        result[block] = grad[block] * factor
+    return result
 
 
 def _with_gradients(
@@ -210,6 +223,7 @@ def _with_gradients(
         )
         parts.append(part)
         sums.add(logits, rows, weight, block)
+        del logits  # before the next block's
     by_token = torch.cat(parts, 1) if parts else rows.new_empty([4, 0], dtype=torch.float32)
     ctx.save_for_backward(*sums.tensors())
     ctx.dtype = rows.dtype
@@ -256,9 +270,11 @@ def _update_by_class(
         logits = _logits(rows, part, None if bias is None else bias[block])
         shard = ctx.shard._replace(start=ctx.shard.start + block.start)
         grad_logits = differentiate(logits, slice(0, len(rows)), shard).float()
+        del logits
         if grad_rows is not None:
             grad_rows.addmm_(grad_logits, part.float())
         if grad_bias is not None:
             grad_bias[block] = grad_logits.sum(0)
         ctx.fused_update(block, grad_logits.t() @ rows.float())
+        del grad_logits
     return grad_rows, None, grad_bias

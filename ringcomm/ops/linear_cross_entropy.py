@@ -1,15 +1,18 @@
 """Cross-entropy of a linear layer's outputs, which never all exist at once."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ringcomm.backend import resolve_group
 from ringcomm.ops.linear_blocks import FusedUpdate, LinearCrossEntropy, without_autocast
 from ringcomm.ops.loss_options import (
     LOGIT_DTYPES,
+    LossArguments,
+    check_class_weight,
     check_targets,
     checked_num_items,
     checked_options,
@@ -30,16 +33,10 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    outputs: Sequence[str] = (),
     sequence_parallel: bool = False,
     fused_update: FusedUpdate | None = None,
+    **options: Unpack[LossArguments],
 ) -> Any:
     """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
 
@@ -50,7 +47,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: shape (..., H), float32, float16 or bfloat16; with a group the same on all ranks,
-            unless sequence_parallel.
+            unless sequence_parallel, and requiring grad on all of them or on none.
         weight: shape (V, H), of hidden's dtype: the rows of this rank's V classes.
         target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
         bias: shape (V,), of hidden's dtype; None for none.
@@ -58,19 +55,15 @@ def linear_cross_entropy(
         vocab_start: this rank's first class, as in cross_entropy.
         vocab_size: the number of classes without padding, as in cross_entropy.
         class_weight: shape (vocab_size,), float32: cross_entropy's `weight`.
-        ignore_index: as in cross_entropy.
-        label_smoothing: as in cross_entropy.
-        z_loss: as in cross_entropy.
-        softcap: as in cross_entropy.
-        logit_scale: as in cross_entropy.
-        reduction: as in cross_entropy.
         num_items: as in cross_entropy.
-        outputs: as in cross_entropy.
         sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
             gathered; its gradient is reduce-scattered instead of all-reduced.
         fused_update: called in the backward pass with a slice of the weight's rows and their
             gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
-            updates those rows in place. The weight's own gradient then stays None.
+            updates those rows in place. The weight's own gradient then stays None, and whether it
+            requires one makes no difference.
+        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
+            as in cross_entropy.
 
     Returns:
         As cross_entropy.
@@ -81,27 +74,21 @@ def linear_cross_entropy(
     Collective where there is a group, in the forward pass and, for hidden's gradient, in the
     backward pass; blocks until the result is there.
     """
-    options = checked_options(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        outputs=outputs,
-    )
-    divisor = checked_num_items(num_items, reduction)
+    checked = checked_options(**options)
+    divisor = checked_num_items(num_items, checked.reduction)
+    check_class_weight(class_weight, hidden.device)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
     if sequence_parallel and (group is None or hidden.dim() == 1):
         raise ValueError("sequence_parallel is for tokens that a group of ranks shares")
-    shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     tokens = hidden.shape[:-1]
+    if sequence_parallel:
+        tokens = torch.Size([tokens[0] * resolve_group(group).size(), *tokens[1:]])
+    check_targets(target, tokens, hidden.device)
+    shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
     if shard.group_name is not None:
         enter = _GatherTokens if sequence_parallel else _SumGradients
         hidden = enter.apply(hidden, shard.group_name)
-        tokens = hidden.shape[:-1]
-    check_targets(target, tokens, hidden.device)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
     with without_autocast(hidden.device):
         loss, by_token = LinearCrossEntropy.apply(
@@ -112,10 +99,11 @@ def linear_cross_entropy(
             class_weight,
             divisor,
             shard,
-            options,
+            checked,
             fused_update,
+            torch.is_grad_enabled(),
         )
-    return with_outputs(loss, by_token, target, options)
+    return with_outputs(loss, by_token, target, checked)
 
 
 def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:

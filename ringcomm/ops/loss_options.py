@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,15 +66,27 @@ class LossOptions(NamedTuple):
         )
 
 
+class LossArguments(TypedDict, total=False):
+    """The same as users give them, where a signature does not list them."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    reduction: str
+    outputs: Sequence[str]
+
+
 def checked_options(
     *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    reduction: str,
-    outputs: Sequence[str],
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    outputs: Sequence[str] = (),
 ) -> LossOptions:
     """The options, or ValueError naming the one that is out of its range."""
     if not 0 <= label_smoothing <= 1:
@@ -112,6 +124,20 @@ def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tenso
             raise ValueError(f"num_items is one number, got shape {tuple(num_items.shape)}")
         return num_items.detach().reshape([])
     return torch.tensor(float(num_items), dtype=torch.float64)
+
+
+def check_class_weight(weight: Tensor | None, device: torch.device) -> None:
+    """ValueError or TypeError where these are no weights of classes; how many is not looked at."""
+    if weight is None:
+        return
+    if weight.dtype != torch.float32:
+        raise TypeError(f"class weights are float32, got {weight.dtype}")
+    if weight.dim() != 1:
+        raise ValueError(f"one weight for each class, got shape {tuple(weight.shape)}")
+    if weight.device != device:
+        raise ValueError(f"class weights are wanted on {device}, and are on {weight.device}")
+    if weight.requires_grad:
+        raise ValueError("class weights get no gradient, and these require grad")
 
 
 def check_targets(target: Tensor, shape: torch.Size, device: torch.device) -> None:

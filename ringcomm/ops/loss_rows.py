@@ -80,6 +80,8 @@ def rows_of(
         raise TypeError(f"ringcomm: targets are int64, got {target.dtype}")
     if logits.dtype not in LOGIT_DTYPES:
         raise TypeError(f"ringcomm: logits are float32, float16 or bfloat16, got {logits.dtype}")
+    if vocab_start < 0:
+        raise ValueError(f"ringcomm: vocab_start is a number from 0 on, got {vocab_start}")
     width = logits.shape[1]
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
     weight = checked_weight(weight, vocab_size)

@@ -39,6 +39,7 @@ def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
     if (
         stats.dtype != torch.float32
         or stats.dim() != 2
+        or stats.shape[0] < 1
         or stats.shape[1] != NUM_STATS
         or not stats.is_contiguous()
     ):

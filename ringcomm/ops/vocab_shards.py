@@ -37,23 +37,31 @@ def find_shard(
     """
     if vocab_size is None and weight is not None:
         vocab_size = weight.numel()
-    if vocab_size is not None and not 0 < vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size is in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
+    if vocab_size is not None:
+        _check_size(vocab_size)
     if group is None:
         if vocab_start not in (None, 0):
             raise ValueError(f"vocab_start={vocab_start} without a group of the others' shards")
         size = num_columns if vocab_size is None else vocab_size
         if not 0 < size <= num_columns:
             raise ValueError(f"logits of {num_columns} columns for a vocabulary of {size}")
+        _check_size(size)
         return VocabShard(0, size, None)
     name = resolve_group(group).group_name
     if vocab_start is not None:
         if vocab_start < 0:
             raise ValueError(f"vocab_start is a number from 0 on, got {vocab_start}")
+        _check_size(max(1, vocab_start + num_columns) if vocab_size is None else vocab_size)
         return VocabShard(vocab_start, -1 if vocab_size is None else vocab_size, name)
     sizes = column_counts(num_columns, group)
     size = sum(sizes) if vocab_size is None else vocab_size
+    _check_size(size)
     return VocabShard(sum(sizes[: group.rank()]), size, name)
+
+
+def _check_size(vocab_size: int) -> None:
+    if not 0 < vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size is in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
 
 
 def column_counts(num_columns: int, group: dist.ProcessGroup) -> list[int]:

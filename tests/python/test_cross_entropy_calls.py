@@ -88,6 +88,32 @@ def test_compile(dtype: torch.dtype, name: str, inplace: bool) -> None:
         oracle.assert_equal(actual, expected)
 
 
+# ---- the operators alone
+
+
+def test_operators_refuse_what_the_wrapper_would() -> None:
+    logits, target = random_logits((3, 5)), random_targets((3,), 5)
+    stats = (-100, 1.0, 0.0, False, False)
+    with pytest.raises(ValueError, match="vocab_start is a number from 0 on, got -2"):
+        _ops.softmax_stats(logits, target, None, -2, 5, *stats)
+    with pytest.raises(ValueError, match="5 columns for a vocabulary of 7"):
+        _ops.cross_entropy_and_grad_(
+            logits, target, None, None, 7, -100, 1.0, 0.0, 0.0, 0.0, "mean", False
+        )
+    with pytest.raises(ValueError, match="shape"):
+        _ops.cross_entropy_loss(stats_of_nothing(), target, None, None, 5, -100, 0.0, 0.0, "mean")
+
+
+def stats_of_nothing() -> Tensor:
+    return torch.empty(0, 6)
+
+
+def test_a_vocabulary_that_a_float_cannot_count() -> None:
+    logits = torch.empty(1, 1, dtype=BF16).expand(1, (1 << 24) + 1)
+    with pytest.raises(ValueError, match="16777217"):
+        cross_entropy(logits, torch.zeros(1, dtype=torch.int64))
+
+
 # ---- modules
 
 
@@ -121,7 +147,7 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "int16", (LOGITS, TARGET.short()), {}),
         (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
-        (TypeError, "Double", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
+        (TypeError, "float64", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
         (ValueError, r"\(4,\), got \(4, 1\)", (LOGITS, TARGET[:, None]), {}),
@@ -135,7 +161,7 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
          {"weight": torch.ones(7)}),
         (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
          {"weight": torch.ones(6), "vocab_size": 5}),
-        (ValueError, r"\[2, 3\]", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
+        (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
         (ValueError, "weights get no gradient", (LOGITS, TARGET),
          {"weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),

@@ -68,10 +68,29 @@ def test_labels_that_are_shifted_already() -> None:
         causal_lm_loss(logits, None, 11)
 
 
+def test_models_without_a_loss_type_have_the_same_loss() -> None:
+    """As GPT-2's, whose class has another name."""
+    config = transformers.GPT2Config(vocab_size=131, n_embd=32, n_layer=1, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert apply(apply(model)) is model
+    loss, _ = step(model)
+    assert loss.isfinite()
+
+
+def test_evaluation_keeps_the_logits() -> None:
+    model = make_model("llama", torch.float32)
+    ids = torch.randint(0, 131, (2, 9))
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids)
+        found = apply(model, inplace=True)(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
 def test_other_models_are_refused() -> None:
     with pytest.raises(TypeError, match="Linear has no loss_function"):
         apply(nn.Linear(2, 2))
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
-    with pytest.raises(ValueError, match="not ForCausalLM"):
+    with pytest.raises(ValueError, match="not ForCausalLMLoss"):
         apply(model)

@@ -238,6 +238,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cross_entropy_and_grad_(
     double softcap, double label_smoothing, double z_loss, std::string reduction, bool wants_more) {
   const VocabShard shard = {0, vocab_size, ignore_index, logit_scale, softcap};
   const LogitRows rows(logits, target, weight, shard);
+  TORCH_CHECK_VALUE(rows.num_classes() == vocab_size, "ringcomm: the logits have ", rows.width(),
+                    " columns for a vocabulary of ", vocab_size);
   Results results(rows.size(), std::move(reduction));
   const TokenLoss loss(target, weight, {label_smoothing, z_loss}, ignore_index, vocab_size);
   const double denominator = denominator_of(loss, num_items, results.reduction());

@@ -206,7 +206,7 @@ SoftmaxStats stats_of(const LogitRow& given) {
   Partial sum = {}, entropy = {};
   double weighted = 0;  // of logits around 1e4, whose sum is a million times what the loss needs
   SoftmaxStats stats = {
-      .max = -kInfinity, .sum = 0, .target = 0, .weighted = 0, .entropy = 0, .argmax = INT32_MAX};
+      .max = -kInfinity, .sum = 0, .target = 0, .weighted = 0, .entropy = 0, .argmax = kNoIndex};
   std::size_t max_begin = 0;
   for (std::size_t begin = 0; begin < row.num_elems; begin += kBlockElems) {
     const std::size_t left = row.num_elems - begin;

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, default=2048)
     add("--vocabularies", type=as_option(whole_numbers), default="8000,32000,50257,128256")
     add("--dtypes", type=as_option(words), default="float32,bfloat16")
-    add("--peers", type=as_option(words), default="torch", help="of torch, compile, liger, quack")
+    peers = "of torch, compile, liger, quack; with one rank"
+    add("--peers", type=as_option(words), default="torch", help=peers)
     add("--device", default="cpu", help="cpu or cuda")
     add("--seconds", type=float, default=4.0, help="per vocabulary and type, for all ways")
     add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
