@@ -193,7 +193,7 @@ inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::i
                                            .target = 0,
                                            .weighted = 0,
                                            .entropy = 0,
-                                           .argmax = std::numeric_limits<std::int32_t>::max()};
+                                           .argmax = kNoIndex};
 
 /// Stats that merge without rounding, and so in any order: small integers, of no or equal largest
 /// logits, or of such that are so far apart that the smaller ones' exponentials are 0.
