@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <limits>
 
 #include "bindings/cross_entropy.h"
 #include "device/softmax.h"
@@ -13,14 +12,6 @@ namespace ringcomm {
 // Stats as tensors of shape (tokens + 1, 6): a SoftmaxStats for each token, and an entry that says
 // which classes the rank has and how it was called, so that the exchange also tells all ranks
 // whether these fit together.
-
-/// Of no logits, and of an ignored token.
-inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
-                                           .sum = 0,
-                                           .target = 0,
-                                           .weighted = 0,
-                                           .entropy = 0,
-                                           .argmax = kNoIndex};
 
 at::Tensor new_softmax_stats(std::int64_t num_tokens);
 void put_stats(const at::Tensor& stats, std::int64_t idx, const SoftmaxStats& value);

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "core/types.h"
 
@@ -21,6 +22,13 @@ inline constexpr int kNumSoftmaxStats = 6;
 /// No index: behind all classes, and no NaN where its bits are looked at as a float.
 inline constexpr std::int32_t kNoIndex = 1 << 30;
 static_assert(sizeof(SoftmaxStats) == kNumSoftmaxStats * sizeof(float));
+/// Of no logits, and of an ignored token.
+inline constexpr SoftmaxStats kNoLogits = {.max = -std::numeric_limits<float>::infinity(),
+                                           .sum = 0,
+                                           .target = 0,
+                                           .weighted = 0,
+                                           .entropy = 0,
+                                           .argmax = kNoIndex};
 static_assert(sizeof(SoftmaxStats) == element_bytes(DType::kSoftmaxStats));
 
 /// A token's logits on this rank. z = logit_scale * x, and with a softcap softcap * tanh(z /

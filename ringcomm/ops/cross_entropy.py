@@ -172,18 +172,23 @@ def _check_inplace(logits: Tensor, reduction: str) -> None:
 # ---- autograd
 
 
-def _stats(
-    rows: Tensor,
+def loss_of_all_classes(
+    stats: Tensor,
     target: Tensor,
     weight: Tensor | None,
+    num_items: Tensor | None,
     shard: VocabShard,
     options: LossOptions,
-) -> Tensor:
-    """The stats of the whole rows: of this rank's part, merged with the others'."""
-    stats: Tensor = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The stats of all classes from those of this rank's, and cross_entropy_loss of them.
+
+    Collective where there is a group.
+    """
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
-    return stats
+    return stats, *_ops.cross_entropy_loss(
+        stats, target, weight, num_items, *options.for_loss(shard)
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -197,9 +202,9 @@ class _CrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        stats = _stats(rows, target, weight, shard, options)
-        loss, by_token, denominator = _ops.cross_entropy_loss(
-            stats, target, weight, num_items, *options.for_loss(shard)
+        stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+        stats, loss, by_token, denominator = loss_of_all_classes(
+            stats, target, weight, num_items, shard, options
         )
         ctx.save_for_backward(rows, target, weight, stats, denominator)
         ctx.grad_options = options.for_grad(shard)
@@ -262,9 +267,9 @@ class _InPlace(torch.autograd.Function):
                 options.wants_more,
             )
         else:
-            stats = _stats(rows, target, weight, shard, options)
-            loss, by_token, denominator = _ops.cross_entropy_loss(
-                stats, target, weight, num_items, *options.for_loss(shard)
+            stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+            stats, loss, by_token, denominator = loss_of_all_classes(
+                stats, target, weight, num_items, shard, options
             )
             if is_narrow:
                 room = _room(_largest_gradient(rows, weight, options), denominator)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ringcomm.ops.cross_entropy import loss_of_all_classes
 from ringcomm.ops.loss_options import LossOptions
 from ringcomm.ops.vocab_shards import VocabShard
 
@@ -137,14 +138,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             and fused_update is None
             and rows.dtype != torch.float16
         )
-        if ctx.is_done:
-            loss, by_token = _with_gradients(
-                ctx, rows, weight, bias, target, class_weight, num_items
-            )
-        else:
-            loss, by_token = _without_gradients(
-                ctx, rows, weight, bias, target, class_weight, num_items
-            )
+        make = _with_gradients if ctx.is_done else _without_gradients
+        loss, by_token = make(ctx, rows, weight, bias, target, class_weight, num_items)
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
@@ -246,10 +241,8 @@ def _without_gradients(
         logits = _logits(rows[block], weight, bias)
         part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
         stats[:-1][block], stats[-1] = part[:-1], part[-1]
-    if shard.group_name is not None:
-        stats = _ops.merge_softmax_stats(stats, shard.group_name)
-    loss, by_token, denominator = _ops.cross_entropy_loss(
-        stats, target, class_weight, num_items, *options.for_loss(shard)
+    stats, loss, by_token, denominator = loss_of_all_classes(
+        stats, target, class_weight, num_items, shard, options
     )
     ctx.save_for_backward(rows, weight, bias, target, class_weight, stats, denominator)
     return loss, by_token

@@ -31,17 +31,13 @@ class LossOptions(NamedTuple):
         """Whether the pass over the logits must find more than the loss needs."""
         return "entropy" in self.outputs or "accuracy" in self.outputs
 
+    def _for_logits(self, shard: VocabShard) -> tuple[Any, ...]:
+        """What says which logits there are, and what they mean."""
+        return shard.start, shard.size, self.ignore_index, self.logit_scale, self.softcap
+
     def for_stats(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of softmax_stats."""
-        return (
-            shard.start,
-            shard.size,
-            self.ignore_index,
-            self.logit_scale,
-            self.softcap,
-            self.label_smoothing > 0,
-            self.wants_more,
-        )
+        return *self._for_logits(shard), self.label_smoothing > 0, self.wants_more
 
     def for_loss(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of cross_entropy_loss."""
@@ -55,15 +51,7 @@ class LossOptions(NamedTuple):
 
     def for_grad(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of cross_entropy_grad and cross_entropy_grad_."""
-        return (
-            shard.start,
-            shard.size,
-            self.ignore_index,
-            self.logit_scale,
-            self.softcap,
-            self.label_smoothing,
-            self.z_loss,
-        )
+        return *self._for_logits(shard), self.label_smoothing, self.z_loss
 
 
 class LossArguments(TypedDict, total=False):

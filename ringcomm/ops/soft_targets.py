@@ -24,7 +24,6 @@ def soft_cross_entropy(
     Raises:
         ValueError: the target requires grad, a shape or a device is wrong, or there is padding or
             an ignore_index.
-        TypeError: the weights are not float32.
     """
     if target.shape != logits.shape:
         raise ValueError(
@@ -36,8 +35,6 @@ def soft_cross_entropy(
         raise ValueError(
             f"probabilities know no ignored class, got ignore_index={options.ignore_index}"
         )
-    if weight is not None and weight.dtype != torch.float32:
-        raise TypeError(f"class weights are float32, got {weight.dtype}")
     if weight is not None and weight.shape != logits.shape[-1:]:
         raise ValueError(
             f"one weight for each of the {logits.shape[-1]} classes, got shape"

@@ -13,11 +13,13 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <tuple>
+#include <vector>
 
 #include "bindings/cross_entropy.h"
 #include "bindings/ops/op_support.h"
 #include "bindings/process_group.h"
 #include "bindings/softmax_stats.h"
+#include "device/reduce_op.h"
 #include "device/softmax.h"
 
 // torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper stand in
@@ -70,13 +72,12 @@ at::Tensor gathered_and_merged(const at::Tensor& stats, c10d::ProcessGroup& grou
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   if (const auto work = group._allgather_base(all, own, options); work != nullptr) work->wait();
+  std::vector<const void*> parts;
+  for (int rank = 0; rank < group.getSize(); ++rank)
+    parts.push_back(static_cast<const char*>(all.const_data_ptr()) + rank * stats.nbytes());
   at::Tensor merged = at::empty_like(stats);
-  for (std::int64_t i = 0; i < stats.size(0); ++i) {
-    SoftmaxStats sum = get_stats(all, i);
-    for (std::int64_t rank = 1; rank < group.getSize(); ++rank)
-      sum = host::merge(sum, get_stats(all, rank * stats.size(0) + i));
-    put_stats(merged, i, sum);
-  }
+  host::find_reduce_op(Reduction::kMerge, DType::kSoftmaxStats)
+      ->combine(merged.data_ptr(), nullptr, parts.data(), group.getSize(), stats.size(0), 1);
   return merged;
 }
 

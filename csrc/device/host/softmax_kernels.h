@@ -205,8 +205,7 @@ SoftmaxStats stats_of(const LogitRow& given) {
   Block block;
   Partial sum = {}, entropy = {};
   double weighted = 0;  // of logits around 1e4, whose sum is a million times what the loss needs
-  SoftmaxStats stats = {
-      .max = -kInfinity, .sum = 0, .target = 0, .weighted = 0, .entropy = 0, .argmax = kNoIndex};
+  SoftmaxStats stats = kNoLogits;
   std::size_t max_begin = 0;
   for (std::size_t begin = 0; begin < row.num_elems; begin += kBlockElems) {
     const std::size_t left = row.num_elems - begin;
