@@ -1,0 +1,181 @@
+"""Layers that keep their weight from autograd, and hand over what its gradient is made of.
+
+A fused layer's function takes a token in the weight's place: a scalar leaf that requires grad. Its
+backward computes the input's gradient from the weight as it is, keeps (input, grad_out) in the
+handle, and autograd runs the token's hook once everything that leads to the token has run. So the
+hook sees all uses of the weight in this backward pass, and whatever it writes into the weight comes
+after all that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
+
+Uses = list[tuple[Tensor, Tensor]]
+
+
+class Handle:
+    """Where the uses of one weight gather."""
+
+    def __init__(self, module: nn.Module, deliver: Callable[[Uses], None]) -> None:
+        """`deliver` gets all uses of a backward pass, as (input, grad_out), tokens first."""
+        self.module = module
+        self.num_forwards = 0
+        """Uses that may still deliver."""
+        self._deliver = deliver
+        self._uses: Uses = []
+        self._token: Tensor | None = None
+
+    def token(self, device: torch.device) -> Tensor:
+        """The leaf in the weight's place, where the weight is now."""
+        if self._token is None or self._token.device != device:
+            self._token = torch.zeros([], device=device, requires_grad=True)
+            self._token.register_post_accumulate_grad_hook(self._complete)
+        self.num_forwards += 1
+        return self._token
+
+    def keep(self, given: Tensor, grad_out: Tensor) -> Tensor:
+        """Called by the backward of each use; returns the token's gradient, which is 0."""
+        assert self._token is not None
+        self._uses.append((given, grad_out))
+        return self._token.detach()
+
+    def forget(self) -> None:
+        """Drops what has not been delivered: a backward pass that failed."""
+        self._uses = []
+        self.num_forwards = 0
+
+    def _complete(self, token: Tensor) -> None:
+        token.grad = None
+        uses, self._uses = self._uses, []
+        self._deliver(uses)
+
+
+_handles = WeakIdKeyDictionary()
+
+
+def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
+    """The handle of a fused layer's weight, where this use of it is one for autograd.
+
+    Raises:
+        RuntimeError: the weight has come to another layer.
+    """
+    handle: Handle | None = _handles.get(weight)
+    if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
+        return None
+    if handle.module is not module:
+        raise RuntimeError(
+            f"the weight of shape {tuple(weight.shape)} was tied to another layer after the"
+            " optimizer was made: tie weights first"
+        )
+    return handle
+
+
+class _LinearFunction(torch.autograd.Function):
+    """x W^T + bias, and the token for W."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, _: Tensor, weight: Tensor, handle: Handle
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.handle = handle
+        return nn.functional.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_out @ weight.to(grad_out.dtype) if ctx.needs_input_grad[0] else None
+        rows = grad_out.reshape(-1, weight.shape[0])
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
+        token_grad = ctx.handle.keep(x.reshape(-1, weight.shape[1]), rows)
+        return grad_x, grad_bias, token_grad, None, None
+
+
+class FusedLinear(nn.Linear):
+    """nn.Linear while an optimizer consumes its weight's gradient; made by `fuse` alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.Linear."""
+        # A compiled graph has the ordinary gradient, and the parameter's own hook gets it.
+        handle = None if torch.compiler.is_compiling() else _handle_of(self, self.weight)
+        if handle is None:
+            return super().forward(input)
+        bias: Tensor | None = self.bias
+        device = self.weight.device
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            input = input.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        elif input.dtype != self.weight.dtype:
+            return super().forward(input)  # which says what is wrong
+        token = handle.token(device)
+        out: Tensor = _LinearFunction.apply(input, bias, token, self.weight.detach(), handle)
+        return out
+
+
+class _EmbeddingFunction(torch.autograd.Function):
+    """Rows of W, and the token for W."""
+
+    @staticmethod
+    def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, handle: Handle) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.handle = handle
+        return nn.functional.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        return None, ctx.handle.keep(indices.reshape(-1), rows), None, None
+
+
+class FusedEmbedding(nn.Embedding):
+    """nn.Embedding while an optimizer consumes its weight's gradient; made by `fuse` alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.Embedding."""
+        handle = None if torch.compiler.is_compiling() else _handle_of(self, self.weight)
+        if handle is None:
+            return super().forward(input)
+        token = handle.token(self.weight.device)
+        rows: Tensor = _EmbeddingFunction.apply(input, token, self.weight.detach(), handle)
+        return rows
+
+
+_FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FusedLinear,
+    nn.Embedding: FusedEmbedding,
+}
+
+
+def is_fusable(module: nn.Module) -> bool:
+    """Whether `fuse` knows the module: torch's own class, with nothing that needs the gradient."""
+    if type(module) not in _FUSED or type(module._parameters.get("weight")) is not nn.Parameter:
+        return False
+    return not isinstance(module, nn.Embedding) or (
+        module.max_norm is None and not module.scale_grad_by_freq
+    )
+
+
+def fuse(module: nn.Module, deliver: Callable[[Uses], None]) -> Handle:
+    """Has a module's weight gradients go to `deliver`; the class of the module changes."""
+    handle = Handle(module, deliver)
+    _handles[module.weight] = handle
+    module.__class__ = _FUSED[type(module)]
+    return handle
+
+
+def unfuse(handle: Handle) -> None:
+    """Undoes `fuse`."""
+    module = handle.module
+    module.__class__ = type(module).__mro__[1]
+    _handles.pop(module.weight, None)

@@ -1,0 +1,212 @@
+"""The weights of an optimizer in the backward pass: which they are, and the hooks on them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
+from ringcomm.optim.gradients import Gradient
+from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
+from ringcomm.parallel import find_shards
+
+_NO_BACKWARD = -1  # torch's id of no graph task
+
+
+class Slot:
+    """One weight, and where it stands in this step."""
+
+    def __init__(
+        self, param: nn.Parameter, name: str, index: int, group_idx: int, split: Split | None
+    ) -> None:
+        self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
+        self.shards = find_shards(param)
+        self.layout: Layout = layout_of(param, split)
+        self.handle: Handle | None = None
+        self.num_arrived = 0
+        self.held: Gradient | None = None
+        self.num_unseen_uses = 0
+        self._made_in = _NO_BACKWARD
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of the weight."""
+        return local_tensor(self.param)
+
+    def take_grad(self) -> Tensor:
+        """The gradient that autograd has left, which is then gone."""
+        grad, self.param.grad = self.param.grad, None
+        assert grad is not None
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def is_used(self, module: nn.Module) -> None:
+        """Called before a forward pass of a layer that has the weight."""
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            self._made_in = torch._C._current_graph_task_id()
+        elif module.training:
+            self.num_unseen_uses += 1
+
+    def awaits_more(self) -> bool:
+        """Called as a gradient arrives: whether this backward pass will bring more of it.
+
+        A reentrant checkpoint (Chen et al. 2016, as torch.utils.checkpoint had it first) runs each
+        segment without gradients, then again in a backward pass of its own inside the outer one.
+        So a weight of several segments arrives several times: as often as it was used unseen.
+        """
+        if self._made_in in (_NO_BACKWARD, torch._C._current_graph_task_id()):
+            return False
+        self.num_unseen_uses -= 1
+        return self.num_unseen_uses > 0
+
+    def forget(self) -> None:
+        """Ready for the next step."""
+        self.num_arrived = self.num_unseen_uses = 0
+        self._made_in = _NO_BACKWARD
+        self.held = None
+        if self.handle is not None:
+            self.handle.forget()
+
+
+class Consumer(Protocol):
+    """Who is told of gradients."""
+
+    def param_arrived(self, slot: Slot) -> None:
+        """Autograd has added to the parameter's gradient."""
+
+    def uses_arrived(self, slot: Slot, uses: Uses) -> None:
+        """The uses of a fused layer's weight are complete."""
+
+
+_consumers = WeakIdKeyDictionary()  # parameter -> weak reference to its consumer
+
+
+class ModelWeights:
+    """A model and names for its parameters, or parameters alone."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """Raises ValueError where the model reduces gradients itself, or makes sparse ones."""
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                "DistributedDataParallel keeps all gradients to reduce them: give the model itself,"
+                " and group="
+            )
+        self._model = model
+        self._names: dict[nn.Parameter, str] = {}
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        if model is None:
+            return
+        self._names = {param: name for name, param in model.named_parameters()}
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ValueError(f"{name} makes sparse gradients: sparse=False")
+            for param in module._parameters.values():
+                if param is not None:
+                    self._owners.setdefault(param, []).append(module)
+
+    def check(self, param: nn.Parameter, name: str) -> None:
+        """Raises ValueError for a parameter that cannot be managed."""
+        if self._model is not None and param not in self._names:
+            raise ValueError(f"{name} is none of the model's")
+        if not param.requires_grad:
+            raise ValueError(f"{name} does not require grad, and can have no hook: leave it out")
+        if not param.is_floating_point():
+            raise ValueError(f"{name} is {param.dtype}, and weights are floating point")
+        consumer = _consumers.get(param)
+        if consumer is not None and consumer() is not None:
+            raise ValueError(
+                f"{name} has an optimizer in its backward pass already: close() that one first"
+            )
+
+    def name_of(self, param: nn.Parameter, index: int) -> str:
+        """What messages call it."""
+        return self._names.get(param, f"parameter {index} of shape {tuple(param.shape)}")
+
+    def owners(self, param: nn.Parameter) -> list[nn.Module]:
+        """The layers that have it."""
+        return self._owners.get(param, [])
+
+    def fusable_owner(self, param: nn.Parameter) -> nn.Module | None:
+        """The one layer that has it, if it is one whose weight gradient need not be made."""
+        owners = self.owners(param)
+        if len(owners) != 1 or not is_fusable(owners[0]) or owners[0].weight is not param:
+            return None
+        return owners[0]
+
+
+def attach(
+    slot: Slot, consumer: Consumer, owners: Iterable[nn.Module], fusable: nn.Module | None
+) -> list[Callable[[], Any]]:
+    """Has a weight's gradients told to the consumer, who may go away; returns what undoes it."""
+    told = weakref.ref(consumer)
+
+    def param_arrived(_: Tensor) -> None:
+        if (found := told()) is not None:
+            found.param_arrived(slot)
+
+    def uses_arrived(uses: Uses) -> None:
+        if (found := told()) is not None:
+            found.uses_arrived(slot, uses)
+
+    param = slot.param
+    _consumers[param] = told
+    undo = [
+        param.register_post_accumulate_grad_hook(param_arrived).remove,
+        lambda: _consumers.pop(param, None),
+    ]
+    for owner in owners:
+        hook = owner.register_forward_pre_hook(lambda module, _: slot.is_used(module))
+        undo.append(hook.remove)
+    if fusable is not None:
+        slot.handle = handle = fuse(fusable, uses_arrived)
+        undo.append(lambda: unfuse(handle))
+    return undo
+
+
+def run_all(actions: list[Callable[[], Any]]) -> None:
+    """Calls them and forgets them."""
+    while actions:
+        actions.pop()()
+
+
+def split_model(
+    model_or_params: nn.Module | Iterable[Any], model: nn.Module | None, name: str
+) -> tuple[nn.Module | None, Iterable[Any]]:
+    """The model, if there is one, and what torch.optim takes for parameters.
+
+    Raises:
+        ValueError: two models, or one without weights to train.
+    """
+    if not isinstance(model_or_params, nn.Module):
+        if model is None:
+            warnings.warn(
+                f"{name} was given parameters and no model: every gradient is consumed by a hook,"
+                " but weights of linear layers and embeddings have theirs made first. Give the"
+                " model, or model= beside parameter groups",
+                stacklevel=4,
+            )
+        return model, model_or_params
+    if model is not None and model is not model_or_params:
+        raise ValueError("the model is given twice, and the two differ")
+    params = [param for param in model_or_params.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError("the model has no parameter that requires grad")
+    return model_or_params, params
+
+
+def checked_dtypes(slots: Iterable[Slot], stochastic_rounding: bool, master: str | None) -> None:
+    """Raises ValueError where an option for bfloat16 weights finds none."""
+    if not (stochastic_rounding or master):
+        return
+    option = "stochastic_rounding" if stochastic_rounding else 'master="split"'
+    if not any(slot.param.dtype == torch.bfloat16 for slot in slots):
+        raise ValueError(f"{option} is for bfloat16 weights, and there are none")

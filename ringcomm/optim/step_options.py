@@ -1,0 +1,122 @@
+"""How an optimizer in the backward pass makes a step: the options of Lomo and AdaLomo."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal, TypedDict
+
+import torch.distributed as dist
+from torch import nn
+
+from ringcomm.optim.layouts import Split
+
+
+class StepArguments(TypedDict, total=False):
+    """The keyword arguments of StepOptions."""
+
+    clip_grad_norm: float | None
+    clip_grad_value: float | None
+    clip_mode: Literal["deferred", "two_pass"] | None
+    max_held_bytes: int | None
+    loss_scale: float | Literal["dynamic"] | None
+    overflow: Literal["veto", "skip_layer"] | None
+    accumulation_steps: int
+    group: dist.ProcessGroup | None
+    overlap: bool | None
+    splits: Mapping[nn.Parameter, Split] | None
+    stochastic_rounding: bool
+    master: Literal["split"] | None
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Checked; see Lomo for what they mean.
+
+    Raises:
+        ValueError: a value is out of its range, or two exclude each other.
+    """
+
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    clip_mode: str | None = None
+    max_held_bytes: int | None = None
+    loss_scale: float | str | None = None
+    overflow: str | None = None
+    accumulation_steps: int = 1
+    group: dist.ProcessGroup | None = None
+    overlap: bool | None = None
+    splits: Mapping[nn.Parameter, Split] | None = None
+    stochastic_rounding: bool = False
+    master: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_positive("clip_grad_norm", self.clip_grad_norm)
+        _check_positive("clip_grad_value", self.clip_grad_value)
+        _check_positive("max_held_bytes", self.max_held_bytes)
+        _check_one_of("clip_mode", self.clip_mode, ("deferred", "two_pass"))
+        _check_one_of("overflow", self.overflow, ("veto", "skip_layer"))
+        _check_one_of("master", self.master, ("split",))
+        if self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
+        for is_wrong, why in (
+            (
+                self.clip_grad_norm is not None and self.clip_grad_value is not None,
+                "clip_grad_norm and clip_grad_value exclude each other",
+            ),
+            (
+                self.overflow is not None and self.loss_scale is None,
+                "overflow says what a loss scale does, and there is none: set loss_scale",
+            ),
+            (
+                self.clip_grad_norm is not None and self.overflow == "skip_layer",
+                "a norm is known only where the whole step is: clip_grad_norm wants"
+                ' overflow="veto"',
+            ),
+            (
+                self.clip_mode is not None and not self.looks_ahead,
+                "clip_mode says how a step is looked at before it is made, and nothing asks for"
+                ' it: set clip_grad_norm, or a loss_scale with overflow="veto"',
+            ),
+            (
+                self.max_held_bytes is not None and self.mode != "deferred",
+                "max_held_bytes limits what a deferred step holds, and nothing is deferred",
+            ),
+            (
+                self.mode == "two_pass" and self.accumulation_steps > 1,
+                'clip_mode="two_pass" runs one backward twice, and cannot accumulate over several:'
+                ' clip_mode="deferred"',
+            ),
+            (
+                self.master is not None and self.stochastic_rounding,
+                'master="split" rounds nothing away: stochastic_rounding has no use beside it',
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(why)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether something of the whole step must be known before it is made."""
+        is_vetoed = self.loss_scale is not None and self.overflow != "skip_layer"
+        return self.clip_grad_norm is not None or is_vetoed
+
+    @property
+    def mode(self) -> str:
+        """When weights are written: "immediate" (in the backward), "deferred" or "two_pass"."""
+        return (self.clip_mode or "deferred") if self.looks_ahead else "immediate"
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} is a positive number or None, got {value!r}")
+
+
+def _check_one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name} is None or one of {', '.join(allowed)}, got {value!r}")
