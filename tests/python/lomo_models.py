@@ -1,0 +1,132 @@
+"""Small models with everything that a weight can go through, for the tests of LOMO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB = 37
+
+
+class Net(nn.Module):
+    """A byte model with an embedding, norms, biases, a convolution, and a block that runs twice."""
+
+    def __init__(self, *, tied: bool = False, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16, padding_idx=3)
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 40)
+        self.down = nn.Linear(40, 16, bias=False)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.reentrant = reentrant
+
+    def block(self, x: Tensor) -> Tensor:
+        y = self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.down(torch.nn.functional.gelu(self.up(y)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            if self.reentrant is None or not torch.is_grad_enabled():
+                x = self.block(x)
+            else:
+                x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        logits = self.head(x).float()
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a low-rank one beside it, in the manner of LoRA, and a frozen table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16).requires_grad_(False)
+        self.base = nn.Linear(16, 24).requires_grad_(False)
+        self.a, self.b = nn.Linear(16, 4, bias=False), nn.Linear(4, 24, bias=False)
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        logits = self.head(self.base(x) + self.b(self.a(x))).float()
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Bypass(nn.Module):
+    """A table whose weight is also used as it is, behind its layer's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.up(self.embed(ids)))
+        logits = nn.functional.linear(x, self.embed.weight).float()
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "tied": lambda: Net(tied=True),
+    "checkpoint": lambda: Net(reentrant=False),
+    "reentrant": lambda: Net(tied=True, reentrant=True),
+    "low_rank": LowRank,
+    "bypass": Bypass,
+}
+
+
+def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]().to(dtype)
+
+
+def batches(count: int, seed: int = 1, rows: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (rows, 9), generator=generator) for _ in range(count)]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train_sgd(
+    model: nn.Module,
+    data: list[Tensor],
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    micro_batches: int = 1,
+) -> list[float]:
+    """torch's SGD with decoupled decay, the oracle; returns the norms that were clipped."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    sgd = torch.optim.SGD(params, lr=lr)
+    norms = []
+    for begin in range(0, len(data), micro_batches):
+        for ids in data[begin : begin + micro_batches]:
+            model(ids).backward()
+        if clip_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(params, clip_norm)))
+        if clip_value is not None:
+            nn.utils.clip_grad_value_(params, clip_value)
+        with torch.no_grad():
+            for param in params:
+                param.mul_(1 - lr * weight_decay)
+        sgd.step()
+        sgd.zero_grad()
+    return norms
+
+
+def distance(model: nn.Module, expected: nn.Module) -> float:
+    """The largest difference of two models' weights."""
+    return max(
+        float((a.detach().double() - b.detach().double()).abs().max())
+        for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+    )

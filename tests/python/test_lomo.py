@@ -1,0 +1,567 @@
+"""LOMO in one process: the same steps as SGD, whatever the model, and nothing half done."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from lomo_models import MODELS, Bypass, LowRank, Net, batches, distance, make, train_sgd, weights
+from torch import Tensor, nn
+
+from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
+
+LR = 0.3
+
+
+def train(opt: InBackwardOptimizer, model: nn.Module, data: list[Tensor]) -> list[float]:
+    """The ordinary loop; returns the norms that were clipped."""
+    norms = []
+    two_pass = opt.options.mode == "two_pass"
+    for begin in range(0, len(data), opt.options.accumulation_steps):
+        for ids in data[begin : begin + opt.options.accumulation_steps]:
+            loss = model(ids)
+            if two_pass:
+                opt.backward(loss)
+            else:
+                opt.scale(loss).backward()
+        opt.step()
+        opt.zero_grad()
+        if opt.grad_norm is not None:
+            norms.append(opt.grad_norm)
+    return norms
+
+
+# ---- the same steps as SGD
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.2},
+        {"accumulation_steps": 3},
+        {"clip_grad_value": 0.003},
+        {"clip_grad_norm": 0.1},
+        {"clip_grad_norm": 0.1, "weight_decay": 0.2, "accumulation_steps": 2},
+        {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
+        {"loss_scale": 256.0},
+        {"loss_scale": "dynamic", "clip_grad_norm": 0.1, "clip_mode": "two_pass"},
+        {"loss_scale": "dynamic", "overflow": "skip_layer"},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "default",
+)
+def test_steps_are_those_of_sgd(name: str, options: dict[str, Any]) -> None:
+    """At most three times as far from float64 as torch's SGD, and an ulp of the largest weight."""
+    model, sgd = make(name), make(name)
+    exact = copy.deepcopy(sgd).double()
+    data = batches(6)
+    torch_options = {
+        "weight_decay": options.get("weight_decay", 0.0),
+        "clip_norm": options.get("clip_grad_norm"),
+        "clip_value": options.get("clip_grad_value"),
+        "micro_batches": options.get("accumulation_steps", 1),
+    }
+    train_sgd(sgd, data, LR, **torch_options)
+    norms = train_sgd(exact, data, LR, **torch_options)
+    opt = Lomo(model, LR, **options)
+    got = train(opt, model, data)
+    assert distance(model, exact) <= 3 * distance(sgd, exact) + 2**-22
+    assert distance(model, make(name)) > 1e-3  # it did train
+    assert got == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_rounded_once(dtype: torch.dtype) -> None:
+    model, sgd = make("plain", dtype=dtype), make("plain", dtype=dtype)
+    exact = make("plain", dtype=dtype).double()
+    data = batches(4)
+    train_sgd(sgd, data, LR)
+    train_sgd(exact, data, LR)
+    train(Lomo(model, LR), model, data)
+    assert distance(model, exact) <= 1.5 * distance(sgd, exact)
+
+
+def test_a_wrong_step_would_be_seen() -> None:
+    model, sgd = make("plain"), make("plain")
+    exact = copy.deepcopy(sgd).double()
+    data = batches(6)
+    train_sgd(sgd, data, LR)
+    train_sgd(exact, data, LR)
+    train(Lomo(model, LR * (1 + 1e-4)), model, data)
+    assert distance(model, exact) > 3 * distance(sgd, exact) + 2**-22
+
+
+def test_weights_are_new_when_backward_returns_and_no_gradient_is_left() -> None:
+    model = make("plain")
+    before = weights(model)
+    opt = Lomo(model, LR)
+    model(batches(1)[0]).backward()
+    for name, param in model.named_parameters():
+        assert param.grad is None, name
+        assert not torch.equal(param, before[name]), name
+
+
+def test_gradients_of_fused_layers_are_never_made() -> None:
+    """Of weights, autograd's own accumulation sees none but what has no fused layer."""
+    model = Net()
+    opt = Lomo(model, LR)
+    made = [
+        name
+        for name, param in model.named_parameters()
+        if name.endswith("weight") and _reaches(model(batches(1)[0]).grad_fn, param)
+    ]
+    assert made == ["mix.weight", "norm.weight"]
+
+
+def _reaches(node: Any, param: nn.Parameter) -> bool:
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is param:
+            return True
+        todo += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def test_autocast() -> None:
+    model, sgd = make("plain"), make("plain")
+    data = batches(3)
+    opt = Lomo(model, LR)
+    reference = torch.optim.SGD(sgd.parameters(), LR)
+    for ids in data:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, expected = model(ids), sgd(ids)
+        loss.backward()
+        expected.backward()
+        opt.step()
+        reference.step()
+        reference.zero_grad()
+    exact = make("plain").double()
+    train_sgd(exact, data, LR)
+    assert distance(model, exact) <= 1.5 * distance(sgd, exact)
+
+
+def test_compiled_models_train() -> None:
+    model, sgd = make("low_rank"), make("low_rank")
+    data = batches(2)
+    opt = Lomo(model, LR)
+    train(opt, torch.compile(model, backend="aot_eager"), data)
+    train_sgd(sgd, data, LR)
+    assert distance(model, sgd) < 1e-6
+
+
+def test_parameters_alone_say_that_nothing_is_fused() -> None:
+    model, sgd = make("plain"), make("plain")
+    with pytest.warns(UserWarning, match="and no model"):
+        opt = Lomo(model.parameters(), LR)
+    assert type(model.up) is nn.Linear
+    data = batches(3)
+    train(opt, model, data)
+    train_sgd(sgd, data, LR)
+    assert distance(model, sgd) < 1e-6
+
+
+# ---- an optimizer like torch's
+
+
+def test_groups_schedulers_and_hooks() -> None:
+    model, sgd = make("plain"), make("plain")
+    data = batches(5)
+
+    def groups(of: nn.Module) -> list[dict[str, Any]]:
+        matrices = [param for param in of.parameters() if param.dim() > 1]
+        return [{"params": matrices}, {"params": [of.norm.weight, of.norm.bias], "lr": 0.05}]
+
+    opt = Lomo(groups(model), LR, model=model)
+    opt.add_param_group({"params": [model.up.bias, model.mix.bias], "lr": 0.01})
+    assert type(model.up).__name__ == "FusedLinear"
+    reference = torch.optim.SGD(groups(sgd), LR)
+    reference.add_param_group({"params": [sgd.up.bias, sgd.mix.bias], "lr": 0.01})
+    calls: list[str] = []
+    opt.register_step_post_hook(lambda *_: calls.append("step"))
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(each, start_factor=0.0001, total_iters=4)
+        for each in (opt, reference)
+    ]
+    for ids in data:
+        model(ids).backward()
+        sgd(ids).backward()
+        opt.step()
+        reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        opt.zero_grad()
+        reference.zero_grad()
+    assert distance(model, sgd) < 1e-6
+    assert calls == ["step"] * 5
+
+
+def test_closures() -> None:
+    model, sgd = make("plain"), make("plain")
+    data = batches(2)
+    opt = Lomo(model, LR, clip_grad_norm=0.1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = model(data[0])
+        loss.backward()
+        return loss
+
+    assert float(opt.step(closure).detach()) == pytest.approx(float(sgd(data[0]).detach()), rel=1e-6)
+    train_sgd(sgd, data[:1], LR, clip_norm=0.1)
+    assert distance(model, sgd) < 1e-6
+
+
+def test_gradients_set_by_hand_are_applied_by_step() -> None:
+    model = make("plain")
+    before = weights(model)
+    opt = Lomo(model, LR)
+    opt.step()  # nothing to do
+    model.up.weight.grad = torch.ones_like(model.up.weight)
+    opt.step()
+    assert torch.equal(model.up.weight, before["up.weight"] - torch.tensor(LR))
+    assert model.up.weight.grad is None
+    assert torch.equal(model.down.weight, before["down.weight"])
+
+
+def test_some_micro_batches_have_no_gradient() -> None:
+    """What has come is applied by step(), as torch's accumulated gradients are."""
+    model, sgd = make("plain"), make("plain")
+    data = batches(2)
+    opt = Lomo(model, LR, accumulation_steps=3)
+    for ids in data:
+        model(ids).backward()
+    opt.step()
+    train_sgd(sgd, data, LR, micro_batches=2)
+    assert distance(model, sgd) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Lomo, {"stochastic_rounding": True, "seed": 5}),
+        (Lomo, {"master": "split", "clip_grad_norm": 0.1}),
+        (Lomo, {"loss_scale": "dynamic"}),
+        (AdaLomo, {"stochastic_rounding": True}),
+        (AdaLomo, {"master": "split", "accumulation_steps": 2}),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(kind: type[Any], options: dict[str, Any]) -> None:
+    data = batches(8)
+    model = make("plain", dtype=torch.bfloat16)
+    opt = kind(model, 0.05, **options)
+    train(opt, model, data[:4])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(opt, model, data[4:])
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = make("plain", seed=9, dtype=torch.bfloat16)
+    again.load_state_dict(saved["model"])
+    resumed = kind(again, 0.05, **options)
+    resumed.load_state_dict(saved["opt"])
+    train(resumed, again, data[4:])
+    for name, param in again.named_parameters():
+        assert torch.equal(param, dict(model.named_parameters())[name]), name
+    assert resumed.loss_scale == opt.loss_scale
+
+
+def test_stochastic_rounding_moves_what_rounding_to_nearest_loses() -> None:
+    """Weights near 1 and steps of 2^-12: lost where they are rounded to nearest."""
+    moved = {}
+    for rounds in (False, True):
+        layer = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+        nn.init.ones_(layer.weight)
+        opt = Lomo(layer, 2.0**-12, stochastic_rounding=rounds)
+        for _ in range(64):
+            layer(torch.full([1, 64], -1.0, dtype=torch.bfloat16)).sum().backward()
+            opt.step()
+        moved[rounds] = float(layer.weight.double().mean()) - 1
+    assert moved[False] == 0
+    assert moved[True] == pytest.approx(64 * 2.0**-12, rel=0.05)
+
+
+def test_split_weights_are_fp32_weights() -> None:
+    """The gradients of bfloat16 weights, applied to fp32 ones: the same bits, in two halves."""
+    model = make("plain", dtype=torch.bfloat16)
+    opt = Lomo(model, 1e-3, master="split")
+    exact = {name: param.float() for name, param in weights(model).items()}
+    twin = make("plain", dtype=torch.bfloat16)
+    for ids in batches(5):
+        twin.load_state_dict(model.state_dict())
+        twin.zero_grad()
+        twin(ids).backward()
+        model(ids).backward()
+        opt.step()
+        for name, param in twin.named_parameters():
+            if name in ("norm.weight", "norm.bias", "up.bias", "mix.weight", "mix.bias"):
+                exact[name] = torch.add(exact[name], param.grad.float(), alpha=-1e-3)
+    for name in ("norm.weight", "norm.bias", "up.bias", "mix.weight", "mix.bias"):
+        param = dict(model.named_parameters())[name]
+        bits = param.detach().view(torch.int16).int() << 16
+        whole = (bits + opt.state[param]["low"].int()).view(torch.float32)
+        assert torch.equal(whole, exact[name]), name
+
+
+# ---- nothing half done
+
+
+class Spoil(torch.autograd.Function):
+    """Makes one element of a gradient infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        grad.view(-1)[0] = float("inf")
+        return grad
+
+
+def _loss(model: nn.Module, ids: Tensor, where: str | None) -> Tensor:
+    hook = None
+    if where is not None:
+        layer = model.get_submodule(where)
+        hook = layer.register_forward_hook(lambda _m, _a, out: Spoil.apply(out))
+    loss = model(ids)
+    if hook is not None:
+        hook.remove()
+    return loss
+
+
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+@pytest.mark.parametrize("where", ["head", "embed", "norm"])
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_an_overflow_changes_nothing_and_halves_the_scale(
+    kind: type[Any], where: str, mode: Any, clip: float | None
+) -> None:
+    model = make("plain")
+    opt = kind(model, LR, loss_scale="dynamic", clip_mode=mode, clip_grad_norm=clip)
+    opt._loss_scale.growth_interval = 2
+    train(opt, model, batches(1))
+    before, state = weights(model), copy.deepcopy(opt.state_dict())
+    assert opt.loss_scale == 2.0**16
+    opt.backward(_loss(model, batches(1)[0], where))
+    opt.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]), name
+    assert opt.loss_scale == 2.0**15
+    for key, entry in opt.state_dict()["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, state["state"][key][name])
+    assert opt.state_dict()["param_groups"] == state["param_groups"]
+    train(opt, model, batches(2))
+    assert opt.loss_scale == 2.0**16  # has regrown
+    assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_skipped_layers_are_left_out() -> None:
+    model = make("plain")
+    opt = Lomo(model, LR, loss_scale="dynamic", overflow="skip_layer")
+    before = weights(model)
+    opt.scale(_loss(model, batches(1)[0], "embed")).backward()
+    opt.step()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert "embed.weight" not in changed
+    assert {"head.weight", "up.weight", "down.weight"} <= changed
+    assert opt.loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
+def test_a_loss_that_is_nan_writes_nothing(options: dict[str, Any]) -> None:
+    model = make("plain")
+    opt = Lomo(model, LR, **options)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"not finite.*no weight has been written"):
+        (model(batches(1)[0]) * float("nan")).backward()
+        opt.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]), name
+    opt.zero_grad()
+    train(opt, model, batches(1))  # and goes on
+
+
+def test_held_gradients_have_a_limit() -> None:
+    model = make("plain")
+    opt = Lomo(model, LR, clip_grad_norm=1.0, max_held_bytes=4000)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"max_held_bytes is 4000; nothing has been written"):
+        model(batches(1)[0]).backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]), name
+
+
+def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
+    for tokens, is_dense in ((4, False), (400, True)):
+        layer = nn.Linear(64, 64, bias=False)
+        opt = Lomo(layer, LR, clip_grad_norm=1.0)
+        layer(torch.randn(tokens, 64)).sum().backward()
+        held = opt._slots[0].held
+        assert held is not None
+        assert (type(held).__name__ == "DenseGradient") is is_dense
+        assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
+
+
+# ---- what is refused
+
+
+def test_backward_twice() -> None:
+    model = make("plain")
+    opt = Lomo(model, LR)
+    model(batches(1)[0]).backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"head\.weight got a gradient after its update"):
+        model(batches(1)[0]).backward()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]), name
+    opt.zero_grad()
+    model(batches(1)[0]).backward()
+
+
+def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
+    for options, match in (
+        ({"loss_scale": 8.0}, r"opt\.scale\(loss\)\.backward\(\)"),
+        ({"clip_grad_norm": 1.0, "clip_mode": "two_pass"}, r"opt\.backward\(loss\)"),
+    ):
+        model = make("plain")
+        opt = Lomo(model, LR, **options)  # type: ignore[arg-type]
+        before = weights(model)
+        with pytest.raises(RuntimeError, match=match):
+            model(batches(1)[0]).backward()
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        opt.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lr": 0.0}, "lr is a positive"),
+        ({"lr": float("nan")}, "lr is a positive"),
+        ({"weight_decay": -1.0}, "weight_decay is 0 or more"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm is a positive"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value is a positive"),
+        ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "exclude each other"),
+        ({"clip_mode": "deferred"}, "nothing asks for it"),
+        ({"clip_mode": "later", "clip_grad_norm": 1.0}, "clip_mode is None or one of"),
+        ({"overflow": "veto"}, "set loss_scale"),
+        ({"loss_scale": "big"}, "loss_scale is None"),
+        ({"loss_scale": -2.0}, "loss_scale is None"),
+        ({"loss_scale": 2.0, "overflow": "skip_layer", "clip_grad_norm": 1.0}, "a norm is known"),
+        ({"max_held_bytes": 100}, "nothing is deferred"),
+        ({"accumulation_steps": 0}, "accumulation_steps is 1 or more"),
+        (
+            {"accumulation_steps": 2, "clip_grad_norm": 1.0, "clip_mode": "two_pass"},
+            "cannot accumulate",
+        ),
+        ({"stochastic_rounding": True}, "for bfloat16 weights, and there are none"),
+        ({"master": "split"}, "for bfloat16 weights, and there are none"),
+        ({"master": "split", "stochastic_rounding": True}, "has no use beside it"),
+        ({"master": "fp32"}, "master is None or one of split"),
+        ({"seed": -1}, "seed is a number of 32 bits"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
+def test_options_that_are_wrong(kind: type[Any], options: dict[str, Any], match: str) -> None:
+    model = make("plain")
+    with pytest.raises(ValueError, match=match):
+        kind(model, **options)
+    Lomo(model, LR)  # nothing is left of the one that failed
+
+
+def test_models_that_are_wrong() -> None:
+    model, other = Net(), Net()
+    with pytest.raises(ValueError, match="none of the model's"):
+        Lomo([other.up.weight], LR, model=model)
+    with pytest.raises(ValueError, match="the two differ"):
+        Lomo(model, LR, model=other)
+    with pytest.raises(ValueError, match="does not require grad"):
+        Lomo([LowRank().base.weight], LR, model=None)
+    with pytest.raises(ValueError, match="no parameter that requires grad"):
+        Lomo(Net().requires_grad_(False), LR)
+    with pytest.raises(ValueError, match="sparse gradients"):
+        Lomo(nn.Sequential(nn.Embedding(4, 4, sparse=True)), LR)
+    opt = Lomo(model, LR)
+    with pytest.raises(ValueError, match=r"embed\.weight has an optimizer"):
+        AdaLomo(model, LR)
+    opt.close()
+    AdaLomo(model, LR)
+
+
+def test_a_learning_rate_that_a_scheduler_has_spoilt() -> None:
+    model = make("plain")
+    opt = Lomo(model, LR)
+    opt.param_groups[0]["lr"] = -0.1
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"the lr of head\.weight is 0 or more"):
+        model(batches(1)[0]).backward()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_weights_tied_too_late() -> None:
+    model = Net()
+    opt = Lomo(model, LR)
+    model.head.weight = model.embed.weight
+    with pytest.raises(RuntimeError, match="tied to another layer after the optimizer was made"):
+        model(batches(1)[0])
+
+
+# ---- coming and going
+
+
+def test_a_model_is_torchs_own_again() -> None:
+    for ends in ("close", "del"):
+        model = Net()
+        opt = Lomo(model, LR)
+        assert type(model.up) is not nn.Linear
+        if ends == "close":
+            opt.close()
+        del opt
+        gc.collect()
+        assert type(model.up) is nn.Linear
+        assert type(model.embed) is nn.Embedding
+        before = weights(model)
+        model(batches(1)[0]).backward()
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert model.up.weight.grad is not None
+
+
+def test_copies_of_a_model_are_ordinary() -> None:
+    model = Net()
+    opt = Lomo(model, LR)
+    twin = copy.deepcopy(model)
+    twin(batches(1)[0]).backward()
+    assert twin.up.weight.grad is not None
+    assert model.up.weight.grad is None
+
+
+def test_evaluation_in_between() -> None:
+    model, sgd = make("reentrant"), make("reentrant")
+    data = batches(3)
+    opt = Lomo(model, LR)
+    for ids in data:
+        with torch.no_grad():
+            model(ids)  # in training mode: counted as a use that is to come
+        model(ids).backward()
+        opt.step()
+    train_sgd(sgd, data, LR)
+    assert distance(model, sgd) < 1e-6
+
+
+def test_weights_used_behind_their_layers_back_can_be_moved() -> None:
+    model = Bypass()
+    opt = Lomo(model, LR)
+    model.to(torch.float64)
+    model.to(torch.float32)
+    train(opt, model, batches(2))

@@ -1,0 +1,324 @@
+"""LOMO and AdaLomo over several ranks: replicas, FSDP2's shards, our own, and split layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lomo_models import Net, batches, distance, make, train_sgd, weights
+from ranks import RankFailure, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ringcomm
+from ringcomm.optim import AdaLomo, Lomo, Split
+
+LR = 0.3
+ROWS = 12
+
+
+def parts(rank: int, world_size: int, count: int = 4) -> list[Tensor]:
+    """This rank's rows of each batch."""
+    size = ROWS // world_size
+    return [ids[rank * size : (rank + 1) * size] for ids in batches(count, rows=ROWS)]
+
+
+def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
+    for ids in data:
+        if opt.options.mode == "two_pass":
+            opt.backward(model(ids))
+        else:
+            opt.scale(model(ids)).backward()
+        opt.step()
+        opt.zero_grad()
+    norm: float | None = opt.grad_norm
+    return norm
+
+
+# ---- replicas
+
+
+def train_replica(
+    rank: int, kind: str, name: str, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], float | None]:
+    model = make(name, dtype=dtype)
+    optimizer = {"lomo": Lomo, "adalomo": AdaLomo}[kind]
+    opt = optimizer(model, LR if kind == "lomo" else 0.02, group=dist.group.WORLD, **options)
+    norm = run(opt, model, parts(rank, dist.get_world_size()))
+    assert all(param.grad is None for param in model.parameters())
+    return weights(model), norm
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"overlap": True},
+        {"clip_grad_value": 0.003},
+        {"clip_grad_norm": 0.1},
+        {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
+        {"loss_scale": "dynamic"},
+    ],
+    ids=lambda options: "-".join(map(str, options)) or "default",
+)
+def test_replicas_make_the_steps_of_one_process(world_size: int, options: dict[str, Any]) -> None:
+    results = run_ranks(world_size, train_replica, "lomo", "tied", torch.float32, options)
+    sgd = make("tied")
+    norms = train_sgd(
+        sgd,
+        batches(4, rows=ROWS),
+        LR,
+        weight_decay=options.get("weight_decay", 0.0),
+        clip_norm=options.get("clip_grad_norm"),
+        clip_value=options.get("clip_grad_value"),
+    )
+    for name, param in sgd.named_parameters():
+        torch.testing.assert_close(results[0][0][name], param.detach(), rtol=0, atol=1e-6)
+        for other, _ in results[1:]:
+            assert torch.equal(other[name], results[0][0][name]), name
+    if norms:
+        assert results[0][1] == pytest.approx(norms[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stochastic_rounding": True}, {"master": "split"}], ids=str
+)
+def test_replicas_of_bfloat16_stay_equal(kind: str, options: dict[str, Any]) -> None:
+    results = run_ranks(2, train_replica, kind, "plain", torch.bfloat16, options)
+    for name, value in results[0][0].items():
+        assert torch.equal(value, results[1][0][name]), name
+
+
+def test_replicas_over_gloo() -> None:
+    results = run_ranks(2, train_replica, "lomo", "tied", torch.float32, {}, backend="gloo")
+    sgd = make("tied")
+    train_sgd(sgd, batches(4, rows=ROWS), LR)
+    for name, param in sgd.named_parameters():
+        torch.testing.assert_close(results[0][0][name], param.detach(), rtol=0, atol=1e-6)
+        assert torch.equal(results[1][0][name], results[0][0][name])
+
+
+def count_passes(rank: int) -> set[str]:
+    model = make("plain")
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    before = ringcomm.stats()
+    run(opt, model, parts(rank, 2, 1))
+    after = ringcomm.stats()
+    return {name for (name, how), n in after.items() if n != before.get((name, how))}
+
+
+def test_weights_are_reduced_updated_and_gathered_in_one_pass() -> None:
+    """All but the first of each step, whose gradient is looked at before anything is written."""
+    for names in run_ranks(2, count_passes):
+        assert names == {"all_reduce", "reduce_scatter_update_all_gather"}
+
+
+# ---- what goes wrong on one rank
+
+
+def overflow_on_one(rank: int, kind: str, mode: str) -> list[Any]:
+    model = make("plain")
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](
+        model, LR, group=dist.group.WORLD, loss_scale="dynamic", clip_mode=mode
+    )
+    before = weights(model)
+    loss = model(parts(rank, 2, 1)[0])
+    opt.backward(loss * (float("inf") if rank == 1 else 1.0))
+    opt.step()
+    unchanged = all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    scale = opt.loss_scale
+    run(opt, model, parts(rank, 2, 2))
+    return [unchanged, scale, {n: t.clone() for n, t in weights(model).items()}]
+
+
+@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+def test_an_overflow_on_one_rank_changes_nothing_on_any(kind: str, mode: str) -> None:
+    results = run_ranks(2, overflow_on_one, kind, mode)
+    for unchanged, scale, _ in results:
+        assert unchanged
+        assert scale == 2.0**15
+    for name, value in results[0][2].items():
+        assert torch.equal(value, results[1][2][name])
+
+
+def nan_on_one(rank: int) -> str:
+    model = make("plain")
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    before = weights(model)
+    loss = model(parts(rank, 2, 1)[0])
+    with pytest.raises(RuntimeError, match="not finite") as caught:
+        (loss * float("nan") if rank == 0 else loss).backward()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    opt.zero_grad()
+    run(opt, model, parts(rank, 2, 1))
+    return str(caught.value)
+
+
+def test_a_loss_that_is_nan_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(2, nan_on_one)
+    assert first == second
+    assert "head.weight" in first
+
+
+def missing_on_one(rank: int) -> None:
+    model = make("plain")
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    if rank == 1:
+        model.mix.requires_grad_(False)
+    run(opt, model, parts(rank, 2, 1))
+
+
+def test_a_gradient_that_is_missing_on_one_rank_is_an_error() -> None:
+    with pytest.raises(RankFailure, match="MismatchError"):
+        run_ranks(2, missing_on_one)
+
+
+# ---- FSDP2
+
+
+def train_fsdp2(rank: int, kind: str, options: dict[str, Any], dims: int) -> Any:
+    model = make("plain")
+    mesh = (
+        init_device_mesh("cpu", (dist.get_world_size(),))
+        if dims == 1
+        else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    )
+    for layer in (model.embed, model.up, model.down):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, LR, **options)
+    norm = run(opt, model, parts(rank, dist.get_world_size()))
+    assert all(param.grad is None for param in model.parameters())
+    whole = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+    return whole, norm
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"loss_scale": 64.0}], ids=str)
+def test_fsdp2(world_size: int, options: dict[str, Any]) -> None:
+    results = run_ranks(world_size, train_fsdp2, "lomo", options, 1)
+    sgd = make("plain")
+    norms = train_sgd(
+        sgd, batches(4, rows=ROWS), LR, clip_norm=options.get("clip_grad_norm")
+    )
+    for whole, norm in results:
+        for name, param in sgd.named_parameters():
+            torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=1e-6)
+        if norms:
+            assert norm == pytest.approx(norms[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_adalomo_over_fsdp2_is_adalomo(dims: int) -> None:
+    """Means over rows and columns are those of the whole matrix, whoever holds it."""
+    results = run_ranks(2 if dims == 1 else 4, train_fsdp2, "adalomo", {}, dims)
+    model = make("plain")
+    run(AdaLomo(model, LR), model, batches(4, rows=ROWS))
+    for whole, _ in results:
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=2e-5)
+
+
+# ---- tensor parallelism by hand
+
+
+class Columns(nn.Module):
+    """An MLP whose hidden features are split over a group; the norm is on every rank."""
+
+    def __init__(self, whole: nn.Sequential, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        norm, up, down = whole[0], whole[1], whole[3]
+        rank, size = group.rank(), group.size()
+        self.group = group
+        self.norm = copy.deepcopy(norm)
+        self.up = nn.Linear(up.in_features, up.out_features // size, bias=False)
+        self.down = nn.Linear(down.in_features // size, down.out_features, bias=False)
+        with torch.no_grad():
+            self.up.weight.copy_(up.weight.chunk(size, 0)[rank])
+            self.down.weight.copy_(down.weight.chunk(size, 1)[rank])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Copy.apply(self.norm(x), self.group.group_name)
+        return _Sum.apply(self.down(torch.relu(self.up(x))), self.group.group_name)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.ringcomm.all_reduce(grad, "sum", ctx.name), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        return torch.ops.ringcomm.all_reduce(x, "sum", name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _whole() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.ReLU(), nn.Linear(24, 8, bias=False)
+    )
+
+
+def train_columns(rank: int, kind: str, options: dict[str, Any]) -> tuple[Any, float | None]:
+    group = dist.group.WORLD
+    assert group is not None
+    model = Columns(_whole(), group)
+    splits = {model.up.weight: Split(group, 0), model.down.weight: Split(group, 1)}
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, splits=splits, **options)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+        opt.step()
+    return weights(model), opt.grad_norm
+
+
+@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.01}], ids=str)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_split_layers(world_size: int, kind: str, options: dict[str, Any]) -> None:
+    """Norms and means over the whole of each matrix, and replicated weights counted once."""
+    results = run_ranks(world_size, train_columns, kind, options)
+    whole = _whole()
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](whole, 0.1, **options)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        whole(torch.randn(6, 8, generator=generator)).square().mean().backward()
+        opt.step()
+    up = torch.cat([found["up.weight"] for found, _ in results], 0)
+    down = torch.cat([found["down.weight"] for found, _ in results], 1)
+    torch.testing.assert_close(up, whole[1].weight.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(down, whole[3].weight.detach(), rtol=0, atol=1e-5)
+    for found, norm in results:
+        torch.testing.assert_close(found["norm.weight"], whole[0].weight.detach(), atol=1e-5, rtol=0)
+        if options:
+            assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
+
+
+def test_models_that_reduce_by_themselves() -> None:
+    run_ranks(2, _refused)
+
+
+def _refused(rank: int) -> None:
+    model = nn.parallel.DistributedDataParallel(Net())
+    with pytest.raises(ValueError, match="give the model itself, and group="):
+        Lomo(model, LR)
+    assert distance(model, make("plain")) >= 0
