@@ -92,7 +92,7 @@ class AdaLomo(InBackwardOptimizer):
         beta2 = 1.0 - (group["step"] + 1) ** group["decay_rate"]
         low, clip_value = state.get("low"), self.options.clip_grad_value
         lr, seed = self._lr_of(slot), self._rounding_seed(slot)
-        if isinstance(gradient, LinearGradient):
+        if isinstance(gradient, LinearGradient) and not slot.layout.groups:
             _ops.linear_adalomo_update_(
                 slot.local,
                 gradient.x,
