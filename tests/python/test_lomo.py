@@ -215,7 +215,9 @@ def test_closures() -> None:
         loss.backward()
         return loss
 
-    assert float(opt.step(closure).detach()) == pytest.approx(float(sgd(data[0]).detach()), rel=1e-6)
+    assert float(opt.step(closure).detach()) == pytest.approx(
+        float(sgd(data[0]).detach()), rel=1e-6
+    )
     train_sgd(sgd, data[:1], LR, clip_norm=0.1)
     assert distance(model, sgd) < 1e-6
 

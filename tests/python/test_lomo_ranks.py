@@ -206,9 +206,7 @@ def train_fsdp2(rank: int, kind: str, options: dict[str, Any], dims: int) -> Any
 def test_fsdp2(world_size: int, options: dict[str, Any]) -> None:
     results = run_ranks(world_size, train_fsdp2, "lomo", options, 1)
     sgd = make("plain")
-    norms = train_sgd(
-        sgd, batches(4, rows=ROWS), LR, clip_norm=options.get("clip_grad_norm")
-    )
+    norms = train_sgd(sgd, batches(4, rows=ROWS), LR, clip_norm=options.get("clip_grad_norm"))
     for whole, norm in results:
         for name, param in sgd.named_parameters():
             torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=1e-6)
@@ -308,7 +306,9 @@ def test_split_layers(world_size: int, kind: str, options: dict[str, Any]) -> No
     torch.testing.assert_close(up, whole[1].weight.detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(down, whole[3].weight.detach(), rtol=0, atol=1e-5)
     for found, norm in results:
-        torch.testing.assert_close(found["norm.weight"], whole[0].weight.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            found["norm.weight"], whole[0].weight.detach(), atol=1e-5, rtol=0
+        )
         if options:
             assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
 

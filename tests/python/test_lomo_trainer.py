@@ -1,0 +1,122 @@
+"""LOMO in the loops that others have written: transformers' Trainer, and Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringcomm.optim import AdaLomo, Lomo
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+VOCAB, LR, STEPS = 64, 0.05, 6
+
+
+def llama(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        **options,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def rows(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (count, 12), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def run_trainer(folder: Path, model: nn.Module, opt: Any, **options: Any) -> list[float]:
+    args = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+        **options,
+    )
+    scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, total_iters=STEPS)
+    trainer = transformers.Trainer(model, args, train_dataset=rows(32), optimizers=(opt, scheduler))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def closest(model: nn.Module, other: nn.Module) -> float:
+    return max(
+        float((a.detach() - b.detach()).abs().max())
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["none", "reentrant", "not"])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_trainer(tmp_path: Path, checkpointing: bool | None, tied: bool) -> None:
+    """The losses and weights of torch's SGD in the same Trainer."""
+    options: dict[str, Any] = {"max_grad_norm": 0.0}
+    if checkpointing is not None:
+        options["gradient_checkpointing"] = True
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": checkpointing}
+    ours, theirs = (llama(tie_word_embeddings=tied) for _ in range(2))
+    opt = Lomo(ours, LR)
+    losses = run_trainer(tmp_path, ours, opt, **options)
+    expected = run_trainer(tmp_path, theirs, torch.optim.SGD(theirs.parameters(), LR), **options)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert closest(ours, theirs) < 1e-6
+    assert opt.param_groups[0]["step"] == STEPS
+
+
+def test_trainer_accumulates(tmp_path: Path) -> None:
+    ours, theirs = llama(), llama()
+    options = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3}
+    opt = Lomo(ours, LR, accumulation_steps=3)
+    run_trainer(tmp_path, ours, opt, **options)
+    run_trainer(tmp_path, theirs, torch.optim.SGD(theirs.parameters(), LR), **options)
+    assert closest(ours, theirs) < 1e-6
+
+
+def test_trainers_own_accumulation_is_not_wrong_in_silence(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(RuntimeError, match="say accumulation_steps"):
+        run_trainer(tmp_path, model, Lomo(model, LR), gradient_accumulation_steps=3)
+
+
+def test_clipping_is_the_optimizers(tmp_path: Path) -> None:
+    """Trainer's max_grad_norm sees no gradients; clip_grad_norm of Lomo does the same."""
+    ours, theirs = llama(), llama()
+    opt = Lomo(ours, LR, clip_grad_norm=0.5)
+    run_trainer(tmp_path, ours, opt, max_grad_norm=0.0)
+    run_trainer(tmp_path, theirs, torch.optim.SGD(theirs.parameters(), LR), max_grad_norm=0.5)
+    assert closest(ours, theirs) < 1e-6
+
+
+def test_accelerate() -> None:
+    ours, theirs = llama(), llama()
+    accelerator = accelerate.Accelerator(cpu=True)
+    opt = AdaLomo(ours, LR)
+    model, wrapped = accelerator.prepare(ours, opt)
+    plain = AdaLomo(theirs, LR)
+    for row in rows(4):
+        ids = row["input_ids"][None]
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        wrapped.step()
+        wrapped.zero_grad()
+        theirs(input_ids=ids, labels=ids).loss.backward()
+        plain.step()
+    assert closest(ours, theirs) == 0
