@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     return MODELS[name]().to(dtype)
 

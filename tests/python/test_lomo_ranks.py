@@ -231,7 +231,7 @@ def test_adalomo_over_fsdp2_is_adalomo(dims: int) -> None:
 class Columns(nn.Module):
     """An MLP whose hidden features are split over a group; the norm is on every rank."""
 
-    def __init__(self, whole: nn.Sequential, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
         norm, up, down = whole[0], whole[1], whole[3]
         rank, size = group.rank(), group.size()
@@ -269,7 +269,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def _whole() -> nn.Sequential:
+def _whole() -> Any:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.ReLU(), nn.Linear(24, 8, bias=False)
