@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Measures whole training steps with LOMO and AdaLomo, beside torch's SGD and AdamW.
+
+    python benchmarks/lomo.py --world 2
+
+The main job's model, forward, backward and update, each optimizer in turn. With one rank: what the
+update in the backward pass costs, and exact clipping by gradients held or a second backward. With
+more, over ringcomm: gradients reduced inside the backward pass beside DistributedDataParallel.
+Losses must be those of SGD, clipped or not. One JSON line per way is appended to
+benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training.model import PRESETS, Llama, initial_weights
+
+from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
+from ringcomm.bench.losses import peak_extra_bytes
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import as_option, byte_count, comparison
+from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
+
+LEARNING_RATE = 0.01
+CLIP_NORM = 0.5
+# Steps whose losses are compared.
+CHECKED_STEPS = 3
+SUBJECT = "Lomo"
+
+
+@dataclass(frozen=True)
+class Way:
+    """An optimizer, how it clips, and whose losses it must have ("" for nobody's)."""
+
+    make: Callable[[nn.Module, dist.ProcessGroup | None], torch.optim.Optimizer]
+    same_as: str = ""
+    clips: bool = False
+
+
+def _torch(kind: str) -> Callable[[nn.Module, dist.ProcessGroup | None], torch.optim.Optimizer]:
+    def make(model: nn.Module, _: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+        if kind == "sgd":
+            return torch.optim.SGD(model.parameters(), LEARNING_RATE)
+        return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+    return make
+
+
+def _ours(
+    kind: type[Lomo | AdaLomo], **options: Any
+) -> Callable[[nn.Module, dist.ProcessGroup | None], torch.optim.Optimizer]:
+    def make(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+        return kind(model, LEARNING_RATE, group=group, **options)
+
+    return make
+
+
+WAYS: dict[str, Way] = {
+    SUBJECT: Way(_ours(Lomo), "SGD"),
+    "Lomo, overlapped": Way(_ours(Lomo, overlap=True), "SGD"),
+    "Lomo, clip deferred": Way(_ours(Lomo, clip_grad_norm=CLIP_NORM), "SGD, clip"),
+    "Lomo, clip two_pass": Way(
+        _ours(Lomo, clip_grad_norm=CLIP_NORM, clip_mode="two_pass"), "SGD, clip"
+    ),
+    "AdaLomo": Way(_ours(AdaLomo)),
+    "SGD": Way(_torch("sgd"), "SGD"),
+    "SGD, clip": Way(_torch("sgd"), "SGD, clip", clips=True),
+    "AdamW": Way(_torch("adamw")),
+}
+
+
+class GradientWatch:
+    """The most bytes of gradients that autograd keeps for parameters, seen whenever one is added.
+
+    Made before the optimizer, whose hooks come after these.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+        self.peak_bytes = 0
+        self._hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self._params]
+
+    def _look(self, _: Tensor) -> None:
+        alive = {
+            p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+            for p in self._params
+            if p.grad is not None
+        }
+        self.peak_bytes = max(self.peak_bytes, sum(alive.values()))
+
+    def stop(self) -> int:
+        """What was seen; no hook is left."""
+        for hook in self._hooks:
+            hook.remove()
+        return self.peak_bytes
+
+
+class Trainer:
+    """One rank's end of a model that is trained one way, on the same rows again and again."""
+
+    def __init__(self, name: str, team: Team, options: argparse.Namespace) -> None:
+        way = WAYS[name]
+        model = Llama(PRESETS[options.size])
+        model.load_state_dict(initial_weights(PRESETS[options.size], seed=0))
+        self._params = list(model.parameters())
+        self.watch = GradientWatch(model)
+        self._clips = way.clips
+        group = dist.group.WORLD if team.world_size > 1 else None
+        self._optimizer = way.make(model, group)
+        self._model: nn.Module = model
+        self._own = self._optimizer if isinstance(self._optimizer, InBackwardOptimizer) else None
+        if group is not None and self._own is None:
+            self._model = DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True
+            )
+        generator = torch.Generator().manual_seed(1 + team.rank)
+        rows = torch.randint(256, (options.rows, options.context + 1), generator=generator)
+        self._inputs, self._targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def step(self) -> float:
+        """Trains one step; the loss before it."""
+        loss = self._model(self._inputs, self._targets)
+        if self._own is not None:
+            self._own.backward(loss)
+        else:
+            loss.backward()
+        if self._clips:
+            nn.utils.clip_grad_norm_(self._params, CLIP_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def differing(team: Team, losses: dict[str, list[float]]) -> dict[str, int]:
+    """By way on how many ranks its losses are not those that it must have. Collective."""
+    wrong = {}
+    for name, found in losses.items():
+        expected = losses.get(WAYS[name].same_as, found)
+        is_same = torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4)
+        wrong[name] = sum(team.share(not is_same))
+    return wrong
+
+
+def run_rank(team: Team, options: argparse.Namespace) -> None:
+    """One rank: all ways in turn; rank 0 reports each one's records."""
+    if team.world_size > 1:
+        open_default_group(team, "ringcomm")
+    torch.set_num_threads(1)
+    watch = WeatherWatch(team)
+    trainers, losses, grad_bytes, extra_bytes = {}, {}, {}, {}
+    cpu = torch.device("cpu")
+    for name in options.ways:
+        trainer = Trainer(name, team, options)
+        losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
+        grad_bytes[name] = max(team.share(trainer.watch.stop()))
+        extra_bytes[name] = max(team.share(peak_extra_bytes(trainer.step, cpu)))
+        trainers[name] = trainer
+    wrong = differing(team, losses)
+    align = dist.barrier if team.world_size > 1 else lambda: None
+    steps = {name: Contender(trainer.step, align) for name, trainer in trainers.items()}  # type: ignore[arg-type]
+    timings, weather = watch.calmest(partial(measure, team, steps, options.seconds), options.repeats)
+    if timings is not None:
+        records = records_of(timings, SUBJECT, wrong, name="way")
+        for record in records:
+            record["grad_bytes"] = grad_bytes[record["way"]]
+            record["extra_bytes"] = extra_bytes[record["way"]]
+        team.report([record | weather.record() for record in records])
+    if team.world_size > 1:
+        dist.destroy_process_group()
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        record["way"],
+        *(f"{record[name] / 1e3:.1f}" for name in ("p50_us", "p99_us")),
+        byte_count(record["grad_bytes"] >> 10 << 10),
+        byte_count(record["extra_bytes"] >> 20 << 20),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = harness.make_parser(__doc__, seconds=60.0, per="run, for all ways")
+    add = parser.add_argument
+    add("--ways", type=as_option(words_of_ways), default=";".join(WAYS), help="separated by ;")
+    add("--world", type=int, default=2, help="ranks, all on this machine")
+    add("--size", choices=list(PRESETS), default="4.6M", help="parameters of the model")
+    add("--rows", type=int, default=4, help="rows of a rank's batch")
+    add("--context", type=int, default=128, help="tokens of a row")
+    options = parser.parse_args(argv)
+    for name in set(options.ways) - set(WAYS):
+        parser.error(f"--ways: {name!r} is not one of {'; '.join(WAYS)}")
+    if SUBJECT not in options.ways:
+        parser.error(f"--ways: {SUBJECT} is what the others are compared with")
+    if min(options.world, options.rows, options.context) < 1:
+        parser.error("wants 1 rank, 1 row and 1 token at least")
+    options.json = options.json or harness.default_path(f"lomo-w{options.world}")
+    return options
+
+
+def words_of_ways(text: str) -> list[str]:
+    """Names between semicolons."""
+    return [name.strip() for name in text.split(";") if name.strip()]
+
+
+def main(argv: list[str]) -> int:
+    """Measures; returns the exit code, 3 when losses are not those of SGD."""
+    options = parse(argv)
+    if options.world == 1:
+        options.ways = [name for name in options.ways if "overlapped" not in name]
+    largest = max(t.nbytes for t in initial_weights(PRESETS[options.size], 0).values())
+    dimensions = {
+        "world_size": options.world,
+        "size": options.size,
+        "num_params": PRESETS[options.size].num_params,
+        "largest_weight_bytes": largest,
+        "rows_per_rank": options.rows,
+        "tokens_per_row": options.context,
+    }
+    report = Report("lomo", options.json, **dimensions)
+    run_ranks(options.world, lambda team: run_rank(team, options), report.add)
+    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "memory", "time over Lomo's"]
+    caption = "Gradients: of parameters at most. Memory: of a step beyond what stays, at most."
+    table = table_of([*headers, "others %"], caption, report.records, row_of)
+    return report.finish(table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("lomo.py", main))
