@@ -176,7 +176,9 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
     wrong = differing(team, losses)
     align = dist.barrier if team.world_size > 1 else lambda: None
     steps = {name: Contender(trainer.step, align) for name, trainer in trainers.items()}  # type: ignore[arg-type]
-    timings, weather = watch.calmest(partial(measure, team, steps, options.seconds), options.repeats)
+    timings, weather = watch.calmest(
+        partial(measure, team, steps, options.seconds), options.repeats
+    )
     if timings is not None:
         records = records_of(timings, SUBJECT, wrong, name="way")
         for record in records:

@@ -1,8 +1,5 @@
-"""Systems over several ranks."""
+"""Systems that split training over ranks."""
 
-from torch import nn
+from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
-
-def find_shards(param: nn.Parameter) -> None:
-    """None."""
-    return
+__all__ = ["WeightShards", "find_shards"]
