@@ -55,8 +55,8 @@ def update_columns(
 
 @triton.jit
 def update_tile(
-    weight, low, product, first_row, first_col, num_out, num_in, decay, step, scale, clip_value, key,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    weight, low, product, first_row, first_col, num_out, num_in, decay, step, scale, clip_value,
+    key, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """The update of a tile, one half of its columns after the other: both at once would spill."""
     row = first_row + tl.arange(0, BLOCK_OUT)
@@ -125,7 +125,7 @@ def addressed_kernel(
     BLOCK_IN: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ):
-    """linear_sgd_update_ where rows of x and grad_out begin anywhere, or a GPU has no descriptors."""
+    """linear_sgd_update_ where rows begin anywhere, or the GPU has no descriptors."""
     first_row, first_col = tile_origin(num_out, num_in, BLOCK_OUT, BLOCK_IN)
     row, column = first_row + tl.arange(0, BLOCK_OUT), first_col + tl.arange(0, BLOCK_IN)
     token = tl.arange(0, BLOCK_TOKENS)

@@ -41,143 +41,196 @@ class Step(NamedTuple):
 
 
 def step_of(
-    lr: float, weight_decay: float, scale: float, clip_value: float | None, rounding_seed: int
+    op: str,
+    scale: float,
+    clip_value: float | None,
+    rounding_seed: int = -1,
+    lr: float = 0.0,
+    weight_decay: float = 0.0,
 ) -> Step:
-    """The numbers that kernels take."""
-    limit = limit_of(clip_value)
-    is_stochastic = rounding_seed >= 0
-    key = rounding_key(rounding_seed) if is_stochastic else 0
-    return Step(1.0 - lr * weight_decay, -lr, scale, limit, key, is_stochastic)
+    """The numbers that kernels take; ValueError where one is out of its range."""
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"ringcomm: {op} wants {name} to be a finite number from 0 on, got {value}"
+            )
+    if not math.isfinite(scale):
+        raise ValueError(f"ringcomm: {op} wants scale to be a finite number, got {scale}")
+    limit = math.inf if clip_value is None else clip_value
+    if not limit > 0:
+        raise ValueError(f"ringcomm: {op} wants clip_value to be positive or None, got {limit}")
+    key = rounding_key(rounding_seed)
+    return Step(1.0 - lr * weight_decay, -lr, scale, limit, key, rounding_seed >= 0)
 
 
-def limit_of(clip_value: float | None) -> float:
-    """The largest gradient; ValueError where there is none."""
-    if clip_value is None:
-        return math.inf
-    if not clip_value > 0:
-        raise ValueError(f"ringcomm: clip_value is positive or None, got {clip_value}")
-    return clip_value
+def check_first_elem(op: str, first_elem: int) -> None:
+    """The number of a weight's first element, in what it is a part of."""
+    if first_elem < 0:
+        raise ValueError(f"ringcomm: {op} wants first_elem from 0 on, got {first_elem}")
 
 
-# ---- tensors
+# ---- the weight
 
 
 def _is_dense(tensor: Tensor) -> bool:
     """One element behind the other, in whichever order."""
-    wanted = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((dim for dim in dims if dim[1] != 1), key=lambda dim: dim[0]):
+    wanted = 1
+    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
         if stride != wanted:
             return tensor.numel() == 0
         wanted *= size
     return True
 
 
-def _check_device(name: str, tensor: Tensor, weight: Tensor) -> None:
-    if tensor.device != weight.device:
-        raise ValueError(f"ringcomm: weight is on {weight.device}, and {name} on {tensor.device}")
+def _has_strides_of(tensor: Tensor, other: Tensor) -> bool:
+    strides = zip(tensor.stride(), other.stride(), other.shape, strict=True)
+    return all(size <= 1 or own == wanted for own, wanted, size in strides)
 
 
-def _check_dtype(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"ringcomm: {name} is float32, float16 or bfloat16, got {tensor.dtype}")
+def _ends_of(tensor: Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in dims)
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def check_weight(
-    op: str, weight: Tensor, low: Tensor | None, rounding_seed: int, *, is_matrix: bool
+    op: str, weight: Tensor, low: Tensor | None, rounding_seed: int = -1, *, is_matrix: bool
 ) -> None:
-    """TypeError or ValueError where a weight cannot be written as is asked."""
+    """TypeError or ValueError where a weight cannot be kept as is asked."""
+    check_float(op, "weight", weight, weight.device)
+    if rounding_seed < -1:
+        raise ValueError(
+            f"ringcomm: {op} wants a rounding_seed from 0 on, or -1 for none, got {rounding_seed}"
+        )
+    if weight.dtype != torch.bfloat16 and (rounding_seed >= 0 or low is not None):
+        what = "low" if low is not None else "a rounding_seed"
+        raise ValueError(
+            f"ringcomm: {op} takes {what} for weights of bfloat16 only, got it for {weight.dtype}"
+        )
+    if low is not None and rounding_seed >= 0:
+        raise ValueError(
+            f"ringcomm: {op} got both low and a rounding_seed; with low nothing is rounded off"
+        )
+    is_laid_out = weight.dim() == 2 and weight.is_contiguous() if is_matrix else _is_dense(weight)
+    if not is_laid_out:
+        layout = "of two dimensions, contiguous" if is_matrix else "whose elements lie side by side"
+        raise ValueError(
+            f"ringcomm: {op} wants a weight {layout}, got shape {tuple(weight.shape)} with strides"
+            f" {weight.stride()}"
+        )
+    if low is not None:
+        _check_low(op, low, weight)
+
+
+def _check_low(op: str, low: Tensor, weight: Tensor) -> None:
+    _check_device(op, "low", low, weight.device)
+    if low.dtype != torch.int16:
+        raise TypeError(f"ringcomm: {op} wants low in int16, got {low.dtype}")
+    _check_shape(op, "low", low, tuple(weight.shape))
+    if not _has_strides_of(low, weight):
+        raise ValueError(
+            f"ringcomm: {op} wants low with the weight's strides, {weight.stride()}, got"
+            f" {low.stride()}"
+        )
+
+
+def check_writable(op: str, weight: Tensor, low: Tensor | None, *read: Tensor) -> None:
+    """No gradient is to come of what is overwritten; and what is read is elsewhere."""
     if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"ringcomm: {op} writes into its input, which requires grad; use torch.no_grad()"
         )
-    _check_dtype("weight", weight)
-    check_layout(weight, low, is_matrix=is_matrix)
-    if rounding_seed < -1:
-        raise ValueError(
-            f"ringcomm: rounding_seed is -1 or a number from 0 on, got {rounding_seed}"
-        )
-    if rounding_seed >= 0 and (low is not None or weight.dtype != torch.bfloat16):
-        what = "split weights" if low is not None else f"weights of {weight.dtype}"
-        raise ValueError(f"ringcomm: only bfloat16 is rounded stochastically, got {what}")
+    written = [weight] if low is None else [weight, low]
+    for i, own in enumerate(written):
+        begin, end = _ends_of(own)
+        for other in (*written[i + 1 :], *read):
+            if own.numel() and other.numel():
+                other_begin, other_end = _ends_of(other)
+                if begin < other_end and other_begin < end:
+                    raise ValueError(
+                        f"ringcomm: {op} got tensors that share memory; what is written must be"
+                        " apart"
+                    )
 
 
-def check_layout(weight: Tensor, low: Tensor | None, *, is_matrix: bool) -> None:
-    """The places of a weight's elements."""
-    if is_matrix and (weight.dim() != 2 or not weight.is_contiguous()):
+# ---- what it is updated by
+
+
+def _check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.layout != torch.strided or tensor.device != device:
         raise ValueError(
-            f"ringcomm: weight is a contiguous matrix, got shape {tuple(weight.shape)} with strides"
-            f" {weight.stride()}"
+            f"ringcomm: {op} wants {name} dense and on {device}, as the weight is, got a"
+            f" {tensor.layout} tensor on {tensor.device}"
         )
-    if not _is_dense(weight):
-        raise ValueError(
-            f"ringcomm: weight is dense, got shape {tuple(weight.shape)} with strides"
-            f" {weight.stride()}"
-        )
-    if low is None:
-        return
-    _check_device("low", low, weight)
-    if low.dtype != torch.int16 or weight.dtype != torch.bfloat16:
+
+
+def _check_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"ringcomm: {op} wants {name} of shape {shape}, got {tuple(tensor.shape)}")
+
+
+def check_float(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
+    """One of the three dtypes, on the weight's device."""
+    _check_device(op, name, tensor, device)
+    if tensor.dtype not in LOGIT_DTYPES:
         raise TypeError(
-            f"ringcomm: low is int16 beside bfloat16 weights, got {low.dtype} beside {weight.dtype}"
-        )
-    if low.shape != weight.shape or low.stride() != weight.stride():
-        raise ValueError(
-            f"ringcomm: low has the weight's shape and strides, {tuple(weight.shape)} and"
-            f" {weight.stride()}; got {tuple(low.shape)} and {low.stride()}"
+            f"ringcomm: {op} wants {name} in float32, float16 or bfloat16, got {tensor.dtype}"
         )
 
 
-def gradient_of(weight: Tensor, grad: Tensor) -> Tensor:
+def gradient_of(op: str, weight: Tensor, grad: Tensor) -> Tensor:
     """A gradient with the weight's strides."""
-    _check_device("grad", grad, weight)
-    _check_dtype("grad", grad)
-    if grad.shape != weight.shape:
-        raise ValueError(
-            f"ringcomm: grad has the weight's shape {tuple(weight.shape)}, got {tuple(grad.shape)}"
-        )
-    if grad.stride() == weight.stride():
+    check_float(op, "grad", grad, weight.device)
+    _check_shape(op, "grad", grad, tuple(weight.shape))
+    if _has_strides_of(grad, weight):
         return grad
-    return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+    ordered = torch.empty_strided(
+        weight.shape, weight.stride(), dtype=grad.dtype, device=grad.device
+    )
+    return ordered.copy_(grad)
 
 
-def matrix_of(grad: Tensor) -> Tensor:
-    """A contiguous gradient of a matrix."""
-    _check_dtype("grad", grad)
-    if grad.dim() != 2:
-        raise ValueError(f"ringcomm: grad is a matrix, got shape {tuple(grad.shape)}")
-    return grad.contiguous()
-
-
-def tokens_of(name: str, tensor: Tensor, width: int, weight: Tensor) -> Tensor:
+def tokens_of(op: str, name: str, tensor: Tensor, width: int, weight: Tensor) -> Tensor:
     """(..., width) as rows whose elements stand side by side."""
-    _check_device(name, tensor, weight)
-    _check_dtype(name, tensor)
+    check_float(op, name, tensor, weight.device)
     if tensor.dim() < 1 or tensor.shape[-1] != width:
         raise ValueError(
-            f"ringcomm: {name} ends in the weight's {width} features, got shape"
+            f"ringcomm: {op} wants {name} of shape (..., {width}), as the weight is, got"
             f" {tuple(tensor.shape)}"
         )
-    num_tokens = math.prod(tensor.shape[:-1])
-    rows = tensor.reshape(num_tokens, width)
+    rows = tensor.reshape(math.prod(tensor.shape[:-1]), width)
     return rows if rows.stride(1) == 1 or width <= 1 else rows.contiguous()
 
 
-def check_factors(grad: Tensor, row_factor: Tensor, col_factor: Tensor) -> None:
-    """One float32 number for each row, and one for each column."""
-    for name, factor, size in zip(
-        ("row_factor", "col_factor"), (row_factor, col_factor), grad.shape, strict=True
-    ):
-        _check_device(name, factor, grad)
-        check_numbers(name, factor, size)
-
-
-def check_numbers(name: str, numbers: Tensor, size: int) -> None:
-    """So many float32 numbers side by side."""
-    if numbers.dtype != torch.float32:
-        raise TypeError(f"ringcomm: {name} is float32, got {numbers.dtype}")
-    if numbers.shape != (size,) or not numbers.is_contiguous():
-        raise ValueError(
-            f"ringcomm: {name} is {size} numbers, got shape {tuple(numbers.shape)} with strides"
-            f" {numbers.stride()}"
+def check_tokens(op: str, x: Tensor, grad_out: Tensor) -> None:
+    """Rows of one dtype, and as many."""
+    if x.dtype != grad_out.dtype:
+        raise TypeError(
+            f"ringcomm: {op} wants x and grad_out of one dtype, got {x.dtype} and {grad_out.dtype}"
         )
+    if x.shape[0] != grad_out.shape[0]:
+        raise ValueError(
+            f"ringcomm: {op} wants x and grad_out of as many tokens, got {x.shape[0]} and"
+            f" {grad_out.shape[0]}"
+        )
+
+
+def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) -> None:
+    """One index for each row of grad_out, which is (*indices.shape, width)."""
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ringcomm: {op} wants indices in int64 or int32, got {indices.dtype}")
+    _check_device(op, "indices", indices, weight.device)
+    check_float(op, "grad_out", grad_out, weight.device)
+    _check_shape(op, "grad_out", grad_out, (*indices.shape, weight.shape[1]))
+
+
+def numbers_of(op: str, name: str, numbers: Tensor, size: int, device: torch.device) -> Tensor:
+    """So many float32 numbers, side by side."""
+    _check_device(op, name, numbers, device)
+    if numbers.dtype != torch.float32:
+        raise TypeError(f"ringcomm: {op} wants {name} in float32, got {numbers.dtype}")
+    _check_shape(op, name, numbers, (size,))
+    return numbers.contiguous()

@@ -13,14 +13,14 @@ from ringcomm.ops.triton_kernels import kernels, mark_written
 from ringcomm.ops.triton_plans import VECTOR_BYTES
 from ringcomm.ops.update_arguments import (
     Step,
-    check_factors,
-    check_layout,
-    check_numbers,
+    check_first_elem,
+    check_float,
+    check_indices,
+    check_tokens,
     check_weight,
+    check_writable,
     gradient_of,
-    limit_of,
-    matrix_of,
-    rounding_key,
+    numbers_of,
     step_of,
     tokens_of,
 )
@@ -41,21 +41,24 @@ def sgd_update_(
     first_elem: int = 0,
 ) -> None:
     """One step by a gradient of the weight's shape."""
-    check_weight("sgd_update_", weight, low, rounding_seed, is_matrix=False)
-    grad = gradient_of(weight, grad)
-    step = step_of(lr, weight_decay, scale, clip_value, rounding_seed)
+    op = "sgd_update_"
+    check_weight(op, weight, low, rounding_seed, is_matrix=False)
+    step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
+    check_first_elem(op, first_elem)
+    ordered = gradient_of(op, weight, grad)
+    check_writable(op, weight, low, grad)
     num_elems, lead = weight.numel(), lead_of(weight)
     if num_elems:
         is_aligned = all(
             (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
-            for tensor in (grad, low)
+            for tensor in (ordered, low)
             if tensor is not None
         )
         with torch.cuda.device_of(weight):
             kernels().weights.sgd_kernel[(-(-(lead + num_elems) // plans.SGD_BLOCK),)](
                 weight,
                 low,
-                grad,
+                ordered,
                 lead,
                 num_elems,
                 step.decay,
@@ -92,16 +95,13 @@ def linear_sgd_update_(
     cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200), so that it
     does what it can: one dtype, rounded to nearest, without limits.
     """
-    check_weight("linear_sgd_update_", weight, low, rounding_seed, is_matrix=True)
-    x = tokens_of("x", x, weight.shape[1], weight)
-    grad_out = tokens_of("grad_out", grad_out, weight.shape[0], weight)
-    if x.dtype != grad_out.dtype:
-        raise TypeError(
-            f"ringcomm: x and grad_out are of one dtype, got {x.dtype} and {grad_out.dtype}"
-        )
-    if x.shape[0] != grad_out.shape[0]:
-        raise ValueError(f"ringcomm: x has {x.shape[0]} tokens, and grad_out {grad_out.shape[0]}")
-    step = step_of(lr, weight_decay, scale, clip_value, rounding_seed)
+    op = "linear_sgd_update_"
+    check_weight(op, weight, low, rounding_seed, is_matrix=True)
+    step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
+    x = tokens_of(op, "x", x, weight.shape[1], weight)
+    grad_out = tokens_of(op, "grad_out", grad_out, weight.shape[0], weight)
+    check_tokens(op, x, grad_out)
+    check_writable(op, weight, low, x, grad_out)
     is_plain = low is None and clip_value is None and not step.is_stochastic
     if is_plain and x.dtype == weight.dtype:
         alpha = step.minus_lr * step.scale
@@ -132,20 +132,19 @@ def _update_by_product(
     if is_described:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        kernel, strides = linear.described_kernel, ()
-        operands = (
+        kernel = linear.described_kernel
+        operands = [
             TensorDescriptor.from_tensor(x, [plan.block_tokens, plan.block_in]),
             TensorDescriptor.from_tensor(grad_out, [plan.block_tokens, plan.block_out]),
-        )
+        ]
     else:
-        kernel, operands = linear.addressed_kernel, (x, grad_out)
-        strides = (x.stride(0), grad_out.stride(0))
+        kernel = linear.addressed_kernel
+        operands = [x, grad_out, x.stride(0), grad_out.stride(0)]
     with torch.cuda.device_of(weight):
         kernel[(plans.num_tiles(num_out, num_in, plan.block_out, plan.block_in),)](
             weight,
             low,
             *operands,
-            *strides,
             x.shape[0],
             num_out,
             num_in,
@@ -183,17 +182,17 @@ def embedding_sgd_update_(
 
     An index out of range is left out: the lookup before has asserted that there is none.
     """
-    check_weight("embedding_sgd_update_", weight, low, rounding_seed, is_matrix=True)
+    op = "embedding_sgd_update_"
+    check_weight(op, weight, low, rounding_seed, is_matrix=True)
+    step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
     num_rows, width = weight.shape
-    grad_out = tokens_of("grad_out", grad_out, width, weight)
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ringcomm: indices are int64 or int32, got {indices.dtype}")
-    if indices.numel() != grad_out.shape[0] or indices.device != weight.device:
+    if not -1 <= padding_idx < max(1, num_rows):
         raise ValueError(
-            f"ringcomm: one index on {weight.device} for each of {grad_out.shape[0]} tokens, got"
-            f" {indices.numel()} on {indices.device}"
+            f"ringcomm: {op} wants padding_idx to be one of the weight's {num_rows} rows, or -1 for"
+            f" none, got {padding_idx}"
         )
-    step = step_of(lr, weight_decay, scale, clip_value, rounding_seed)
+    check_indices(op, indices, grad_out, weight)
+    check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
     touched = ids
     if weight_decay != 0:
@@ -204,7 +203,7 @@ def embedding_sgd_update_(
             kernels().weights.embedding_kernel[(touched.numel(), column_blocks)](
                 weight,
                 low,
-                grad_out.contiguous(),
+                grad_out.contiguous(),  # (tokens, width), whatever its shape
                 order,
                 ids if weight_decay == 0 else None,
                 torch.searchsorted(ids, touched),
@@ -232,7 +231,12 @@ def square_sums(
     grad: Tensor, scale: float, *, clip_value: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The sums of the squares of rows and of columns, float32."""
-    grad, limit = matrix_of(grad), limit_of(clip_value)
+    op = "square_sums"
+    check_float(op, "grad", grad, grad.device)
+    if grad.dim() != 2:
+        raise ValueError(f"ringcomm: {op} wants a matrix, got shape {tuple(grad.shape)}")
+    step = step_of(op, scale, clip_value)
+    grad = grad.contiguous()
     num_rows, num_cols = grad.shape
     tiles_down, tiles_across = _tiles(grad)
     row_sums = grad.new_empty([tiles_across, num_rows], dtype=torch.float64)
@@ -245,8 +249,8 @@ def square_sums(
                 col_sums,
                 num_rows,
                 num_cols,
-                scale,
-                limit,
+                step.scale,
+                step.limit,
                 BLOCK_ROWS=plans.MATRIX_ROWS,
                 BLOCK_COLS=plans.MATRIX_COLS,
                 num_warps=plans.MATRIX_WARPS,
@@ -270,9 +274,12 @@ def adalomo_squares(
     clip_value: float | None = None,
 ) -> Tensor:
     """The sums of the squares of the update's direction and of the weight: float32 of shape [2]."""
-    check_layout(weight, low, is_matrix=True)
-    grad, limit = gradient_of(weight, grad), limit_of(clip_value)
-    check_factors(grad, row_factor, col_factor)
+    op = "adalomo_squares"
+    check_weight(op, weight, low, is_matrix=True)
+    step = step_of(op, scale, clip_value)
+    grad = gradient_of(op, weight, grad)
+    row_factor = numbers_of(op, "row_factor", row_factor, weight.shape[0], weight.device)
+    col_factor = numbers_of(op, "col_factor", col_factor, weight.shape[1], weight.device)
     tiles_down, tiles_across = _tiles(weight)
     sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
     if weight.numel():
@@ -286,8 +293,8 @@ def adalomo_squares(
                 sums,
                 weight.shape[0],
                 weight.shape[1],
-                scale,
-                limit,
+                step.scale,
+                step.limit,
                 BLOCK_ROWS=plans.MATRIX_ROWS,
                 BLOCK_COLS=plans.MATRIX_COLS,
                 num_warps=plans.MATRIX_WARPS,
@@ -309,10 +316,15 @@ def adalomo_update_(
     first_elem: int = 0,
 ) -> None:
     """One step by the gradient times its factors; step and decay are the device's."""
-    check_weight("adalomo_update_", weight, low, rounding_seed, is_matrix=True)
-    grad, limit = gradient_of(weight, grad), limit_of(clip_value)
-    check_factors(grad, row_factor, col_factor)
-    check_numbers("step_and_decay", step_and_decay, 2)
+    op = "adalomo_update_"
+    check_weight(op, weight, low, rounding_seed, is_matrix=True)
+    step = step_of(op, scale, clip_value, rounding_seed)
+    check_first_elem(op, first_elem)
+    grad = gradient_of(op, weight, grad)
+    row_factor = numbers_of(op, "row_factor", row_factor, weight.shape[0], weight.device)
+    col_factor = numbers_of(op, "col_factor", col_factor, weight.shape[1], weight.device)
+    step_and_decay = numbers_of(op, "step_and_decay", step_and_decay, 2, weight.device)
+    check_writable(op, weight, low, grad, row_factor, col_factor, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():
         with torch.cuda.device_of(weight):
@@ -325,13 +337,13 @@ def adalomo_update_(
                 step_and_decay,
                 weight.shape[0],
                 weight.shape[1],
-                scale,
-                limit,
-                rounding_key(rounding_seed),
+                step.scale,
+                step.limit,
+                step.key,
                 first_elem,
                 BLOCK_ROWS=plans.MATRIX_ROWS,
                 BLOCK_COLS=plans.MATRIX_COLS,
-                IS_STOCHASTIC=rounding_seed >= 0,
+                IS_STOCHASTIC=step.is_stochastic,
                 num_warps=plans.MATRIX_WARPS,
             )
     mark_written(weight, low)

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels of weight updates for GPUs that are not here.
 
-As a script: python update_variants.py ARCH prints as JSON, for every variant, what triton_compile.py
-reports, and how many products of matrices by which instruction; --table as text.
+As a script: python update_variants.py ARCH prints as JSON, for every variant, what
+triton_compile.py reports, and how many products of matrices by which instruction; --table as text.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ INTEGERS = {
     *("num_tokens", "num_out", "num_in", "x_stride", "grad_stride"),
 }
 POINTERS = {
-    **{name: "fp32" for name in ("row_factor", "col_factor", "step_and_decay")},
-    **{name: "fp64" for name in ("row_sums", "col_sums", "sums")},
-    **{name: "i64" for name in ("order", "rows", "begins", "ends")},
+    **dict.fromkeys(("row_factor", "col_factor", "step_and_decay"), "fp32"),
+    **dict.fromkeys(("row_sums", "col_sums", "sums"), "fp64"),
+    **dict.fromkeys(("order", "rows", "begins", "ends"), "i64"),
     "low": "i16",
 }
 # Of whole vectors, as they are where layers are of a multiple of 16 features.
-DIVISIBLE = ("num_cols", "width", "num_in", "x_stride", "grad_stride")
+DIVISIBLE = ("num_cols", "width", "num_out", "num_in", "x_stride", "grad_stride")
 # Weight, gradient, and how the weight is rounded.
 NUMBERS = (
     ("fp32", "fp32", ""),
@@ -52,9 +52,10 @@ class Variant(NamedTuple):
     divisible: tuple[str, ...] = DIVISIBLE
 
 
-def of_numbers() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
+def of_numbers(arch: int) -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
     """What is said of the numbers' kinds, and what they are to a kernel."""
-    for weight, grad, rounding in NUMBERS:
+    # Elsewhere the others differ from these as they do on sm_90.
+    for weight, grad, rounding in NUMBERS if arch == 90 else NUMBERS[2:5]:
         fixed: dict[str, Any] = {"IS_STOCHASTIC": rounding == "stochastic"}
         if rounding != "split":
             fixed["low"] = None
@@ -62,11 +63,11 @@ def of_numbers() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
         yield f"{weight} {grad} {rounding}", {**tensors, "x": f"*{grad}"}, fixed
 
 
-def elementwise() -> Iterator[Variant]:
+def elementwise(arch: int) -> Iterator[Variant]:
     """Those that memory bounds."""
     tile = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
     block = {"BLOCK": plans.EMBEDDING_BLOCK, "UNROLL": plans.EMBEDDING_UNROLL}
-    for said, tensors, fixed in of_numbers():
+    for said, tensors, fixed in of_numbers(arch):
         sgd = {"BLOCK": plans.SGD_BLOCK, "IS_ALIGNED": True, **fixed}
         yield Variant(
             f"sgd {said}", weight_update.sgd_kernel, tensors, sgd, plans.SGD_WARPS, divisible=()
@@ -92,13 +93,15 @@ def elementwise() -> Iterator[Variant]:
     )
 
 
-def products(has_descriptors: bool) -> Iterator[Variant]:
+def products(arch: int) -> Iterator[Variant]:
     """Those of linear layers, by every plan."""
-    for said, tensors, fixed in of_numbers():
+    for said, tensors, fixed in of_numbers(arch):
         element = tensors["x"].removeprefix("*")
         is_fp32 = element == "fp32"
-        described = () if is_fp32 or not has_descriptors else plans.DESCRIBED
+        described = () if is_fp32 or arch < 90 else plans.DESCRIBED
         for plan in (*described, *(plans.ADDRESSED_FP32 if is_fp32 else plans.ADDRESSED)):
+            if plan.block_out == 64 and not fixed["IS_STOCHASTIC"]:
+                continue  # small tiles of one kind will do
             is_described = plan in described
             kernel = linear_update.addressed_kernel
             operands = {}
@@ -144,7 +147,7 @@ def signature(variant: Variant) -> dict[str, str]:
 def reports(arch: int) -> dict[str, dict[str, Any]]:
     """What the compiler makes of each."""
     found = {}
-    for variant in itertools.chain(elementwise(), products(arch >= 90)):
+    for variant in itertools.chain(elementwise(arch), products(arch)):
         types = signature(variant)
         fixed = {name: value for name, value in variant.fixed.items() if name in types}
         compiled = compile_kernel(
