@@ -162,6 +162,7 @@ def reports(arch: int) -> dict[str, dict[str, Any]]:
         ptx = compiled.asm["ptx"]
         found[variant.name] = {
             "warps": variant.num_warps,
+            "stages": variant.num_stages,
             **report(compiled),
             "shared_bytes": compiled.metadata.shared,
             "waits": sorted(set(re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx))),
