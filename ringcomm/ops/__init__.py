@@ -5,6 +5,7 @@
 
 from ringcomm.ops import adalomo as _adalomo  # noqa: F401
 from ringcomm.ops import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
+from ringcomm.ops import weight_update_cuda as _weight_update_cuda  # noqa: F401
 from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,

@@ -26,7 +26,7 @@ from ringcomm.ops.token_losses_cuda import (
     merge_softmax_stats,
     weight_sum_of,
 )
-from ringcomm.ops.triton_kernels import kernels
+from ringcomm.ops.triton_kernels import kernels, mark_written
 from ringcomm.ops.triton_plans import (
     VECTOR_BYTES,
     grad_plan,
@@ -34,12 +34,6 @@ from ringcomm.ops.triton_plans import (
     stats_plan,
     twice_plan,
 )
-
-
-def _mark_written(tensor: Tensor) -> None:
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-
 
 # ---- softmax_stats
 
@@ -194,7 +188,7 @@ def cross_entropy_grad_(
     """The same in the place of the logits."""
     rows = rows_of(logits, target, weight, vocab_start, vocab_size)
     _differentiate(grad_loss, rows, stats, denominator, logits, vocab_start, vocab_size, *options)
-    _mark_written(logits)
+    mark_written(logits)
 
 
 # ---- cross_entropy_and_grad_
@@ -253,7 +247,7 @@ def cross_entropy_and_grad_(
             IS_HELD=held is not None,
             num_warps=plan.num_warps,
         )
-    _mark_written(logits)
+    mark_written(logits)
     return losses_of(
         stats,
         rows.target,
@@ -291,7 +285,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
                 BLOCK=plan.block,
                 num_warps=plan.num_warps,
             )
-    _mark_written(tensor)
+    mark_written(tensor)
 
 
 _CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")

@@ -4,6 +4,9 @@ import functools
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 
 class Kernels(NamedTuple):
     """The modules of kernels, once Triton is imported."""
@@ -11,6 +14,9 @@ class Kernels(NamedTuple):
     rows: ModuleType
     in_place: ModuleType
     tokens: ModuleType
+    weights: ModuleType
+    matrices: ModuleType
+    linear: ModuleType
 
 
 @functools.cache
@@ -20,9 +26,30 @@ def kernels() -> Kernels:
         import triton  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "cross_entropy on CUDA tensors is made of Triton kernels, and `import triton`"
-            f" failed ({error}): pip install triton"
+            "cross_entropy and weight updates on CUDA tensors are made of Triton kernels, and"
+            f" `import triton` failed ({error}): pip install triton"
         ) from error
-    from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
+    from ringcomm.kernels import (
+        cross_entropy,
+        cross_entropy_in_place,
+        linear_update,
+        matrix_update,
+        token_losses,
+        weight_update,
+    )
 
-    return Kernels(cross_entropy, cross_entropy_in_place, token_losses)
+    return Kernels(
+        cross_entropy,
+        cross_entropy_in_place,
+        token_losses,
+        weight_update,
+        matrix_update,
+        linear_update,
+    )
+
+
+def mark_written(*tensors: Tensor | None) -> None:
+    """A backward pass that saved what was overwritten must not use it."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from triton_cases import NAMES, check
+from triton_scripts import ARCHS, compiled_variants, gpu, interpreted_cases, needs_triton, run
 
 import ringcomm
 from ringcomm.ops import cross_entropy_cuda, token_losses_cuda, triton_plans
-
-HERE = Path(__file__).resolve().parent
-ARCHS = (80, 90, 100)
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
-
-
-def _run(script: str, *arguments: str, **variables: str) -> str:
-    """What a script prints; it has a Triton of its own, interpreting or compiling."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, *arguments],
-        cwd=HERE,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
 
 # ---- interpreted
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    version = importlib.metadata.version("triton").split(".")
-    if tuple(map(int, version[:2])) < (3, 7):
-        pytest.skip("the interpreter of Triton 3.6 fails with NumPy 2.4")
-    said: dict[str, str] = json.loads(_run("triton_cases.py", TRITON_INTERPRET="1"))
-    assert sorted(said) == sorted(NAMES)
-    return said
+    return interpreted_cases("triton_cases.py", NAMES)
 
 
 @needs_triton
@@ -100,10 +68,7 @@ def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
     cache = tmp_path_factory.mktemp("triton")
-    found: dict[str, dict[str, Any]] = json.loads(
-        _run("triton_variants.py", str(request.param), TRITON_CACHE_DIR=str(cache))
-    )
-    return found
+    return compiled_variants("triton_variants.py", request.param, cache)
 
 
 @needs_triton
@@ -125,7 +90,7 @@ def test_compiled_kernels_move_vectors_and_spill_little(
 
 @needs_triton
 def test_launchers_arguments_are_what_kernels_take(tmp_path: Path) -> None:
-    launched = json.loads(_run("triton_launches.py", TRITON_CACHE_DIR=str(tmp_path)))
+    launched = json.loads(run("triton_launches.py", TRITON_CACHE_DIR=str(tmp_path)))
     names = {name for name, _, _ in launched}
     assert names == {
         *("stats_kernel", "grad_kernel", "stats_and_grad_kernel", "scale_kernel"),
@@ -165,15 +130,10 @@ try:
 except ImportError as error:
     print(error)
 """
-    assert "pip install triton" in _run("-c", script)
+    assert "pip install triton" in run("-c", script)
 
 
 # ---- on a GPU
-
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
 
 
 class TestOnGpu:

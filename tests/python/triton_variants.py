@@ -6,24 +6,15 @@ stores, registers per thread and bytes of stack (spills) and shared memory; --ta
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import triton
 from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton_compile import compile_kernel, print_reports, report
 
 from ringcomm.ops import triton_plans as plans
 from ringcomm.ops.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTERS = {"target": "i64", "denominator": "fp64", "weight_sum": "fp64"}
 FLOATS = ("logit_scale", "softcap", "label_smoothing", "z_loss", "way")
@@ -99,62 +90,15 @@ def signature(kernel: Any, element: str, fixed: dict[str, Any]) -> dict[str, str
     return {param.name: type_of(param.name) for param in kernel.params}
 
 
-def compile_variant(variant: Variant, arch: int) -> dict[str, Any]:
-    """What the compiler and the assembler make of it; strides and bounds have no known divisor."""
-    _, kernel, element, fixed, num_warps = variant
-    types = signature(kernel, element, fixed)
-    positions = {name: (i,) for i, name in enumerate(types)}
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={positions[name]: value for name, value in fixed.items()},
-        attrs={
-            positions[name]: [["tt.divisibility", 16]]
-            for name, kind in types.items()
-            if kind.startswith("*")
-        },
-    )
-    target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps})
-    return {
-        "loads": _accesses("ld", compiled.asm["ptx"]),
-        "stores": _accesses("st", compiled.asm["ptx"]),
-        **_resources(compiled.asm["cubin"]),
-    }
-
-
-def _accesses(kind: str, ptx: str) -> list[str]:
-    """The widths of global accesses: b16, v4.b32."""
-    found = re.findall(rf"\b{kind}\.global[\w.:]*?\.((?:v\d\.)?[a-z]\d+)\b", ptx)
-    return sorted(set(found))
-
-
-def _resources(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", said)
-    assert found, said
-    names = ("registers", "stack_bytes", "shared_bytes")
-    return dict(zip(names, map(int, found.groups()), strict=True))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("arch", type=int, help="80, 90 or 100")
-    parser.add_argument("--table", action="store_true", help="as text")
-    arguments = parser.parse_args()
-    found = {variant[0]: compile_variant(variant, arguments.arch) for variant in variants()}
-    if not arguments.table:
-        print(json.dumps(found))
-        return
-    warps = {variant[0]: variant[-1] for variant in variants()}
-    for name, entry in found.items():
-        used = [f"{entry[key]:6}" for key in ("registers", "stack_bytes", "shared_bytes")]
-        print(f"{name:45} {warps[name]:2} warps", *used, *entry["loads"], "|", *entry["stores"])
+def reports(arch: int) -> dict[str, dict[str, Any]]:
+    """What the compiler makes of each; strides and bounds have no known divisor."""
+    found = {}
+    for name, kernel, element, fixed, num_warps in variants():
+        types = signature(kernel, element, fixed)
+        compiled = compile_kernel(kernel, types, fixed, arch, num_warps=num_warps)
+        found[name] = {"warps": num_warps, **report(compiled)}
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    print_reports(__doc__, reports)

@@ -1,0 +1,101 @@
+"""Weights as memory has them, and in fp32: load, and store with one rounding.
+
+The formulas are those of docs/design/optim.md and of csrc/device/host/update_kernels.h, to the
+last bit. bfloat16 is rounded by integers: the interpreter's own conversion truncates, a GPU's has
+another NaN, and a memory-bound kernel has the instructions to spare.
+"""
+
+import triton
+import triton.language as tl
+
+IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+NAN_BITS = tl.constexpr(0x7FC00000)
+
+# Numbers that vary from call to call are no reason to compile again, nor is one of them being 1.
+VARYING = ("lead", "num_elems", "num_rows", "num_tokens", "key", "first_elem", "padding_idx")
+
+
+# ---- random bits
+
+
+@triton.jit
+def mix(x):
+    """A permutation of the 32-bit numbers in which each bit depends on all."""
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_bits(key, elem):
+    """16 bits of the element of a 64-bit number, by the seed's key."""
+    low = elem.to(tl.uint32) ^ key.to(tl.uint32)
+    return mix(mix(low) + (elem >> 32).to(tl.uint32)) >> 16
+
+
+# ---- the numbers of an update
+
+
+@triton.jit
+def multiply_add(a, b, c):
+    """a * b + c rounded once."""
+    if IS_INTERPRETED:  # whose fma rounds twice; the product of two fp32 is exact in fp64
+        total = (a.to(tl.float64) * b + c).to(tl.float32)
+    else:
+        total = tl.fma(a, b, c)
+    return total
+
+
+@triton.jit
+def used_gradient(grad, scale, clip_value):
+    """The gradient times a factor, then within +-clip_value; NaN stays."""
+    grad = grad.to(tl.float32) * scale
+    grad = tl.where(grad > clip_value, clip_value, grad)
+    return tl.where(grad < -clip_value, -clip_value, grad)
+
+
+# ---- memory
+
+
+@triton.jit
+def fp32_weight(high, low):
+    """The fp32 weight; `low` is what its bfloat16 misses of the bits, or None."""
+    if low is None:
+        weight = high.to(tl.float32)
+    else:
+        bits = high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        weight = (bits + low.to(tl.int32).to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+    return weight
+
+
+@triton.jit
+def load_weight(weight_at, low_at, mask):
+    """In fp32; of what the mask leaves out nothing is known."""
+    high = tl.load(weight_at, mask=mask)
+    low = None
+    if low_at is not None:
+        low = tl.load(low_at, mask=mask)
+    return fp32_weight(high, low)
+
+
+@triton.jit
+def store_weight(weight_at, low_at, weight, key, elem, mask, IS_STOCHASTIC: tl.constexpr):
+    """Rounds once: split where there is `low_at`, by the element's random bits, or to nearest."""
+    if weight_at.dtype.element_ty == tl.bfloat16:
+        bits = weight.to(tl.uint32, bitcast=True)
+        bits = tl.where(weight == weight, bits, NAN_BITS).to(tl.uint32)
+        if low_at is not None:
+            rounded = bits + 0x8000
+        elif IS_STOCHASTIC:
+            rounded = bits + random_bits(key, elem)
+        else:
+            rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        high = (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight_at, high, mask=mask)
+        if low_at is not None:
+            # The lower half of bits - (high << 16), whose lower half is that of bits.
+            tl.store(low_at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    else:
+        tl.store(weight_at, weight.to(weight_at.dtype.element_ty), mask=mask)

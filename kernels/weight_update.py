@@ -1,0 +1,140 @@
+"""Updates of weights by gradients that are in memory.
+
+Each element is read once, updated in fp32 and written once. Nothing is added up atomically: the
+same call gives the same bits. Elements count from the weight's first, in memory order.
+"""
+
+import triton
+import triton.language as tl
+from ringcomm.kernels.logit_rows import base_of
+from ringcomm.kernels.stored_weights import (
+    VARYING,
+    load_weight,
+    multiply_add,
+    store_weight,
+    used_gradient,
+)
+
+# ---- SGD
+
+
+@triton.jit
+def aligned_base(tensor, lead, IS_ALIGNED: tl.constexpr):
+    """What stands at position 0; IS_ALIGNED: it is a 16-byte boundary, as it is the weight's."""
+    if IS_ALIGNED:
+        base = base_of(tensor, lead)
+    else:
+        base = tensor - lead
+    return base
+
+
+@triton.jit
+def step_elements(
+    weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, mask,
+    IS_STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """w <- w * decay + g * step."""
+    grad = used_gradient(tl.load(grad_at, mask=mask), scale, clip_value)
+    weight = load_weight(weight_at, low_at, mask)
+    weight = multiply_add(grad, step, weight * decay)
+    store_weight(weight_at, low_at, weight, key, elem, mask, IS_STOCHASTIC)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sgd_kernel(
+    weight,
+    low,
+    grad,
+    lead,
+    num_elems,
+    decay,
+    step,
+    scale,
+    clip_value,
+    key,
+    first_elem,
+    BLOCK: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+):
+    """sgd_update_: a program for each block of positions from the boundary before the weight on.
+
+    Only blocks that are not full of elements have masks, which break vectors up.
+    """
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    position = begin + tl.arange(0, BLOCK)
+    weight_at = base_of(weight, lead) + position
+    grad_at = aligned_base(grad, lead, IS_ALIGNED) + position
+    low_at = None
+    if low is not None:
+        low_at = aligned_base(low, lead, IS_ALIGNED) + position
+    end = num_elems + lead
+    elem = first_elem + (position - lead)
+    if (begin >= lead) & (begin + BLOCK <= end):
+        step_elements(
+            weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, None,
+            IS_STOCHASTIC,
+        )  # fmt: skip
+    else:
+        mask = (position >= lead) & (position < end)
+        step_elements(
+            weight_at, low_at, grad_at, decay, step, scale, clip_value, key, elem, mask,
+            IS_STOCHASTIC,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def embedding_kernel(
+    weight,
+    low,
+    grad_out,
+    order,
+    rows,
+    begins,
+    ends,
+    num_rows,
+    width,
+    padding_idx,
+    decay,
+    step,
+    scale,
+    clip_value,
+    key,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr,
+):
+    """embedding_sgd_update_: a row of the weight by the tokens order[begin:end], summed in order.
+
+    With `rows` program i stands for the i-th of the sorted ids, and only the first of a run works.
+    Without, for row i of all. Ids of no row are left alone.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    begin = tl.load(begins + i)
+    end = tl.load(ends + i)
+    if rows is None:
+        row = i
+        is_mine = row >= 0
+        end = tl.where(row == padding_idx, begin, end)
+    else:
+        row = tl.load(rows + i).to(tl.int64)
+        is_mine = (begin == i) & (row >= 0) & (row < num_rows) & (row != padding_idx)
+    if is_mine:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        total = tl.zeros([BLOCK], tl.float32)
+        # UNROLL loads are on their way before the first of them is added.
+        for idx in range(begin, end, UNROLL):
+            for k in tl.static_range(UNROLL):
+                is_token = idx + k < end
+                token = tl.load(order + idx + k, mask=is_token, other=0)
+                at = grad_out + token * width + column
+                total += tl.load(at, mask=mask & is_token, other=0.0).to(tl.float32)
+        elem = row * width + column
+        low_at = None
+        if low is not None:
+            low_at = low + elem
+        updated = load_weight(weight + elem, low_at, mask) * decay
+        grad = used_gradient(total, scale, clip_value)
+        updated = multiply_add(grad, step, updated)
+        store_weight(weight + elem, low_at, updated, key, elem, mask, IS_STOCHASTIC)
