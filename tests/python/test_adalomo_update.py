@@ -122,7 +122,7 @@ def test_update(dtype: torch.dtype, seed: int, has_low: bool, grad_dtype: torch.
 def run_steps(
     weight: Tensor, low: Tensor | None, dtype: torch.dtype, seed: int, num_steps: int = 20
 ) -> AdaLomo:
-    """Updates a weight by steps of a linear layer, and the same in float64, whose end it returns."""
+    """Updates a weight by steps of a linear layer; returns what they are in float64."""
     exact = AdaLomo.of(weight, low)
     rows, cols = weight.shape
     row, col = torch.zeros(rows), torch.zeros(cols)

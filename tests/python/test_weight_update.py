@@ -1,4 +1,4 @@
-"""The weight updates on the CPU: to the last bit where one result is right, else against float64."""
+"""The weight updates on the CPU: to the last bit where one result is right, or float64."""
 
 from __future__ import annotations
 
