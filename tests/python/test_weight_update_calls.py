@@ -107,11 +107,11 @@ def test_wrappers_take_parameters() -> None:
     ):
         weight = torch.nn.Parameter(random(SHAPE, BF16))
         before = weight.detach().clone()
-        assert update(weight, *args, lr=0.5, rounding_seed=3) is weight  # type: ignore[operator]
+        assert update(weight, *args, lr=0.5, rounding_seed=3) is weight
         assert not torch.equal(weight, before)
         assert weight.grad is None
         with pytest.raises(ValueError, match="rounding_seed"):
-            update(weight, *args, lr=0.5, rounding_seed=-1)  # type: ignore[operator]
+            update(weight, *args, lr=0.5, rounding_seed=-1)
     with pytest.raises(ValueError, match="padding_idx"):
         embedding_sgd_update_(weight, INDICES, random((3, 6)), lr=0.1, padding_idx=-2)
     with pytest.raises(TypeError, match="bfloat16"):
@@ -129,43 +129,47 @@ _ADALOMO, _LINEAR_ADALOMO = IN_PLACE[3:]
 _BUFFER = torch.zeros(200)
 
 # Positions in the arguments: what stands there instead.
-WRONG: list[tuple[str, type[Exception], str, dict[int | str, Any]]] = [
+_Change = dict[int | str, Any]
+_FOR_ALL: list[tuple[type[Exception], str, _Change]] = [
+    (TypeError, "Double", {0: torch.ones(SHAPE).double()}),
+    (TypeError, "Int", {0: torch.ones(SHAPE).int()}),
+    (ValueError, "side by side|contiguous", {0: torch.ones(4, 1).expand(SHAPE)}),
+    (ValueError, "side by side|contiguous", {0: torch.ones(4, 12)[:, ::2]}),
+    (ValueError, "meta", {0: torch.ones(SHAPE, device="meta")}),
+    (ValueError, "meta", {1: torch.ones(SHAPE, device="meta")}),
+    (ValueError, "meta", {2: torch.ones(3, 4, device="meta")}),
+    (ValueError, "Float", {"low": random_low(SHAPE)}),
+    (ValueError, "Float", {"rounding_seed": 3}),
+    (ValueError, "Half", {0: random(SHAPE, FP16), "rounding_seed": 3}),
+    (ValueError, "-2", {"rounding_seed": -2}),
+    (ValueError, "both", {0: random(SHAPE, BF16), "low": random_low(SHAPE),
+                          "rounding_seed": 3}),
+    (TypeError, "int", {0: random(SHAPE, BF16), "low": random_low(SHAPE).int()}),
+    (ValueError, r"\[4, 5\]", {0: random(SHAPE, BF16), "low": random_low((4, 5))}),
+    (ValueError, "strides", {0: random(SHAPE, BF16), "low": random_low((6, 4)).t()}),
+    (ValueError, "clip_value", {"clip_value": 0.0}),
+    (ValueError, "clip_value", {"clip_value": math.nan}),
+]  # fmt: skip
+_NUMBERS: list[tuple[str, int, float]] = [  # of lr's place and those behind it
+    ("lr.*-1", 0, -1.0),
+    ("lr.*nan", 0, math.nan),
+    ("weight_decay.*-1", 1, -1.0),
+    ("weight_decay.*inf", 1, math.inf),
+    ("scale.*nan", 2, math.nan),
+]
+_WRONG_NUMBERS: list[tuple[str, type[Exception], str, _Change]] = [
+    (name, ValueError, words, {lr + place: number})
+    for name, lr in ((_SGD, 2), (_LINEAR, 3), (_EMBEDDING, 3), (_LINEAR_ADALOMO, 5))
+    for words, place, number in _NUMBERS
+]
+WRONG: list[tuple[str, type[Exception], str, _Change]] = [
     *[
         (name, error, words, change)
         for name in IN_PLACE
-        for error, words, change in (
-            (TypeError, "Double", {0: torch.ones(SHAPE).double()}),
-            (TypeError, "Int", {0: torch.ones(SHAPE).int()}),
-            (ValueError, "side by side|contiguous", {0: torch.ones(4, 1).expand(SHAPE)}),
-            (ValueError, "side by side|contiguous", {0: torch.ones(4, 12)[:, ::2]}),
-            (ValueError, "meta", {0: torch.ones(SHAPE, device="meta")}),
-            (ValueError, "meta", {1: torch.ones(SHAPE, device="meta")}),
-            (ValueError, "meta", {2: torch.ones(3, 4, device="meta")}),
-            (ValueError, "Float", {"low": random_low(SHAPE)}),
-            (ValueError, "Float", {"rounding_seed": 3}),
-            (ValueError, "Half", {0: random(SHAPE, FP16), "rounding_seed": 3}),
-            (ValueError, "-2", {"rounding_seed": -2}),
-            (ValueError, "both", {0: random(SHAPE, BF16), "low": random_low(SHAPE),
-                                  "rounding_seed": 3}),
-            (TypeError, "int", {0: random(SHAPE, BF16), "low": random_low(SHAPE).int()}),
-            (ValueError, r"\[4, 5\]", {0: random(SHAPE, BF16), "low": random_low((4, 5))}),
-            (ValueError, "strides", {0: random(SHAPE, BF16), "low": random_low((6, 4)).t()}),
-            (ValueError, "clip_value", {"clip_value": 0.0}),
-            (ValueError, "clip_value", {"clip_value": math.nan}),
-        )
+        for error, words, change in _FOR_ALL
         if not (name == _SGD and 2 in change)
     ],
-    *[
-        (name, ValueError, words, {place: number})
-        for name, lr in ((_SGD, 2), (_LINEAR, 3), (_EMBEDDING, 3), (_LINEAR_ADALOMO, 5))
-        for words, place, number in (
-            ("lr.*-1", lr, -1.0),
-            ("lr.*nan", lr, math.nan),
-            ("weight_decay.*-1", lr + 1, -1.0),
-            ("weight_decay.*inf", lr + 1, math.inf),
-            ("scale.*nan", lr + 2, math.nan),
-        )
-    ],
+    *_WRONG_NUMBERS,
     (_SGD, ValueError, r"\[4, 6\]", {1: random((4, 5))}),
     (_SGD, ValueError, r"\[4, 6\]", {1: random((6, 4))}),
     (_SGD, TypeError, "Double", {1: random(SHAPE).double()}),
