@@ -87,7 +87,8 @@ class AdaLomo(InBackwardOptimizer):
             state["exp_avg_sq"] = torch.zeros(columns, device=device)
         return state
 
-    def _update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+        """See gradient_path.Updater."""
         group, state = self._group_of(slot), self.state[slot.param]
         beta2 = 1.0 - (group["step"] + 1) ** group["decay_rate"]
         low, clip_value = state.get("low"), self.options.clip_grad_value

@@ -107,7 +107,8 @@ class Lomo(InBackwardOptimizer):
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
         return self._new_low(slot)
 
-    def _update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+        """See gradient_path.Updater."""
         decay = self._group_of(slot)["weight_decay"]
         scalars = (self._lr_of(slot), decay, factor, self._rounding_seed(slot))
         low, clip_value = self.state[slot.param].get("low"), self.options.clip_grad_value
@@ -136,12 +137,13 @@ class Lomo(InBackwardOptimizer):
                 first_elem=slot.layout.first_elem,
             )
 
-    def _update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
         """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
-        assert self._replicas is not None
-        weight, group = slot.local, self._replicas.group
+        replicas = self._path.replicas
+        assert replicas is not None
+        weight, group = slot.local, replicas.group
         if (
-            self._replicas.overlap
+            replicas.overlap
             or self._rounding_seed(slot) >= 0
             or self.state[slot.param]
             or weight.device.type != "cpu"

@@ -352,7 +352,7 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
 ) -> None:
     model = make("plain")
     opt = kind(model, LR, loss_scale="dynamic", clip_mode=mode, clip_grad_norm=clip)
-    opt._loss_scale.growth_interval = 2
+    opt._path.loss_scale.growth_interval = 2
     train(opt, model, batches(1))
     before, state = weights(model), copy.deepcopy(opt.state_dict())
     assert opt.loss_scale == 2.0**16
@@ -415,7 +415,7 @@ def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
         layer = nn.Linear(64, 64, bias=False)
         opt = Lomo(layer, LR, clip_grad_norm=1.0)
         layer(torch.randn(tokens, 64)).sum().backward()
-        held = opt._slots[0].held
+        held = opt._path.slots[0].held
         assert held is not None
         assert (type(held).__name__ == "DenseGradient") is is_dense
         assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)

@@ -211,7 +211,9 @@ def test_adalomos_means_are_of_whole_matrices(world_size: int) -> None:
 def count_bytes(rank: int) -> tuple[int, int]:
     """What a step sends, and the elements of a whole copy, each piece as long as the longest."""
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
+    model: Any = nn.Sequential(
+        nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False)
+    )
     shards = WeightShards(model, units=[model[0], model[2]])
     opt = Lomo(model, LR)
     before = sum(entry["sent_bytes"] for entry in ringcomm.stats().values())

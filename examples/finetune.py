@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Trains a small Llama of transformers with AdamW, LOMO and AdaLomo on the same text.
+
+    python examples/finetune.py [--steps 300] [--text FILE] [--out runs/finetune]
+
+The config is random, the text is Python's own unless --text gives one; tokens are bytes. Every
+optimizer starts from the same weights and sees the same rows. Held-out loss by step and the memory
+of a step, measured, go to a picture and to JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from training.corpus import Batches, Corpus, CorpusError, load_corpus
+
+from ringcomm.optim import AdaLomo, Lomo, memory_report
+
+VOCAB = 256
+SEED = 1
+# Of the held-out text, at so many points of the curve.
+NUM_HELD_OUT_ROWS, NUM_POINTS = 32, 20
+# Where each does best among a factor of about 3, on the default model and text.
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), 3e-3, fused=True),
+    "lomo": lambda model: Lomo(model, 0.5, clip_grad_norm=1.0),
+    "adalomo": lambda model: AdaLomo(model, 0.03),
+}
+
+
+def make_model(hidden: int, layers: int) -> nn.Module:
+    """A Llama with random weights, the same in every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def held_out_loss(model: nn.Module, rows: Tensor) -> float:
+    """In nats per byte."""
+    model.eval()
+    with torch.no_grad():
+        loss = float(model(input_ids=rows, labels=rows).loss)
+    model.train()
+    return loss
+
+
+def train(
+    name: str, model: nn.Module, corpus: Corpus, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The points of one optimizer's curve."""
+    device = torch.device("cpu")
+    batches = Batches(corpus.train, options.context, SEED, device)
+    held_out = Batches(corpus.held_out, min(options.context, len(corpus.held_out) - 2), 0, device)
+    rows, _ = held_out.rows(0, NUM_HELD_OUT_ROWS)
+    opt = OPTIMIZERS[name](model)
+    warm_up = max(1, options.steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        opt, lambda t: min(1.0, (t + 1) / warm_up) * max(0.1, 1 - t / options.steps)
+    )
+    points = []
+    for step in range(options.steps + 1):
+        if step % max(1, options.steps // NUM_POINTS) == 0:
+            loss = held_out_loss(model, rows)
+            points.append({"optimizer": name, "step": step, "held_out_nats": loss})
+            print(f"{name:8} step {step:5}  held out {loss:.3f} nats per byte", flush=True)
+        ids, _ = batches.rows(step, options.rows)
+        model(input_ids=ids, labels=ids).loss.backward()
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    return points
+
+
+def draw(points: list[dict[str, Any]], memory: dict[str, dict[str, int]], path: Path) -> None:
+    """Curves on the left, on the right the parts of a step's memory at its peak."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    for name in OPTIMIZERS:
+        mine = [point for point in points if point["optimizer"] == name]
+        left.plot([p["step"] for p in mine], [p["held_out_nats"] for p in mine], label=name)
+    left.set(xlabel="step", ylabel="held-out loss, nats per byte")
+    left.legend()
+    bottom = [0.0] * len(memory)
+    for part in next(iter(memory.values())):
+        heights = [of[part] / 2**20 for of in memory.values()]
+        right.bar(list(memory), heights, bottom=bottom, label=part)
+        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+    right.set(ylabel="MiB at the peak of a step, measured")
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=300)
+    add("--rows", type=int, default=8, help="rows of a batch")
+    add("--context", type=int, default=128, help="bytes of a row")
+    add("--hidden", type=int, default=128, help="width of the model, a multiple of 8")
+    add("--layers", type=int, default=3)
+    add("--text", type=Path, help="a file to learn instead of pydoc_data.topics")
+    add("--out", type=Path, default=Path("runs/finetune"), help="folder of the results")
+    options = parser.parse_args(argv)
+    if min(options.steps, options.rows, options.layers) < 1 or options.context < 8:
+        parser.error("wants a step, a row, a layer and 8 bytes of context at least")
+    if options.hidden % 8:
+        parser.error("--hidden is a multiple of 8: four heads of an even size")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Trains with each optimizer, measures, draws; returns the exit code."""
+    options = parse(argv)
+    try:
+        corpus = load_corpus(options.text, options.context)
+    except CorpusError as error:
+        print(f"finetune.py: {error}", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    points: list[dict[str, Any]] = []
+    for name in OPTIMIZERS:
+        points += train(name, make_model(options.hidden, options.layers), corpus, options)
+    rows = torch.randint(0, VOCAB, (options.rows, options.context))
+    report = memory_report(
+        make_model(options.hidden, options.layers),
+        lambda model: model(input_ids=rows, labels=rows).loss,
+        optimizers=tuple(OPTIMIZERS),
+    )
+    print(report)
+    lines = [json.dumps(point) for point in points]
+    (options.out / "curves.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,276 @@
+"""The way of every gradient: it arrives, is counted, reduced over the ranks, and kept or applied.
+
+docs/design/optim.md has the picture.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringcomm.optim.fused_layers import Uses
+from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
+from ringcomm.optim.loss_scale import LossScale
+from ringcomm.optim.managed import Slot
+from ringcomm.optim.replicas import Replicas
+from ringcomm.optim.step_facts import StepFacts, clip_factor
+from ringcomm.optim.step_options import StepOptions
+
+
+class Updater(Protocol):
+    """Who writes weights: the optimizer."""
+
+    def check_lr(self, slot: Slot) -> None:
+        """Raises ValueError where a weight's learning rate is none."""
+
+    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+        """Makes a weight's step by its complete gradient times a factor."""
+
+    def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
+        """Reduces and updates in one pass where that can be; returns whether it could."""
+
+
+class GradientPath:
+    """Where all weights of an optimizer stand in a step.
+
+    Attributes:
+        slots: the weights, in the order of the parameter groups.
+        replicas: whose gradients are averaged; None for one of a kind.
+        loss_scale: None where losses are not scaled.
+        is_scaled: whether this step's loss was.
+        is_due: whether a gradient has come, so that step() ends a step.
+        has_overflow: whether one was not finite.
+        grad_norm: of the last step that looked at it.
+    """
+
+    def __init__(self, options: StepOptions, updater: Updater) -> None:
+        """The updater may be a weak reference's proxy: it owns the path."""
+        self.options = options
+        self.slots: list[Slot] = []
+        self.replicas: Replicas | None = None
+        self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
+        self.grad_norm: float | None = None
+        self._updater = updater
+        self._pass = "plain"  # of a backward() with two passes: "facts", then "update"
+        self._factor = 1.0
+        self._facts = StepFacts()
+        self._held_bytes = 0
+        self._is_checked = False
+        self.is_scaled = self.is_due = self.has_overflow = False
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by on their way here."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    @property
+    def _skips_layers(self) -> bool:
+        return self.options.overflow == "skip_layer"
+
+    # ---- arriving
+
+    def param_arrived(self, slot: Slot) -> None:
+        """See managed.Consumer."""
+        if slot.handle is not None and slot.handle.num_forwards > 0:
+            return  # autograd saw another use than the fused ones, which are still to come
+        if slot.awaits_more():
+            return
+        self._count(slot)
+        if slot.num_arrived < self.options.accumulation_steps:
+            return  # autograd adds the next one
+        with torch.no_grad():
+            self.complete(slot, DenseGradient(slot.take_grad()))
+
+    def uses_arrived(self, slot: Slot, uses: Uses) -> None:
+        """See managed.Consumer."""
+        awaits_more = slot.awaits_more()
+        if not awaits_more:
+            self._count(slot)
+        gradient = _of_uses(slot, uses)
+        with torch.no_grad():
+            if slot.param.grad is not None:  # earlier micro-batches, or uses that autograd saw
+                gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
+            if awaits_more or slot.num_arrived < self.options.accumulation_steps:
+                slot.param.grad = gradient.dense()
+            else:
+                self.complete(slot, gradient)
+
+    def _count(self, slot: Slot) -> None:
+        """One more gradient of this weight.
+
+        Raises:
+            RuntimeError: that cannot be; nothing has been written for it.
+        """
+        if self.loss_scale is not None and not self.is_scaled:
+            raise RuntimeError("with a loss scale it is opt.scale(loss).backward()")
+        self.check_pass()
+        if slot.num_arrived == self.options.accumulation_steps:
+            raise RuntimeError(
+                f"{slot.name} got a gradient after its update: backward() ran"
+                f" {slot.num_arrived + 1} times before step() (say accumulation_steps), or a weight"
+                " is used in several segments of a reentrant checkpoint (use_reentrant=False)"
+            )
+        slot.num_arrived += 1
+
+    def check_pass(self) -> None:
+        """Raises RuntimeError for a gradient that comes outside of the two passes it wants."""
+        if self.options.mode == "two_pass" and self._pass == "plain":
+            raise RuntimeError('with clip_mode="two_pass" it is opt.backward(loss)')
+
+    # ---- reduced, kept or applied
+
+    def complete(self, slot: Slot, gradient: Gradient) -> None:
+        """This rank's gradient is complete. Collective where ranks share the work."""
+        self._updater.check_lr(slot)
+        if slot.shards is not None:
+            local = slot.shards.reduce_scatter(slot.param, gradient.dense())
+            slot.shards.release(slot.param)
+            self._reduced(slot, DenseGradient(local))
+        elif self.replicas is None:
+            self._reduced(slot, gradient)
+        else:
+            grad = gradient.dense()
+            is_immediate = self._is_checked and self.options.mode == "immediate"
+            factor = self._factor if self._pass == "update" else 1 / self.scale
+            if (is_immediate and not self._skips_layers) or self._pass == "update":
+                self.is_due = True
+                if self._updater.update_replicas(slot, grad, factor):
+                    return
+            self.replicas.average(grad, lambda mean: self._reduced(slot, DenseGradient(mean)))
+
+    def _reduced(self, slot: Slot, gradient: Gradient) -> None:
+        """The gradient of all ranks."""
+        self.is_due = True
+        mode = self._pass if self._pass != "plain" else self.options.mode
+        if mode in ("facts", "deferred"):
+            with_norm = self.options.clip_grad_norm is not None
+            self._facts.add(gradient, slot.layout.groups, with_norm=with_norm)
+            if mode == "deferred":
+                self._hold(slot, gradient)
+        elif mode == "update":
+            self._updater.update(slot, gradient, self._factor)
+        elif self._skips_layers:
+            self._facts.add(gradient, slot.layout.groups, with_norm=False)
+            if gradient.is_finite():
+                self._updater.update(slot, gradient, 1 / self.scale)
+        else:
+            # A loss that is NaN shows in the first gradient, before anything is written.
+            if not self._is_checked and not gradient.is_finite():
+                raise RuntimeError(
+                    f"the gradient of {slot.name}, the first of this backward pass, is not finite;"
+                    " no weight has been written"
+                )
+            self._is_checked = True
+            self._updater.update(slot, gradient, 1 / self.scale)
+
+    def _hold(self, slot: Slot, gradient: Gradient) -> None:
+        if gradient.nbytes > slot.local.nbytes:
+            gradient = DenseGradient(gradient.dense())
+        slot.held = gradient
+        self._held_bytes += gradient.nbytes
+        limit, held_bytes = self.options.max_held_bytes, self._held_bytes
+        if limit is not None and held_bytes > limit:
+            self.forget()
+            raise RuntimeError(
+                f"with {slot.name} deferred gradients take {held_bytes} bytes, and max_held_bytes"
+                f' is {limit}; nothing has been written. clip_mode="two_pass" holds none'
+            )
+
+    # ---- the step as a whole
+
+    def two_passes(self, loss: Tensor) -> None:
+        """Runs the backward pass for the facts, then to update.
+
+        Raises:
+            RuntimeError: as finish().
+        """
+        uses = [slot.num_unseen_uses for slot in self.slots]
+        try:
+            self._pass = "facts"
+            loss.backward(retain_graph=True)
+            self.drain()
+            factor = self._factor_of_facts()
+            for slot, num_unseen_uses in zip(self.slots, uses, strict=True):
+                slot.num_arrived, slot.num_unseen_uses = 0, num_unseen_uses
+            if factor is not None:
+                self._pass, self._factor = "update", factor
+                loss.backward()
+                self.drain()
+        finally:
+            self._pass = "plain"
+
+    def drain(self) -> None:
+        """Returns once no gradient is on its way between ranks."""
+        if self.replicas is not None:
+            self.replicas.drain()
+
+    def finish(self) -> None:
+        """Applies what waits for the whole step.
+
+        Raises:
+            RuntimeError: a gradient is not finite, and there is no loss scale; nothing of what
+                waited has been written.
+        """
+        if not self.is_due:
+            return
+        if self.options.mode == "deferred":
+            factor = self._factor_of_facts()
+            for slot in self.slots:
+                held, slot.held = slot.held, None
+                if factor is not None and held is not None:
+                    self._updater.update(slot, held, factor)
+        elif self._skips_layers:
+            self.has_overflow = not self._finish_facts()[1]
+        if self.loss_scale is not None:
+            self.loss_scale.update(self.has_overflow)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this step was made: asked after finish()."""
+        return self.is_due and (self._skips_layers or not self.has_overflow)
+
+    def _finish_facts(self) -> tuple[float, bool]:
+        facts, self._facts = self._facts, StepFacts()
+        all_groups = dict.fromkeys(slot.layout.groups for slot in self.slots)
+        return facts.finish(all_groups, self.slots[0].local.device)
+
+    def _factor_of_facts(self) -> float | None:
+        """What this step's gradients are multiplied by; None where it must not be made."""
+        norm, is_finite = self._finish_facts()
+        norm /= self.scale
+        max_norm = self.options.clip_grad_norm
+        if max_norm is not None:
+            self.grad_norm = norm
+        if not (is_finite and math.isfinite(norm)):
+            if self.loss_scale is None:
+                raise RuntimeError("a gradient is not finite; no weight has been written")
+            self.has_overflow = True
+            return None
+        factor = 1.0 if max_norm is None else clip_factor(norm, max_norm)
+        return factor / self.scale
+
+    def forget(self) -> None:
+        """Nothing is left of this step."""
+        if self.replicas is not None:
+            self.replicas.forget()
+        for slot in self.slots:
+            slot.forget()
+        for shards in {slot.shards for slot in self.slots}:
+            if shards is not None:
+                shards.release_all()
+        self._facts = StepFacts()
+        self._held_bytes = 0
+        self._is_checked = False
+        self.is_scaled = self.is_due = self.has_overflow = False
+
+
+def _of_uses(slot: Slot, uses: Uses) -> Gradient:
+    """What a fused layer leaves of its uses: inputs are tokens' features, or their ids."""
+    if uses[0][0].is_floating_point():
+        return LinearGradient.of_uses(uses, slot.param.dtype)
+    assert slot.handle is not None
+    padding_idx: int | None = getattr(slot.handle.module, "padding_idx", None)
+    return EmbeddingGradient.of_uses(uses, slot.param, -1 if padding_idx is None else padding_idx)
