@@ -103,7 +103,8 @@ def _linear_adalomo_update_(
         )
     if not weight.numel():
         return
-    with torch.no_grad():
+    # Under autocast the product would be one of 16 bits.
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
         grad = _product(x, grad_out)
         row_sums, col_sums = _ops.square_sums(grad, scale, clip_value=clip_value)
         rows, cols = weight.shape

@@ -99,6 +99,17 @@ def test_compile(name: str) -> None:
     oracle.assert_equal(args[0], expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_changes_nothing(name: str) -> None:
+    (args, options), (same, _) = calls()[name], calls()[name]
+    expected = getattr(_ops, name)(*args, **options)
+    with torch.autocast("cpu", dtype=BF16):
+        actual = getattr(_ops, name)(*same, **options)
+    for one, two in zip((*args, expected), (*same, actual), strict=True):
+        if isinstance(one, Tensor):
+            oracle.assert_equal(two, one)
+
+
 def test_wrappers_take_parameters() -> None:
     for update, args in (
         (sgd_update_, (random(SHAPE),)),
