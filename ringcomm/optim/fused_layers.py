@@ -9,6 +9,7 @@ after all that reads it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ class Handle:
         """The leaf in the weight's place, where the weight is now."""
         if self._token is None or self._token.device != device:
             self._token = torch.zeros([], device=device, requires_grad=True)
-            self._token.register_post_accumulate_grad_hook(self._complete)
+            # Python's collector does not see through a tensor's hooks: no circle of references.
+            told = weakref.ref(self)
+            self._token.register_post_accumulate_grad_hook(lambda token: _complete(told(), token))
         self.num_forwards += 1
         return self._token
 
@@ -51,10 +54,16 @@ class Handle:
         self._uses = []
         self.num_forwards = 0
 
-    def _complete(self, token: Tensor) -> None:
-        token.grad = None
+    def complete(self) -> None:
+        """Called once all uses of a backward pass have come."""
         uses, self._uses = self._uses, []
         self._deliver(uses)
+
+
+def _complete(handle: Handle | None, token: Tensor) -> None:
+    token.grad = None
+    if handle is not None:
+        handle.complete()
 
 
 _handles = WeakIdKeyDictionary()

@@ -7,8 +7,10 @@ own gradients have been consumed. The nn.Parameters stay; their storage comes an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +25,13 @@ from ringcomm.ops import shard_range
 from ringcomm.parallel.weight_unit import Unit
 from ringcomm.torch_names import reduce_scatter_single
 
-_shards_of = WeakIdKeyDictionary()  # parameter -> WeightShards
+_shards_of = WeakIdKeyDictionary()  # parameter -> weak reference to its WeightShards
 
 
 def find_shards(param: nn.Parameter) -> WeightShards | None:
     """What splits a parameter over ranks; None for one that is whole."""
-    found: WeightShards | None = _shards_of.get(param)
-    return found
+    found = _shards_of.get(param)
+    return None if found is None else found()
 
 
 class WeightShards:
@@ -79,8 +81,10 @@ class WeightShards:
             unit.split()
             self._hook(unit)
             for param in unit.params:
-                _shards_of[param] = self
-        self._handles.append(model.register_state_dict_pre_hook(_refuse_state_dict))
+                _shards_of[param] = weakref.ref(self)
+        # The model keeps this object alive, and both may go together.
+        refuse = partial(_refuse_state_dict, self)
+        self._handles.append(model.register_state_dict_pre_hook(refuse))
         model.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
 
     # ---- pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -542,6 +543,16 @@ def test_a_model_is_torchs_own_again() -> None:
         model(batches(1)[0]).backward()
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         assert model.up.weight.grad is not None
+
+
+def test_models_go_with_their_optimizer() -> None:
+    model = Net()
+    opt = Lomo(model, LR, clip_grad_norm=1.0)
+    model(batches(1)[0]).backward()
+    params = [weakref.ref(param) for param in model.parameters()]
+    del opt, model
+    gc.collect()
+    assert all(ref() is None for ref in params)
 
 
 def test_copies_of_a_model_are_ordinary() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -265,3 +267,19 @@ def check_errors(rank: int) -> None:
 def test_errors_and_closing() -> None:
     run_ranks(2, check_errors)
     run_ranks(1, check_errors)
+
+
+def check_nothing_stays(rank: int) -> None:
+    model = Stack()
+    WeightShards(model)
+    opt = Lomo(model, LR)  # finds the shards, which nobody but the model keeps
+    model(parts(rank, 2)[0]).backward()
+    opt.step()
+    params = [weakref.ref(param) for param in model.parameters()]
+    del opt, model
+    gc.collect()
+    assert all(ref() is None for ref in params)
+
+
+def test_shards_go_with_their_model() -> None:
+    run_ranks(2, check_nothing_stays)
