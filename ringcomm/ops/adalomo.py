@@ -76,6 +76,36 @@ def _product(x: Tensor, grad_out: Tensor) -> Tensor:
     return torch.mm(grads.float(), tokens.float())
 
 
+def matrix_factors(row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
+    """What a gradient's rows and columns are multiplied by, of the running means of its squares."""
+    return (row / row.mean()).rsqrt(), col.rsqrt()
+
+
+def step_and_decay(
+    mean_squares: Tensor,
+    lr: float,
+    weight_decay: float,
+    clip_threshold: float,
+    eps_weight: float,
+) -> Tensor:
+    """What adalomo_update_ multiplies updates and weights by.
+
+    Args:
+        mean_squares: float32 [2], of the updates and of the weights.
+        lr: relative to the weights' RMS, and this at least eps_weight.
+        weight_decay: decoupled.
+        clip_threshold: the largest RMS of the updates.
+        eps_weight: see lr.
+
+    Returns:
+        float32 [2], on the same device.
+    """
+    update_rms, weight_rms = mean_squares.sqrt().unbind()
+    step = lr * weight_rms.clamp(min=eps_weight)
+    shrunk = step / (update_rms / clip_threshold).clamp(min=1.0)
+    return torch.stack([shrunk, 1 - step * weight_decay])
+
+
 def _linear_adalomo_update_(
     weight: Tensor,
     x: Tensor,
@@ -110,18 +140,15 @@ def _linear_adalomo_update_(
         rows, cols = weight.shape
         row = torch.lerp(row_sums / cols + eps_grad, exp_avg_sq_row, beta2)
         col = torch.lerp(col_sums / rows + eps_grad, exp_avg_sq_col, beta2)
-        factors = (row / row.mean()).rsqrt(), col.rsqrt()
+        factors = matrix_factors(row, col)
         squares = _ops.adalomo_squares(
             weight, grad, *factors, scale, low=low, clip_value=clip_value
         )
-        update_rms, weight_rms = (squares / weight.numel()).sqrt().unbind()
-        step = lr * weight_rms.clamp(min=eps_weight)
-        shrunk = step / (update_rms / clip_threshold).clamp(min=1.0)
         _ops.adalomo_update_(
             weight,
             grad,
             *factors,
-            torch.stack([shrunk, 1 - step * weight_decay]),
+            step_and_decay(squares / weight.numel(), lr, weight_decay, clip_threshold, eps_weight),
             scale,
             rounding_seed,
             low=low,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ringcomm.ops.adalomo import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.managed import Slot
@@ -130,17 +131,20 @@ class AdaLomo(InBackwardOptimizer):
             )
         for ranks in slot.layout.groups:
             dist.all_reduce(squares, group=ranks)
-        rms_update, rms_weight = (squares / max(1, slot.layout.shape.numel())).sqrt().unbind()
-        size = lr * rms_weight.clamp(min=group["eps"][1])
-        scaled = size / (rms_update / group["clip_threshold"]).clamp(min=1.0)
-        step_and_decay = torch.stack([scaled, 1 - size * group["weight_decay"]])
+        scalars = step_and_decay(
+            squares / max(1, slot.layout.shape.numel()),
+            lr,
+            group["weight_decay"],
+            group["clip_threshold"],
+            group["eps"][1],
+        )
         for block in slot.layout.blocks:
             _ops.adalomo_update_(
                 block.of(weight),
                 block.of(grad),
                 row_factor[block.rows],
                 column_factor[block.columns],
-                step_and_decay,
+                scalars,
                 factor,
                 seed,
                 low=None if low is None else block.of(low),
@@ -170,7 +174,7 @@ class AdaLomo(InBackwardOptimizer):
             dist.all_reduce(sums, group=ranks)
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, 1 - beta2)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, 1 - beta2)
-        return (row / row.mean()).rsqrt(), column.rsqrt()
+        return matrix_factors(row, column)
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:

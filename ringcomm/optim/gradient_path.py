@@ -6,11 +6,14 @@ docs/design/optim.md has the picture.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ringcomm.ops.linear_blocks import without_autocast
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.loss_scale import LossScale
@@ -81,7 +84,7 @@ class GradientPath:
         self._count(slot)
         if slot.num_arrived < self.options.accumulation_steps:
             return  # autograd adds the next one
-        with torch.no_grad():
+        with _arithmetic(slot):
             self.complete(slot, DenseGradient(slot.take_grad()))
 
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
@@ -90,7 +93,7 @@ class GradientPath:
         if not awaits_more:
             self._count(slot)
         gradient = _of_uses(slot, uses)
-        with torch.no_grad():
+        with _arithmetic(slot):
             if slot.param.grad is not None:  # earlier micro-batches, or uses that autograd saw
                 gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
             if awaits_more or slot.num_arrived < self.options.accumulation_steps:
@@ -265,6 +268,13 @@ class GradientPath:
         self._held_bytes = 0
         self._is_checked = False
         self.is_scaled = self.is_due = self.has_overflow = False
+
+
+@contextmanager
+def _arithmetic(slot: Slot) -> Iterator[None]:
+    """A backward pass may run under autocast, which would round what is summed in fp32."""
+    with torch.no_grad(), without_autocast(slot.param.device):
+        yield
 
 
 def _of_uses(slot: Slot, uses: Uses) -> Gradient:

@@ -132,7 +132,8 @@ def _reaches(node: Any, param: nn.Parameter) -> bool:
     return False
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["forward", "both"])
+def test_autocast(inside: bool) -> None:
     model, sgd = make("plain"), make("plain")
     data = batches(3)
     opt = Lomo(model, LR)
@@ -140,7 +141,10 @@ def test_autocast() -> None:
     for ids in data:
         with torch.autocast("cpu", torch.bfloat16):
             loss, expected = model(ids), sgd(ids)
-        loss.backward()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
         expected.backward()
         opt.step()
         reference.step()
