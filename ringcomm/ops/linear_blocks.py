@@ -58,6 +58,13 @@ def _part_of(stats: Tensor, block: slice) -> Tensor:
     return torch.cat([stats[:-1][block], stats[-1:]])
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total += left @ right in fp32, in place; operands of 16 bits as they are where they can."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.addmm_(left.float(), right.float())
+
+
 class _Gradients:
     """Gradients of the layer, as blocks of tokens add to them; in fp32 where they are sums."""
 
@@ -74,7 +81,7 @@ class _Gradients:
         if self.rows is not None:
             torch.mm(grad_logits, weight, out=self.rows[block])
         if self.weight is not None:
-            self.weight.addmm_(grad_logits.float().t(), rows[block].float())
+            _add_product(self.weight, grad_logits.t(), rows[block])
         if self.bias is not None:
             self.bias += grad_logits.sum(0, dtype=torch.float32)
 
@@ -262,12 +269,13 @@ def _update_by_class(
         part = weight[block]
         logits = _logits(rows, part, None if bias is None else bias[block])
         shard = ctx.shard._replace(start=ctx.shard.start + block.start)
-        grad_logits = differentiate(logits, slice(0, len(rows)), shard).float()
+        grad_logits = differentiate(logits, slice(0, len(rows)), shard)
         del logits
         if grad_rows is not None:
-            grad_rows.addmm_(grad_logits, part.float())
+            _add_product(grad_rows, grad_logits, part)
         if grad_bias is not None:
-            grad_bias[block] = grad_logits.sum(0)
-        ctx.fused_update(block, grad_logits.t() @ rows.float())
+            grad_bias[block] = grad_logits.sum(0, dtype=torch.float32)
+        grad_part = rows.new_zeros([len(part), rows.shape[1]], dtype=torch.float32)
+        ctx.fused_update(block, _add_product(grad_part, grad_logits.t(), rows))
         del grad_logits
     return grad_rows, None, grad_bias
