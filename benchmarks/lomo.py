@@ -30,13 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from training.model import PRESETS, Llama, initial_weights
 
 from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
-from ringcomm.bench.losses import peak_extra_bytes
 from ringcomm.bench.ranks import Team, run_ranks
 from ringcomm.bench.report import Report
 from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
 from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import as_option, byte_count, comparison
+from ringcomm.bench.wording import as_option, comparison
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LEARNING_RATE = 0.01
@@ -122,6 +121,7 @@ class Trainer:
         model.load_state_dict(initial_weights(PRESETS[options.size], seed=0))
         self._params = list(model.parameters())
         self.watch = GradientWatch(model)
+        self.held_bytes = 0
         self._clips = way.clips
         group = dist.group.WORLD if team.world_size > 1 else None
         self._optimizer = way.make(model, group)
@@ -140,6 +140,7 @@ class Trainer:
         loss = self._model(self._inputs, self._targets)
         if self._own is not None:
             self._own.backward(loss)
+            self.held_bytes = max(self.held_bytes, self._own.held_bytes)
         else:
             loss.backward()
         if self._clips:
@@ -165,13 +166,11 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         open_default_group(team, "ringcomm")
     torch.set_num_threads(1)
     watch = WeatherWatch(team)
-    trainers, losses, grad_bytes, extra_bytes = {}, {}, {}, {}
-    cpu = torch.device("cpu")
+    trainers, losses, grad_bytes = {}, {}, {}
     for name in options.ways:
         trainer = Trainer(name, team, options)
         losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
-        grad_bytes[name] = max(team.share(trainer.watch.stop()))
-        extra_bytes[name] = max(team.share(peak_extra_bytes(trainer.step, cpu)))
+        grad_bytes[name] = max(team.share(trainer.watch.stop() + trainer.held_bytes))
         trainers[name] = trainer
     wrong = differing(team, losses)
     align = dist.barrier if team.world_size > 1 else lambda: None
@@ -183,7 +182,6 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         records = records_of(timings, SUBJECT, wrong, name="way")
         for record in records:
             record["grad_bytes"] = grad_bytes[record["way"]]
-            record["extra_bytes"] = extra_bytes[record["way"]]
         team.report([record | weather.record() for record in records])
     if team.world_size > 1:
         dist.destroy_process_group()
@@ -194,8 +192,7 @@ def row_of(record: dict[str, Any]) -> list[str]:
     return [
         record["way"],
         *(f"{record[name] / 1e3:.1f}" for name in ("p50_us", "p99_us")),
-        byte_count(record["grad_bytes"] >> 10 << 10),
-        byte_count(record["extra_bytes"] >> 20 << 20),
+        f"{record['grad_bytes'] >> 10:,} KiB",
         comparison(record),
         f"{record['others_busy_percent']:.1f}",
     ]
@@ -242,8 +239,8 @@ def main(argv: list[str]) -> int:
     }
     report = Report("lomo", options.json, **dimensions)
     run_ranks(options.world, lambda team: run_rank(team, options), report.add)
-    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "memory", "time over Lomo's"]
-    caption = "Gradients: of parameters at most. Memory: of a step beyond what stays, at most."
+    headers = ["optimizer", "p50 ms", "p99 ms", "gradients", "time over Lomo's"]
+    caption = "Gradients: the most that are kept at a time, by autograd or deferred."
     table = table_of([*headers, "others %"], caption, report.records, row_of)
     return report.finish(table)
 

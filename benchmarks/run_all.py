@@ -47,6 +47,7 @@ JOBS: dict[str, list[str]] = {
         "ringcomm bench cross_entropy --peers torch,compile",
         "ringcomm bench cross_entropy --world-size 2 --vocabularies 32000",
     ],
+    "lomo": ["lomo.py --world 2", "lomo.py --world 1"],
     "footprint": ["footprint.py"],
 }
 WITH_MPI = ("all_reduce",)

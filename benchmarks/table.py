@@ -288,6 +288,38 @@ def _loss_lines(runs: list[Run]) -> list[str]:
     ]
 
 
+def _optimizer_lines(runs: list[Run]) -> list[str]:
+    """Whole steps by optimizer: times, and gradients that are kept at a time."""
+    run = runs[0]
+    first = run[0]
+    rows = [
+        [
+            record["way"],
+            milliseconds(record["p50_us"]),
+            milliseconds(record["p99_us"]),
+            f"{record['grad_bytes'] / 2**20:.2f}",
+            comparison(record) or "1×",
+        ]
+        for record in run
+    ]
+    ranks = (
+        f"{first['world_size']} ranks, torch's with DDP" if first["world_size"] > 1 else "1 rank"
+    )
+    headers = [
+        "optimizer",
+        "p50, ms",
+        "p99, ms",
+        "gradients, MiB",
+        f"time / {run[0]['way']}'s (10–90 %)",
+    ]
+    return [
+        f"Training steps with LOMO: {ranks}, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank, the largest weight"
+        f" {first['largest_weight_bytes'] / 2**20:.2f} MiB:",
+        *_grid(headers, 1, rows),
+    ]
+
+
 def _is_floor(record: Record | None) -> bool:
     return record is not None and record["way"] == "copy"
 
@@ -305,7 +337,7 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what README shows; some kinds do not say."""
-    if record["kind"] == "cross_entropy":
+    if record["kind"] in ("cross_entropy", "lomo"):
         return True
     return (
         record.get("world_size") in README_WORLDS
@@ -338,6 +370,7 @@ LAYOUTS = {
         ("dtype", "vocab_size"),
         _loss_lines,
     ),
+    "lomo": Layout("lomo", _STEPS, (), _optimizer_lines),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False

@@ -30,8 +30,8 @@ NUM_HELD_OUT_ROWS, NUM_POINTS = 32, 20
 # Where each does best among a factor of about 3, on the default model and text.
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), 3e-3, fused=True),
-    "lomo": lambda model: Lomo(model, 0.5, clip_grad_norm=1.0),
-    "adalomo": lambda model: AdaLomo(model, 0.03),
+    "lomo": lambda model: Lomo(model, 0.3, clip_grad_norm=1.0),
+    "adalomo": lambda model: AdaLomo(model, 0.06),
 }
 
 

@@ -47,6 +47,7 @@ class GradientPath:
         is_due: whether a gradient has come, so that step() ends a step.
         has_overflow: whether one was not finite.
         grad_norm: of the last step that looked at it.
+        held_bytes: what gradients that wait for the step's end take.
     """
 
     def __init__(self, options: StepOptions, updater: Updater) -> None:
@@ -60,7 +61,7 @@ class GradientPath:
         self._pass = "plain"  # of a backward() with two passes: "facts", then "update"
         self._factor = 1.0
         self._facts = StepFacts()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._is_checked = False
         self.is_scaled = self.is_due = self.has_overflow = False
 
@@ -173,8 +174,8 @@ class GradientPath:
         if gradient.nbytes > slot.local.nbytes:
             gradient = DenseGradient(gradient.dense())
         slot.held = gradient
-        self._held_bytes += gradient.nbytes
-        limit, held_bytes = self.options.max_held_bytes, self._held_bytes
+        self.held_bytes += gradient.nbytes
+        limit, held_bytes = self.options.max_held_bytes, self.held_bytes
         if limit is not None and held_bytes > limit:
             self.forget()
             raise RuntimeError(
@@ -265,7 +266,7 @@ class GradientPath:
             if shards is not None:
                 shards.release_all()
         self._facts = StepFacts()
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._is_checked = False
         self.is_scaled = self.is_due = self.has_overflow = False
 

@@ -60,6 +60,11 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """The norm of all gradients of the last step before clipping; None where none is taken."""
         return self._path.grad_norm
 
+    @property
+    def held_bytes(self) -> int:
+        """What deferred gradients take now."""
+        return self._path.held_bytes
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself where there is none."""
         self._path.is_scaled = True
