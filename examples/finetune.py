@@ -154,8 +154,12 @@ def main(argv: list[str]) -> int:
         optimizers=tuple(OPTIMIZERS),
     )
     print(report)
-    lines = [json.dumps(point) for point in points]
-    (options.out / "curves.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    memory = {step.name: step.measured.at_peak for step in report.steps if step.measured}
+    lines = [*points, *({"optimizer": name, "memory": parts} for name, parts in memory.items())]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (options.out / "finetune.jsonl").write_text(text, encoding="utf-8")
+    draw(points, memory, options.out / "finetune.png")
+    print(f"curves and memory: {options.out}/finetune.png, {options.out}/finetune.jsonl")
     return 0
 
 
