@@ -7,9 +7,10 @@ alone would not do, for weights that are frozen and for those that make other we
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.sharded_unit import ShardedUnit
 
-__all__ = ["UnitHooks", "in_backward"]
+__all__ = ["UnitHooks", "in_backward", "refuse_copy"]
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -31,6 +32,17 @@ def _graph_task() -> int:
 def in_backward() -> bool:
     """Whether a backward runs in this thread."""
     return _graph_task() != -1
+
+
+def refuse_copy(*_: Any) -> NoReturn:
+    """Instead of copying and pickling what is sharded.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "sharded weights have no copy: copy the model before WeightShards, or after close()"
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,6 +80,9 @@ class UnitHooks:
             if has_weights and part is not module:
                 hook = part.register_forward_pre_hook(self._check_full, prepend=True)
                 self._handles.append(hook)
+
+    # A copy of the model copies its modules' hooks.
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def remove(self) -> None:
         """Takes all hooks away."""
@@ -117,7 +132,8 @@ class UnitHooks:
         for param in self._params - self._watched:
             if param.requires_grad:
                 self._watched.add(param)
-                self._handles.append(param.register_post_accumulate_grad_hook(self.grad_arrived))
+                arrived = _weakly(self.grad_arrived)
+                self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     def _check_full(self, module: nn.Module, args: Any) -> None:
         if self.unit.is_full:
@@ -151,7 +167,12 @@ class UnitHooks:
         self._gather_in_backward()
         self._num_inputs += use.num_inputs
         if self._missing is None:
-            self._missing = {param for param in self._params if param.requires_grad}
+            # Without inputs the parameters alone tell that the backward has left: all of them.
+            self._missing = {
+                param
+                for param in self._params
+                if param.requires_grad and (use.num_inputs == 0 or _may_get_grad(param))
+            }
 
     def _backward_left(self, use: _Use, grad: Tensor) -> None:
         if use.graph_task == _graph_task():
@@ -176,6 +197,27 @@ class UnitHooks:
         if not self._graph_tasks:
             self.forget_backward()
             self.unit.free()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Garbage collection does not look into a parameter's hooks: they must not hold the model."""
+    reference = weakref.WeakMethod(method)
+
+    def call(param: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
+def _may_get_grad(param: nn.Parameter) -> bool:
+    """Whether the backward that runs brings the parameter's gradient; True where torch is mute."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad() of the parameter
+        return True
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

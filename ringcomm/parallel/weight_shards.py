@@ -7,7 +7,7 @@ memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.p
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.model_units import check_params, default_units, params_of_units
 from ringcomm.parallel.sharded_unit import ShardedUnit
-from ringcomm.parallel.unit_hooks import UnitHooks, in_backward
+from ringcomm.parallel.unit_hooks import UnitHooks, in_backward, refuse_copy
 
 __all__ = ["WeightShards", "find_shards"]
 
@@ -79,11 +79,11 @@ class WeightShards:
         units: Iterable[nn.Module] | None = None,
     ) -> None:
         resolved = resolve_group(group)
-        check_params(model)
-        found = params_of_units(model, default_units(model) if units is None else units)
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is sharded already: close() its WeightShards first")
+        check_params(model)
+        found = params_of_units(model, default_units(model) if units is None else units)
         self.group = resolved
         self._model = model
         self._reads_freed = False
@@ -98,7 +98,7 @@ class WeightShards:
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
-                setattr(param, name, _refuse_copy)
+                setattr(param, name, refuse_copy)
 
     # ---- shards
 
@@ -315,9 +315,3 @@ class WeightShards:
 
 def _cpu_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _refuse_copy(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "a sharded parameter has no copy: copy the model before WeightShards, or after close()"
-    )
