@@ -1,0 +1,176 @@
+"""The weights of one unit: this rank's pieces, and room for the whole ones while they are needed.
+
+A parameter's memory is given back and taken again behind the tensor's back: whoever holds the
+tensor, such as a graph that saved it for backward, finds the weights again, unchanged for autograd.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import AllgatherOptions
+
+from ringcomm import _C
+from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.packed_pieces import PackedPieces
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+__all__ = ["ShardedUnit"]
+
+# Whole parameters below this travel together: one copy more, and many calls less.
+PACKED_BYTES = 64 << 10
+
+
+class ShardedUnit:
+    """The parameters that are gathered and freed together.
+
+    Args:
+        module: whose forward needs them.
+        params: dense and contiguous, on one device; equal in shapes and dtypes on all ranks. Their
+            values become those of rank 0; they are full at first.
+        group: the ranks that share them.
+
+    Attributes:
+        module: as given.
+        shards: this rank's piece of each parameter, of one dimension.
+        is_full: whether the parameters have their values.
+        is_held: whether free() leaves them.
+
+    Collective: one broadcast.
+    """
+
+    def __init__(
+        self, module: nn.Module, params: Sequence[nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
+        self.module = module
+        self.is_full = True
+        self.is_held = False
+        self._group = group
+        # Backends other than ringcomm want pieces of equal size.
+        self._is_padded = not isinstance(
+            group._get_backend(params[0].device), _C.ProcessGroupRingcomm
+        )
+        self._flats = {param: _own_memory(param) for param in params}
+        rank, world_size = group.rank(), group.size()
+        packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
+        packed.sort(key=lambda param: -param.element_size())
+        flats = [self._flats[param] for param in packed]
+        self._packed = PackedPieces(flats, world_size, rank, is_padded=self._is_padded)
+        self.shards = dict(zip(packed, self._packed.pieces, strict=True))
+        self._large = [param for param in params if param not in self.shards]
+        for param in self._large:
+            self.shards[param] = torch.empty_like(self._flats[param][slice(*self.range_of(param))])
+        self._take_values_of_rank0()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters, in the model's order."""
+        return list(self._flats)
+
+    def range_of(self, param: Tensor) -> tuple[int, int]:
+        """The elements [begin, end) of this rank."""
+        return shard_range(param.numel(), self._group.size(), self._group.rank())
+
+    def _take_values_of_rank0(self) -> None:
+        flats = list(self._flats.values())
+        buffer = torch.cat([flat.view(torch.uint8) for flat in flats])
+        dist.broadcast(buffer, group=self._group, group_src=0)
+        parts = buffer.split([flat.nbytes for flat in flats])
+        for flat, part in zip(flats, parts, strict=True):
+            flat.view(torch.uint8).copy_(part)
+        for param, flat in self._flats.items():
+            self.shards[param].copy_(flat[slice(*self.range_of(param))])
+
+    # ---- whole weights
+
+    def gather(self) -> None:
+        """Takes memory and fills it with the ranks' pieces; nothing where that is done already.
+
+        Collective: one call of the group.
+        """
+        if self.is_full:
+            return
+        for flat in self._flats.values():
+            flat.untyped_storage().resize_(flat.nbytes)
+        self.is_full = True
+        try:
+            self._exchange()
+        except BaseException:
+            self.free()
+            raise
+
+    def free(self) -> None:
+        """Gives the memory of the whole weights back, unless they are held."""
+        if self.is_held:
+            return
+        for flat in self._flats.values():
+            flat.untyped_storage().resize_(0)
+        self.is_full = False
+
+    def _exchange(self) -> None:
+        rows = self._packed.new_rows()
+        if not self._is_padded:
+            self._gather_uneven(rows)
+        elif rows.numel():
+            all_gather_single(rows, self._packed.row, group=self._group)
+        self._packed.unpack(rows)
+
+    def _gather_uneven(self, rows: Tensor) -> None:
+        """One call for the packed pieces and the large ones, which come straight to their place."""
+        world_size = self._group.size()
+        inputs = [self.shards[param] for param in self._large]
+        outputs = [
+            self._flats[param].split(piece_sizes(param.numel(), world_size))
+            for param in self._large
+        ]
+        if rows.numel():
+            inputs.append(self._packed.row)
+            outputs.append(rows.split(self._packed.row_bytes))
+        if inputs:
+            options = AllgatherOptions()
+            options.asyncOp = False
+            by_rank = [[pieces[rank] for pieces in outputs] for rank in range(world_size)]
+            self._group.allgather_coalesced(by_rank, inputs, options).wait()
+
+    # ---- gradients
+
+    def reduce_scatter_mean(self, grad: Tensor) -> Tensor:
+        """This rank's piece of the mean of the ranks' tensors, of one dimension.
+
+        Collective, unless the tensor is empty.
+        """
+        rank, world_size = self._group.rank(), self._group.size()
+        flat = grad.detach().reshape(-1)
+        sizes = piece_sizes(flat.numel(), world_size)
+        output = flat.new_empty(max(sizes) if self._is_padded else sizes[rank])
+        if flat.numel() == 0:
+            return output
+        inputs = list(flat.split(sizes))
+        if not self._is_padded:
+            dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=self._group)
+            return output
+        if sizes[-1] != sizes[0]:
+            rows = flat.new_zeros(world_size, sizes[0])
+            for row, piece in zip(rows, inputs, strict=True):
+                row[: piece.numel()].copy_(piece)
+            flat = rows.view(-1)
+        reduce_scatter_single(output, flat, group=self._group)
+        return output.div_(world_size)[: sizes[rank]]
+
+
+def _own_memory(param: nn.Parameter) -> Tensor:
+    """The parameter as one dimension, in memory of its own that can be given back.
+
+    A view of `data`: writes there leave the parameter's version as it is.
+    """
+    storage = param.untyped_storage()
+    if storage.nbytes() != param.nbytes or not storage.resizable():
+        param.data = param.data.clone()
+    return param.data.view(-1)
+
+
+def piece_sizes(num_elems: int, world_size: int) -> list[int]:
+    """The number of elements of each rank."""
+    ranges = [shard_range(num_elems, world_size, rank) for rank in range(world_size)]
+    return [end - begin for begin, end in ranges]

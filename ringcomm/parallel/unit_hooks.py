@@ -1,0 +1,236 @@
+"""When the weights of a unit are there: while its forward runs, and while its backward does.
+
+A forward gathers them, and frees them behind itself; but not within a backward, where checkpointing
+runs it again right before the gradients. A backward comes in through the unit's outputs. It has
+left when the gradients of the inputs are complete, and those of the parameters have arrived: either
+alone would not do, for weights that are frozen and for those that make other weights.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from ringcomm.parallel.sharded_unit import ShardedUnit
+
+__all__ = ["UnitHooks", "in_backward", "refuse_copy"]
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def _graph_task() -> int:
+    """The number of the backward that runs in this thread, -1 without one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread."""
+    return _graph_task() != -1
+
+
+def refuse_copy(*_: Any) -> NoReturn:
+    """Instead of copying and pickling what is sharded.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "sharded weights have no copy: copy the model before WeightShards, or after close()"
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Use:
+    """One forward of a unit."""
+
+    num_inputs: int = 0  # that require grad
+    graph_task: int = -1  # the last backward that came through
+
+
+class UnitHooks:
+    """Gathers and frees a unit's weights as forward and backward go through its module.
+
+    Args:
+        unit: whose weights.
+        is_root: whether other units run within it: its weights then stay until the backward ends,
+            since a gradient may arrive before the last use of its weight (a nested backward brings
+            its own share of it).
+    """
+
+    def __init__(self, unit: ShardedUnit, *, is_root: bool) -> None:
+        self.unit = unit
+        self._is_root = is_root
+        self._params = set(unit.params)
+        self._running: list[_Use] = []
+        self._watched: set[nn.Parameter] = set()
+        self.forget_backward()
+        module = unit.module
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        for part in module.modules():
+            has_weights = not self._params.isdisjoint(part.parameters(recurse=False))
+            if has_weights and part is not module:
+                hook = part.register_forward_pre_hook(self._check_full, prepend=True)
+                self._handles.append(hook)
+
+    # A copy of the model copies its modules' hooks.
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def remove(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ---- forward
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        is_first = not self._running
+        use = _Use()
+        self._running.append(use)
+        if in_backward():
+            self._gather_in_backward()
+        else:
+            if is_first:  # what a backward that failed has left is not up to date
+                self.forget_backward()
+                self.unit.free()
+            self.unit.gather()
+        if not torch.is_grad_enabled():
+            return None
+        use.num_inputs = sum(tensor.requires_grad for tensor in _tensors_in((args, kwargs)))
+        return tree_map_only(Tensor, partial(self._watched_input, use), (args, kwargs))
+
+    def _watched_input(self, use: _Use, tensor: Tensor) -> Tensor:
+        """The input under another name: its gradient is complete when this unit has given its."""
+        if not tensor.requires_grad or tensor.layout != torch.strided:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(partial(self._backward_left, use))
+        return view
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Called after a forward that failed, too: without an output then."""
+        use = self._running.pop() if self._running else _Use()
+        if torch.is_grad_enabled():
+            self._watch_params()
+            for tensor in _tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._backward_comes, use))
+        if not in_backward() and not self._running:
+            self.unit.free()
+
+    def _watch_params(self) -> None:
+        for param in self._params - self._watched:
+            if param.requires_grad:
+                self._watched.add(param)
+                arrived = _weakly(self.grad_arrived)
+                self._handles.append(param.register_post_accumulate_grad_hook(arrived))
+
+    def _check_full(self, module: nn.Module, args: Any) -> None:
+        if self.unit.is_full:
+            return
+        if not in_backward():
+            raise RuntimeError(
+                f"the weights of this {type(module).__name__} are freed: call the whole model, or "
+                "WeightShards.gather() around"
+            )
+        self._gather_in_backward()
+
+    # ---- backward
+
+    def forget_backward(self) -> None:
+        """As before any backward."""
+        self._graph_tasks: list[int] = []
+        self._num_inputs = 0  # of the uses that the backward has reached, and not left
+        self._missing: set[Tensor] | None = None  # without gradient; None before any use
+
+    def _gather_in_backward(self) -> None:
+        graph_task = _graph_task()
+        if graph_task not in self._graph_tasks:
+            self._graph_tasks.append(graph_task)
+            _engine.queue_callback(partial(self._backward_ends, graph_task))
+        self.unit.gather()
+
+    def _backward_comes(self, use: _Use, grad: Tensor) -> None:
+        if use.graph_task == _graph_task():
+            return  # through another output
+        use.graph_task = _graph_task()
+        self._gather_in_backward()
+        self._num_inputs += use.num_inputs
+        if self._missing is None:
+            # Without inputs the parameters alone tell that the backward has left: all of them.
+            self._missing = {
+                param
+                for param in self._params
+                if param.requires_grad and (use.num_inputs == 0 or _may_get_grad(param))
+            }
+
+    def _backward_left(self, use: _Use, grad: Tensor) -> None:
+        if use.graph_task == _graph_task():
+            self._num_inputs -= 1
+            self._free_if_done()
+
+    def grad_arrived(self, param: Tensor) -> None:
+        """The parameter's gradient is there: nothing before it in the graph needs the weight."""
+        if self._missing is not None:
+            self._missing.discard(param)
+            self._free_if_done()
+
+    def _free_if_done(self) -> None:
+        if not self._missing and self._num_inputs == 0 and not self._is_root:
+            self._missing = None
+            self.unit.free()
+
+    def _backward_ends(self, graph_task: int) -> None:
+        """What never got a gradient ends here; a nested backward leaves it to the outer one."""
+        if graph_task in self._graph_tasks:
+            self._graph_tasks.remove(graph_task)
+        if not self._graph_tasks:
+            self.forget_backward()
+            self.unit.free()
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Garbage collection does not look into a parameter's hooks: they must not hold the model."""
+    reference = weakref.WeakMethod(method)
+
+    def call(param: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return call
+
+
+def _may_get_grad(param: nn.Parameter) -> bool:
+    """Whether the backward that runs brings the parameter's gradient; True where torch is mute."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad() of the parameter
+        return True
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a tree of sequences, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for part in parts:
+        yield from _tensors_in(part)

@@ -1,0 +1,317 @@
+"""Weights in shards, whole only where they are needed: ZeRO stage 3 (Rajbhandari et al. 2020).
+
+Each rank keeps 1/N of every parameter. The parameters stay the objects that they were, and their
+memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.py how.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm.backend import resolve_group
+from ringcomm.parallel.model_units import check_params, default_units, params_of_units
+from ringcomm.parallel.sharded_unit import ShardedUnit
+from ringcomm.parallel.unit_hooks import UnitHooks, in_backward, refuse_copy
+
+__all__ = ["WeightShards", "find_shards"]
+
+# By parameter, weakly: the shards hold the parameters.
+_shards_of_params: Any = WeakIdKeyDictionary()
+
+
+def find_shards(param: Tensor) -> "WeightShards | None":
+    """The WeightShards that the parameter is sharded by, None of an ordinary one."""
+    reference = _shards_of_params.get(param)
+    return None if reference is None else reference()
+
+
+class WeightShards:
+    """Shards the weights of a model over the ranks of a group.
+
+    A unit's weights are gathered before its forward and freed behind it, and again for its
+    backward: a rank holds its shards, the weights outside of all units, and those of one unit or
+    two. A step gathers every weight twice and reduces its gradient once: 3(N-1)/N of their bytes.
+    Gradients are whole, and this rank's own: `reduce_scatter` makes of them what updates
+    `shard_of`.
+
+        shards = WeightShards(model)
+        loss(model(x)).backward()
+        for param in model.parameters():
+            grad = shards.reduce_scatter(param, param.grad)
+            shards.shard_of(param).add_(grad, alpha=-lr)
+            param.grad = None
+
+    While weights are freed, reading a parameter is reading memory that is not there: what
+    looks at values goes through `shard_of`, or inside of `gather()`. The model is to be on its
+    device and in its dtype before.
+
+    Args:
+        model: its parameters are dense, contiguous, in memory of their own and on one device, and
+            equal in shapes and dtypes on all ranks; they take the values of rank 0. Frozen ones are
+            sharded as well; buffers are not, and stay each rank's own.
+        group: None for the default group. On ringcomm pieces are of any size; on other backends
+            they are padded to equal sizes on the wire.
+        units: the modules whose weights are gathered together, the layers of a model. Default: the
+            entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
+            is no such list. The model itself is the unit of all other parameters, and of those that
+            several units share. All ranks run the same units in the same order.
+
+    Raises:
+        TypeError: a parameter is no plain tensor, a unit no module.
+        ValueError: a parameter is not as said above or sharded already, a unit is no part of the
+            model or cannot be called. Nothing has been written.
+        RingcommError: a rank failed or called something else; so from every forward and backward.
+
+    Collective: one broadcast for each unit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        units: Iterable[nn.Module] | None = None,
+    ) -> None:
+        resolved = resolve_group(group)
+        for name, param in model.named_parameters():
+            if find_shards(param) is not None:
+                raise ValueError(f"{name} is sharded already: close() its WeightShards first")
+        check_params(model)
+        found = params_of_units(model, default_units(model) if units is None else units)
+        self.group = resolved
+        self._model = model
+        self._reads_freed = False
+        self._hooks: dict[nn.Parameter, UnitHooks] = {}
+        units_made = [ShardedUnit(module, params, resolved) for module, params in found]
+        for unit in units_made:
+            hooks = UnitHooks(unit, is_root=unit.module is model)
+            self._hooks.update(dict.fromkeys(unit.params, hooks))
+            unit.free()
+        self._units = units_made
+        self._handles = self._guard_state_dicts()
+        for param in self._hooks:
+            _shards_of_params[param] = weakref.ref(self)
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                setattr(param, name, refuse_copy)
+
+    # ---- shards
+
+    def shard_of(self, param: Tensor) -> Tensor:
+        """This rank's piece of a parameter: what an optimizer updates in place.
+
+        Returns:
+            Elements range_of(param) of the flat parameter: one dimension, its dtype; the same
+            tensor every time. Whole weights take its values when they are gathered next.
+
+        Raises:
+            ValueError: the parameter is not sharded here.
+        """
+        return self._hooks_of(param).unit.shards[param]  # type: ignore[index]
+
+    def range_of(self, param: Tensor) -> tuple[int, int]:
+        """The elements [begin, end) of the flat parameter that this rank keeps, by shard_range().
+
+        Raises:
+            ValueError: the parameter is not sharded here.
+        """
+        return self._hooks_of(param).unit.range_of(param)
+
+    def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
+        """This rank's piece of the mean of the ranks' gradients.
+
+        Args:
+            param: whose gradient.
+            grad: this rank's, whole, of the parameter's shape; any floating dtype.
+
+        Returns:
+            A new tensor of one dimension, elements range_of(param), in the gradient's dtype.
+
+        Raises:
+            ValueError: the parameter is not sharded here; the gradient is sparse, or of another
+                shape or device.
+            RingcommError: a rank failed or called something else.
+
+        Collective; sends (N-1)/N of the gradient.
+        """
+        unit = self._hooks_of(param).unit
+        if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
+            kind = "sparse" if grad.is_sparse else "dense"
+            raise ValueError(
+                f"the gradient is dense, {tuple(param.shape)} on {param.device}, got {kind}, "
+                f"{tuple(grad.shape)} on {grad.device}"
+            )
+        return unit.reduce_scatter_mean(grad)
+
+    def _hooks_of(self, param: Tensor) -> UnitHooks:
+        hooks = self._hooks.get(param)  # type: ignore[call-overload]
+        if hooks is None:
+            raise ValueError(f"no parameter of these shards: a tensor {tuple(param.shape)}")
+        return hooks
+
+    # ---- whole weights
+
+    def release(self, param: Tensor) -> None:
+        """Says that the parameter's gradient is made, and so its weight no longer needed.
+
+        For a gradient that autograd does not bring to the parameter itself; of others the shards
+        know. When a backward has all gradients of a unit, and has left it, its weights are freed;
+        those of the model itself when the backward ends.
+
+        Raises:
+            ValueError: the parameter is not sharded here.
+        """
+        self._hooks_of(param).grad_arrived(param)
+
+    def release_all(self) -> None:
+        """Frees all weights, but those that gather() holds: what a failed backward has left.
+
+        Raises:
+            RuntimeError: called within a backward.
+        """
+        if in_backward():
+            raise RuntimeError("release_all() within a backward, which needs the weights")
+        for hooks in set(self._hooks.values()):
+            hooks.forget_backward()
+            hooks.unit.free()
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """Whole weights of the whole model inside of the context, to be read.
+
+        What is written to them there is lost, and updates of shards are not seen.
+
+        Collective: one call for each unit.
+        """
+        mine = [unit for unit in self._units if not unit.is_held]
+        freed = [unit for unit in mine if not unit.is_full]
+        try:
+            for unit in mine:
+                unit.gather()
+                unit.is_held = True
+            yield
+        finally:
+            for unit in mine:
+                unit.is_held = False
+            for unit in freed:
+                unit.free()
+
+    def close(self) -> None:
+        """Makes the model an ordinary one with whole weights again; a second call does nothing.
+
+        Collective: one call for each unit.
+        """
+        for unit in self._units:
+            unit.gather()
+        for param, hooks in self._hooks.items():
+            hooks.remove()
+            del _shards_of_params[param], param.__deepcopy__, param.__reduce_ex__
+        for handle in self._handles:
+            handle.remove()
+        self._units, self._hooks, self._handles = [], {}, []
+
+    # ---- state dicts
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state_dict() of the model with whole weights, in memory of the CPU, on every rank.
+
+        Gathers one unit at a time. Tied weights are one tensor, under all of their names.
+
+        Collective: one call for each unit.
+        """
+        state = self._freed_state_dict()
+        copies: dict[nn.Parameter, Tensor] = {}
+        for unit in self._units:
+            was_full = unit.is_full
+            unit.gather()
+            copies.update((param, _cpu_copy(param)) for param in unit.params)
+            if not was_full:
+                unit.free()
+        return {name: self._copied(value, copies) for name, value in state.items()}
+
+    @staticmethod
+    def _copied(value: Any, copies: Mapping[nn.Parameter, Tensor]) -> Any:
+        if isinstance(value, nn.Parameter) and value in copies:
+            return copies[value]
+        return _cpu_copy(value) if isinstance(value, Tensor) else value
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's pieces of whole weights, and all buffers.
+
+        Args:
+            state: as full_state_dict() gives it; values of any dtype and device; the same on all
+                ranks.
+
+        Raises:
+            ValueError: names are missing or unknown, or a shape is another one. Nothing has been
+                written.
+            RuntimeError: inside of gather().
+
+        Not collective.
+        """
+        if any(unit.is_held for unit in self._units):
+            raise RuntimeError("load_full_state_dict() inside of gather(), which holds the weights")
+        ours = self._freed_state_dict()
+        missing, unknown = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
+        if missing or unknown:
+            raise ValueError(f"names do not fit the model: missing {missing}, unknown {unknown}")
+        for name, value in ours.items():
+            if isinstance(value, Tensor) and value.shape != state[name].shape:
+                raise ValueError(f"{name} is {tuple(value.shape)}, got {tuple(state[name].shape)}")
+        self.release_all()
+        others = {}
+        for name, value in ours.items():
+            if isinstance(value, nn.Parameter) and value in self._hooks:
+                piece = state[name].detach().reshape(-1)[slice(*self.range_of(value))]
+                self.shard_of(value).copy_(piece)
+            else:
+                others[name] = state[name]
+        with self._reading_freed():
+            self._model.load_state_dict(others, strict=False)
+
+    def _freed_state_dict(self) -> dict[str, Any]:
+        """The parameters themselves by their names, and what else a state_dict() has."""
+        with self._reading_freed():
+            return self._model.state_dict(keep_vars=True)
+
+    @contextmanager
+    def _reading_freed(self) -> Iterator[None]:
+        self._reads_freed = True
+        try:
+            yield
+        finally:
+            self._reads_freed = False
+
+    def _guard_state_dicts(self) -> list[RemovableHandle]:
+        """state_dict() of freed weights would hand out memory that is not there."""
+
+        def check_read(module: nn.Module, *_: Any) -> None:
+            params = module.parameters(recurse=False)
+            is_full = all(self._hooks[p].unit.is_full for p in params if p in self._hooks)
+            if not is_full and not self._reads_freed:
+                raise RuntimeError(
+                    "the weights are sharded and freed: call WeightShards.full_state_dict(), or "
+                    "state_dict() inside of gather()"
+                )
+
+        def check_write(module: nn.Module, *_: Any) -> None:
+            if not self._reads_freed:
+                raise RuntimeError(
+                    "the weights are sharded: call WeightShards.load_full_state_dict()"
+                )
+
+        handles = []
+        for module in self._model.modules():
+            if any(param in self._hooks for param in module.parameters(recurse=False)):
+                handles.append(module.register_state_dict_pre_hook(check_read))
+                handles.append(module.register_load_state_dict_pre_hook(check_write))
+        return handles
+
+
+def _cpu_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

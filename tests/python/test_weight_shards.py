@@ -1,0 +1,306 @@
+"""WeightShards: the training of one process, to the bit where the mean is exact; memory; bytes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, run_ranks
+from sharded_net import (
+    DIM,
+    VOCAB,
+    Net,
+    assert_near,
+    descend,
+    live_bytes,
+    loss_of,
+    make,
+    sgd,
+    trainable,
+)
+from torch import Tensor, nn
+
+import ringcomm
+from ringcomm.ops import shard_range
+from ringcomm.parallel import WeightShards, find_shards
+
+STEPS = 3
+
+
+def reference(mode: str, num_shares: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process that takes the shares one after the other: losses by step and share."""
+    net = make(mode)
+    losses: list[list[float]] = []
+    for step in range(STEPS):
+        sums: dict[nn.Parameter, Tensor] = {}
+        losses.append([])
+        for share in range(num_shares):
+            loss = loss_of(net, step, share)
+            loss.backward()
+            losses[-1].append(loss.item())
+            for param in trainable(net):
+                if param.grad is not None:  # 16 bits are summed in fp32, and rounded once
+                    grad = param.grad.float()
+                    sums[param] = sums[param] + grad if param in sums else grad
+                    param.grad = None
+        for param, total in sums.items():
+            descend(param, (total / num_shares).to(param.dtype))
+    return losses, net.state_dict()
+
+
+# ---- training
+
+
+def check_training(rank: int, mode: str) -> None:
+    world_size = dist.get_world_size()
+    torch.set_num_threads(1)
+    losses, expected = reference(mode, world_size)
+    net = make(mode)
+    if rank > 0:  # values are those of rank 0
+        for param in net.parameters():
+            param.data.fill_(float(rank))
+    shards = WeightShards(net)
+    for step in range(STEPS):
+        loss = loss_of(net, step, rank)
+        loss.backward()
+        assert live_bytes(net) == 0
+        if world_size == 2:
+            assert loss.item() == losses[step][rank]
+        assert loss.item() == pytest.approx(losses[step][rank], rel=0, abs=1e-6)
+        sgd(shards, net)
+    assert_near(shards.full_state_dict(), expected, atol=0 if world_size <= 2 else 1e-6)
+    with torch.no_grad():  # evaluation, with and without all weights at once
+        outside = loss_of(net, 9, rank)
+        assert live_bytes(net) == 0
+        with shards.gather():
+            assert loss_of(net, 9, rank).item() == outside.item()
+            assert_near(net.state_dict(), shards.full_state_dict(), atol=0)
+    shards.close()
+    shards.close()
+    assert_near(net.state_dict(), expected, atol=0 if world_size <= 2 else 1e-6)
+    copy.deepcopy(net)
+    assert all(find_shards(param) is None for param in net.parameters())
+
+
+MODES = ["plain", "tied", "shared layer", "shared weight", "unused"]
+MODES += ["reentrant", "not reentrant", "checkpointed head"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mode"),
+    [*((2, mode) for mode in [*MODES, "mixed"]), *((3, mode) for mode in MODES)],
+)
+def test_training(world_size: int, mode: str) -> None:
+    run_ranks(world_size, check_training, mode)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(1, "ringcomm"), (4, "ringcomm"), (1, "gloo"), (3, "gloo")]
+)
+def test_training_elsewhere(world_size: int, backend: str) -> None:
+    run_ranks(world_size, check_training, "tied", backend=backend)
+    run_ranks(world_size, check_training, "reentrant", backend=backend)
+
+
+# ---- memory
+
+
+def watch(net: Net, seen: list[int]) -> None:
+    """Notes the bytes of whole weights whenever a module or a gradient comes by."""
+    for module in net.modules():
+        module.register_forward_pre_hook(lambda *_: seen.append(live_bytes(net)))
+        module.register_forward_hook(lambda *_: seen.append(live_bytes(net)))
+    for block in net.blocks:
+        block.register_full_backward_hook(lambda *_: seen.append(live_bytes(net)))
+    for param in trainable(net):
+        param.register_post_accumulate_grad_hook(lambda _: seen.append(live_bytes(net)))
+
+
+def check_memory(rank: int, mode: str) -> None:
+    net, other = make(mode), make(mode)
+    num_bytes = live_bytes(net)
+    block_bytes = live_bytes(net.blocks[0])
+    root_bytes = num_bytes - 3 * block_bytes
+    shards = WeightShards(net)
+    pieces = [shards.shard_of(param) for param in net.parameters()]
+    assert sum(piece.nbytes for piece in pieces) == sum(
+        (end - begin) * param.element_size()
+        for param in net.parameters()
+        for begin, end in [shard_range(param.numel(), dist.get_world_size(), rank)]
+    )
+    versions = [param._version for param in net.parameters()]
+    seen: list[int] = []
+    watch(net, seen)
+    for step in range(2):
+        loss_of(net, step, rank).backward()
+        assert live_bytes(net) == 0
+    assert len(seen) > 50
+    assert max(seen) == root_bytes + block_bytes  # shards and two units
+    assert [param._version for param in net.parameters()] == versions
+    unsharded: list[int] = []
+    watch(other, unsharded)
+    loss_of(other, 0, rank).backward()
+    assert min(unsharded) == num_bytes
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "not reentrant"])
+def test_memory(mode: str) -> None:
+    run_ranks(2, check_memory, mode)
+
+
+def check_two_backwards(rank: int) -> None:
+    """A graph that is kept, a backward that fails, and a unit that autograd does not see."""
+    net = make()
+    shards = WeightShards(net)
+    loss = loss_of(net, 0, rank)
+    loss.backward(retain_graph=True)
+    first = [param.grad.clone() for param in trainable(net) if param.grad is not None]
+    net.zero_grad()
+    loss.backward()
+    second = [param.grad for param in trainable(net) if param.grad is not None]
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = net.blocks[1].get_parameter("up.bias").register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(net, 0, rank).backward()
+    handle.remove()
+    net.zero_grad()
+    assert live_bytes(net) > 0
+    for param in net.parameters():  # what the backward has left is old by now
+        shards.shard_of(param).zero_()
+    assert loss_of(net, 0, rank).item() == pytest.approx(torch.tensor(VOCAB).log().item())
+    net.zero_grad()
+    assert live_bytes(net) == 0
+
+
+def test_two_backwards() -> None:
+    run_ranks(2, check_two_backwards)
+
+
+class Fused(torch.autograd.Function):
+    """A product whose weight's gradient autograd does not see; a token stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight, None, torch.zeros(())
+
+
+class FusedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(DIM))
+        self.token = torch.zeros((), requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Fused.apply(x, self.weight.detach(), self.token)
+        return y
+
+
+def check_release(rank: int) -> None:
+    """The first layer's input has no gradient that would tell that the backward has left."""
+    first, second = FusedLinear(), FusedLinear()
+    layers = nn.Sequential(first, nn.ReLU(inplace=True), second)
+    shards = WeightShards(layers)
+    live: list[int] = []
+
+    def note(_: Tensor) -> None:
+        live.append(live_bytes(layers))
+        shards.release(first.weight)
+        live.append(live_bytes(layers))
+
+    first.token.register_post_accumulate_grad_hook(note)
+    layers(torch.ones(2, DIM)).sum().backward()
+    assert live == [first.weight.nbytes, 0]
+    assert live_bytes(layers) == 0
+
+
+def test_release() -> None:
+    run_ranks(2, check_release)
+
+
+def check_freed_with_the_model(rank: int) -> None:
+    net = make()
+    shards = WeightShards(net)
+    loss_of(net, 0, rank).backward()
+    gone: list[weakref.ref[Any]] = [weakref.ref(shards), weakref.ref(net.embed.weight)]
+    assert find_shards(net.embed.weight) is shards
+    del net, shards
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+def test_freed_with_the_model() -> None:
+    run_ranks(2, check_freed_with_the_model)
+
+
+# ---- bytes on the wire
+
+
+def count() -> tuple[Counter[str], Counter[str]]:
+    """Calls and bytes, whatever the algorithm."""
+    calls: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for (name, _), entry in ringcomm.stats().items():
+        calls[name] += entry["num_calls"]
+        sent[name] += entry["sent_bytes"]
+    return calls, sent
+
+
+def check_bytes(rank: int, mode: str) -> list[int]:
+    net = make(mode)
+    shards = WeightShards(net)
+    calls, sent = count()
+    loss_of(net, 0, rank).backward()
+    sgd(shards, net)
+    after_calls, after = count()
+    gathered = after["all_gather"] - sent["all_gather"]
+    reduced = after["reduce_scatter"] - sent["reduce_scatter"]
+    pieces = sum(shards.shard_of(param).nbytes for param in net.parameters())
+    others = sum(param.nbytes - shards.shard_of(param).nbytes for param in trainable(net))
+    assert gathered == 2 * (dist.get_world_size() - 1) * pieces
+    assert reduced == others
+    # Of each unit one large weight, and all others together.
+    assert after_calls["all_gather"] - calls["all_gather"] == 2 * (1 + 3 * 2)
+    return [gathered + reduced]
+
+
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes(world_size: int, mode: str) -> None:
+    """All ranks: 3 (N-1)/N of the trainable weights each, 2 (N-1)/N of the frozen ones."""
+    total = sum(sent for (sent,) in run_ranks(world_size, check_bytes, mode))
+    net = make(mode)
+    whole = sum((3 if param.requires_grad else 2) * param.nbytes for param in net.parameters())
+    assert total == (world_size - 1) * whole
+
+
+def test_the_cases_can_fail() -> None:
+    """A rank that forgets to take part in the mean trains something else."""
+    with pytest.raises(RankFailure, match=r"embed\.weight"):
+        run_ranks(2, check_wrong_mean, fresh=True)
+
+
+def check_wrong_mean(rank: int) -> None:
+    _, expected = reference("plain", 2)
+    net = make()
+    shards = WeightShards(net)
+    for step in range(STEPS):
+        loss_of(net, step, 0).backward()  # every rank takes the first share
+        sgd(shards, net)
+    assert_near(shards.full_state_dict(), expected, atol=1e-6)

@@ -1,0 +1,219 @@
+"""WeightShards: pieces, state dicts, units, and what goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from sharded_net import DIM, assert_near, loss_of, make
+from torch import Tensor, nn
+
+import ringcomm
+from ringcomm.ops import shard_range
+from ringcomm.parallel import WeightShards, find_shards
+
+# ---- gradients and shards
+
+
+def check_pieces(rank: int) -> None:
+    world_size = dist.get_world_size()
+    sizes = [(0,), (), (1,), (2,), (3,), (5, 7), (130, 129)]
+    params = nn.ParameterList([torch.arange(float(torch.Size(s).numel())).view(s) for s in sizes])
+    module = Call(params)
+    shards = WeightShards(module)
+    for param, size in zip(params, sizes, strict=True):
+        begin, end = shards.range_of(param)
+        assert (begin, end) == shard_range(param.numel(), world_size, rank)
+        assert shards.shard_of(param).tolist() == list(range(begin, end))
+        assert shards.shard_of(param) is shards.shard_of(param)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            grad = (torch.arange(param.numel()) % 7 * (rank + 1) * world_size).to(dtype).view(size)
+            piece = shards.reduce_scatter(param, grad)
+            mean = torch.arange(param.numel()) % 7 * (world_size * (world_size + 1) // 2)
+            assert piece.dtype == dtype
+            assert torch.equal(piece.double(), mean.double()[begin:end])
+    shards.shard_of(params[6]).mul_(2)
+    with shards.gather(), shards.gather():
+        assert torch.equal(params[6].flatten(), torch.arange(130.0 * 129) * 2)
+        assert torch.equal(params[5].flatten(), torch.arange(35.0))
+    strided = torch.arange(35.0).view(7, 5).t()
+    piece = shards.reduce_scatter(params[5], strided)
+    assert torch.equal(piece, strided.flatten()[slice(*shards.range_of(params[5]))])
+
+
+class Call(nn.Module):
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "ringcomm"), (3, "gloo"), (4, "ringcomm")])
+def test_pieces(world_size: int, backend: str) -> None:
+    run_ranks(world_size, check_pieces, backend=backend)
+
+
+def check_state_dict(rank: int) -> None:
+    net, other = make("tied"), make("tied")
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    shards = WeightShards(net)
+    state = shards.full_state_dict()
+    assert_near(state, expected, atol=0)
+    assert state["head.weight"] is state["embed.weight"]
+    doubled = {name: value * 2 for name, value in state.items()}
+    shards.load_full_state_dict(doubled)
+    other.load_state_dict(doubled)
+    assert_near(shards.full_state_dict(), other.state_dict(), atol=0)
+    assert net.get_buffer("scale").item() == 1.0
+    assert loss_of(net, 0, rank).item() == loss_of(other, 0, rank).item()
+    net.zero_grad()
+    wrong: list[tuple[dict[str, Tensor], str]] = [
+        ({**state, "more": torch.ones(1)}, "unknown .'more'"),
+        ({name: state[name] for name in state if name != "scale"}, "missing .'scale'"),
+        ({**state, "norm.bias": torch.ones(DIM + 1)}, r"norm.bias is \(130,\), got \(131,\)"),
+    ]
+    for bad, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            shards.load_full_state_dict(bad)
+    assert_near(shards.full_state_dict(), other.state_dict(), atol=0)
+    with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
+        shards.load_full_state_dict(state)
+
+
+def test_state_dict() -> None:
+    run_ranks(2, check_state_dict)
+
+
+# ---- units
+
+
+def units_of(net: nn.Module, **options: Any) -> set[str]:
+    """The names of the modules whose weights come together."""
+    names = {id(module): name for name, module in net.named_modules()}
+    shards = WeightShards(net, **options)
+    found = {names[id(unit.module)] for unit in shards._units}
+    shards.close()
+    return found
+
+
+def check_units(rank: int) -> None:
+    net = make()
+    assert units_of(net) == {"", "blocks.0", "blocks.1", "blocks.2"}
+    assert units_of(net, units=[]) == {""}
+    nested = [net.blocks[0], net.blocks[0].up, net.blocks[0].up]
+    assert units_of(net, units=nested) == {"", "blocks.0", "blocks.0.up"}
+    layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+    assert units_of(layers) == {"0", "2"}
+    pairs = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})])
+    assert units_of(nn.Sequential(pairs)) == {"0.0.a", "0.0.b"}
+
+
+def test_units() -> None:
+    run_ranks(2, check_units)
+
+
+# ---- errors
+
+
+def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
+    def linear(weight: Tensor) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.weight = nn.Parameter(weight)
+        return module
+
+    yield linear(torch.ones(2, 3).t()), ValueError, "dense and contiguous, but weight is not"
+    yield linear(torch.ones(2, 2, device="meta")), ValueError, "meta device"
+    yield nn.LazyLinear(2), TypeError, "plain tensors, but weight is a UninitializedParameter"
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    sharded = dist.tensor.distribute_tensor(torch.ones(2, 2), mesh)
+    yield linear(sharded), TypeError, "plain tensors, but weight is a DTensor"
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = nn.Parameter(one.weight.data)
+    yield nn.Sequential(one, two), ValueError, "0.weight are two parameters in the same memory"
+    yield nn.ParameterList([torch.ones(2)]), ValueError, "one can call, got a ParameterList"
+
+
+def check_errors(rank: int) -> None:
+    for module, kind, text in wrong_models():
+        with pytest.raises(kind, match=text):
+            WeightShards(module)
+    net = make()
+    with pytest.raises(ValueError, match="parts of the model, got another Linear"):
+        WeightShards(net, units=[nn.Linear(2, 2)])
+    with pytest.raises(TypeError, match="units are modules, got int"):
+        WeightShards(net, units=[3])  # type: ignore[list-item]
+    assert find_shards(net.embed.weight) is None
+    shards = WeightShards(net)
+    with pytest.raises(ValueError, match=r"embed.weight is sharded already"):
+        WeightShards(net)
+    for read in (net.state_dict, net.blocks[1].state_dict):
+        with pytest.raises(RuntimeError, match=r"call WeightShards.full_state_dict"):
+            read()
+    with pytest.raises(RuntimeError, match=r"call WeightShards.load_full_state_dict"):
+        net.load_state_dict({})
+    for duplicate in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="sharded weights have no copy"):
+            duplicate(net.blocks[0].get_parameter("up.weight"))
+    with pytest.raises(RuntimeError, match="sharded weights have no copy"):
+        copy.deepcopy(net)
+    with pytest.raises(RuntimeError, match="weights of this Linear are freed: call the whole"):
+        net.head(torch.ones(1, DIM))
+    other = nn.Parameter(torch.ones(2))
+    for call in (shards.shard_of, shards.range_of, shards.release):
+        with pytest.raises(ValueError, match=r"no parameter of these shards: a tensor \(2,\)"):
+            call(other)
+    for grad in (torch.ones(3), torch.ones(DIM).to_sparse()):
+        with pytest.raises(ValueError, match=r"gradient is dense, \(130,\) on cpu, got"):
+            shards.reduce_scatter(net.norm.bias, grad)
+    handle = net.norm.bias.register_post_accumulate_grad_hook(lambda _: shards.release_all())
+    with pytest.raises(RuntimeError, match="within a backward"):
+        loss_of(net, 0, rank).backward()
+    handle.remove()
+
+
+def test_errors() -> None:
+    run_ranks(2, check_errors)
+
+
+def check_death(rank: int, in_backward: bool) -> None:
+    net = make()
+    WeightShards(net)
+
+    def die(_: Any) -> None:
+        if rank == 1:
+            os._exit(7)
+
+    loss = None
+    if in_backward:
+        loss = loss_of(net, 0, rank)
+        loss.register_hook(die)
+    else:
+        die(None)
+    with pytest.raises(ringcomm.PeerDiedError, match="rank 1"):
+        loss_of(net, 0, rank) if loss is None else loss.backward()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_rank_that_dies(in_backward: bool) -> None:
+    run_ranks(2, check_death, in_backward, fresh=True, may_die=[1])
+
+
+def check_other_layers(rank: int) -> None:
+    net = make()
+    WeightShards(net)
+    module, x = (net.blocks[1], torch.ones(1, DIM)) if rank else (net, torch.tensor([1]))
+    with pytest.raises(ringcomm.MismatchError):
+        module(x)
+
+
+def test_ranks_that_run_other_layers() -> None:
+    run_ranks(2, check_other_layers, fresh=True)
