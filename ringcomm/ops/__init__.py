@@ -4,6 +4,7 @@
 """
 
 from ringcomm.ops import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
+from ringcomm.ops import weight_update as _weight_update  # noqa: F401
 from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,

@@ -5,18 +5,15 @@
 // multiply_add for its level.
 //
 // A row is read once, in blocks that stay in the L1 cache as fp32: converted, scaled and capped
-// there, and passed over twice (the largest, then the exponentials). Sums go into kSumLanes partial
-// sums whatever the width of a vector, and these are added as a tree, so that the result does not
-// depend on the level.
+// there, and passed over twice (the largest, then the exponentials).
 
 #include "device/host/float_arrays.h"
+#include "device/host/partial_sums.h"
 #include "device/host/softmax_tables.h"
 
 namespace ringcomm::host {
 namespace {
 
-constexpr std::size_t kSumLanes = 64;
-constexpr std::size_t kNumParts = kSumLanes / kLanes;
 // 4 KiB of fp32. Half or twice as much changes nothing measurable.
 constexpr std::size_t kBlockElems = 1024;
 constexpr float kInfinity = __builtin_inff();
@@ -109,20 +106,7 @@ template <class Array>
     __builtin_prefetch(next + offset);
 }
 
-// ---- partial sums
-
-struct Partial {
-  Fp32 part[kNumParts];
-
-  [[gnu::always_inline]] float total() const {
-    float lanes[kSumLanes];
-    for (std::size_t v = 0; v < kNumParts; ++v)
-      store_bytes(reinterpret_cast<char*>(lanes + v * kLanes), part[v]);
-    for (std::size_t width = kSumLanes / 2; width > 0; width /= 2)
-      for (std::size_t i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
-  }
-};
+// ---- sums over blocks
 
 [[gnu::always_inline]] inline float largest_of(const Block& block, std::size_t padded) {
   Fp32 largest[kNumParts];

@@ -9,6 +9,7 @@
 // where terms cancel. Nothing else is contracted (-ffp-contract=off), so that the result does not
 // depend on the level. Every NaN is stored as the canonical one, as in elements.h.
 
+#include "device/host/descent.h"
 #include "device/host/float_arrays.h"
 #include "device/host/update_tables.h"
 
@@ -44,12 +45,9 @@ struct AdamWStep {
 };
 
 struct LomoStep {
-  [[gnu::always_inline]] static void apply(const UpdateScalars& s, bool, Fp32& weight, Fp32 grad,
-                                           Fp32&, Fp32&) {
-    const Fp32 limit = all(s.clip_value);
-    grad = grad > limit ? limit : grad;  // NaN stays: no comparison with it holds
-    grad = grad < -limit ? -limit : grad;
-    weight = multiply_add(grad, all(s.lr_minus), weight * s.decay);
+  [[gnu::always_inline]] static void apply(const UpdateScalars& s, bool, Fp32& weight,
+                                           const Fp32& grad, Fp32&, Fp32&) {
+    weight = descended(weight, clamped(grad, s.clip_value), s.lr_minus, s.decay);
   }
 };
 

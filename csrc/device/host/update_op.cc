@@ -88,12 +88,6 @@ void check_spec(const UpdateSpec& spec) {
   }
 }
 
-int update_dtype_idx(DType dtype) {
-  for (int i = 0; i < kNumUpdateDTypes; ++i)
-    if (kUpdateDTypes[i] == dtype) return i;
-  return -1;
-}
-
 }  // namespace
 
 UpdateScalars scalars_of(const UpdateSpec& spec) {

@@ -10,6 +10,13 @@ using UpdateFn = decltype(UpdateOp::apply);
 inline constexpr DType kUpdateDTypes[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
 inline constexpr int kNumUpdateDTypes = 3;
 
+/// The place of a type, or -1.
+constexpr int update_dtype_idx(DType dtype) {
+  for (int i = 0; i < kNumUpdateDTypes; ++i)
+    if (kUpdateDTypes[i] == dtype) return i;
+  return -1;
+}
+
 /// The updates of one instruction set. Internal to csrc/device/host and its tests; constant-
 /// initialised like SimdKernels, and for the same reason.
 struct UpdateKernels {

@@ -1,0 +1,124 @@
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <optional>
+
+#include "bindings/tensors.h"
+#include "bindings/weight_update.h"
+
+// linear_sgd_update_ of ops/weight_update_ops.cc: the gradient of a linear layer's weight is never
+// whole. A block of the weight's rows is updated while its gradient is in the cache.
+
+namespace ringcomm {
+namespace {
+
+constexpr const char* kOp = "linear_sgd_update_";
+
+// Blocks depend on the shape alone, and each is one thread's: the number of threads changes no bit.
+int64_t kBlockElems = int64_t{1} << (getenv("BLK") ? atoi(getenv("BLK")) : 18);
+
+int64_t rows_per_block(int64_t num_rows, int64_t num_cols) {
+  const int64_t as_fit = std::max<int64_t>(1, kBlockElems / std::max<int64_t>(1, num_cols));
+  return std::clamp<int64_t>((num_rows + 7) / 8, 1, as_fit);  // several, for several threads
+}
+
+// (..., features) as (tokens, features).
+at::Tensor flat_tokens(const at::Tensor& tensor, int64_t features, const char* name) {
+  check_float(tensor, name, kOp);
+  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == features, "ringcomm: ", kOp, " wants ",
+                    name, " of shape (..., ", features, "), as the weight is, got ",
+                    tensor.sizes());
+  const int64_t num_tokens = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
+  return tensor.detach().reshape({num_tokens, features});
+}
+
+class LinearUpdate {
+ public:
+  LinearUpdate(const WeightArray& array, const WeightStep& step, const at::Tensor& x,
+               const at::Tensor& grad_out)
+      : array_(array), step_(step), x_(x.to(at::kFloat)), grad_out_(grad_out) {}
+
+  void run() const {
+    const int64_t num_rows = array_.weight().size(0);
+    const int64_t block_rows = rows_per_block(num_rows, array_.weight().size(1));
+    const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
+    at::parallel_for(0, num_blocks, 1, [&](int64_t first, int64_t last) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const at::Tensor buffer = at::empty({block_rows, array_.weight().size(1)}, at::kFloat);
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block * block_rows;
+        update_rows(begin, std::min(block_rows, num_rows - begin), buffer);
+      }
+    });
+  }
+
+  void run_add(double beta, double alpha) const {
+    const int64_t num_rows = array_.weight().size(0);
+    const int64_t block_rows = rows_per_block(num_rows, array_.weight().size(1));
+    const int64_t num_blocks = (num_rows + block_rows - 1) / block_rows;
+    at::parallel_for(0, num_blocks, 1, [&](int64_t first, int64_t last) {
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      for (int64_t block = first; block < last; ++block) {
+        const int64_t begin = block * block_rows;
+        const int64_t n = std::min(block_rows, num_rows - begin);
+        at::Tensor w = array_.weight().narrow(0, begin, n);
+        at::addmm_out(w, w, grad_out_.narrow(1, begin, n).t(), x_, beta, alpha);
+      }
+    });
+  }
+
+ private:
+  void update_rows(int64_t begin, int64_t num_rows, const at::Tensor& buffer) const {
+    at::Tensor grad = buffer.narrow(0, 0, num_rows);
+    at::mm_out(grad, grad_out_.narrow(1, begin, num_rows).to(at::kFloat).t(), x_);
+    const int64_t num_cols = array_.weight().size(1);
+    WeightRun run = array_.run(begin * num_cols, num_rows * num_cols);
+    run.grad = grad.const_data_ptr();
+    array_.ops(DType::kFloat32).update(step_, run);
+  }
+
+  const WeightArray& array_;
+  const WeightStep& step_;
+  at::Tensor x_, grad_out_;
+};
+
+void linear_sgd_update_(const at::Tensor& weight, const at::Tensor& x, const at::Tensor& grad_out,
+                        double lr, double weight_decay, double scale, int64_t rounding_seed,
+                        const std::optional<at::Tensor>& low, std::optional<double> clip_value) {
+  const WeightArray array(weight, low, rounding_seed, true, kOp);
+  const WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor tokens = flat_tokens(x, weight.size(1), "x");
+  const at::Tensor token_grads = flat_tokens(grad_out, weight.size(0), "grad_out");
+  check_same_dtype(x, grad_out, kOp);
+  TORCH_CHECK_VALUE(tokens.size(0) == token_grads.size(0), "ringcomm: ", kOp,
+                    " wants x and grad_out of as many tokens, got shapes ", x.sizes(), " and ",
+                    grad_out.sizes());
+  array.check_writable({x, grad_out});
+  const LinearUpdate update(array, step, tokens, token_grads);
+  const char* way = getenv("WAY");
+  if (way && *way == 'a') {
+    at::Tensor w = weight;
+    at::addmm_out(w, w, token_grads.t(), tokens, 1 - lr * weight_decay, -lr * scale);
+  } else if (way && *way == 'b')
+    update.run_add(1 - lr * weight_decay, -lr * scale);
+  else
+    update.run();
+  array.mark_written();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { m.impl("linear_sgd_update_", linear_sgd_update_); }
+
+}  // namespace ringcomm

@@ -1,0 +1,181 @@
+#include "bindings/weight_update.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "bindings/ops/op_support.h"
+#include "device/stochastic_rounding.h"
+
+namespace ringcomm {
+namespace {
+
+bool is_at_least_0(double value) { return std::isfinite(value) && value >= 0; }
+
+void check_dense(const at::Tensor& tensor, const char* name, const char* op) {
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided && tensor.device().is_cpu(), "ringcomm: ", op,
+                    " wants ", name, " dense and on the CPU, as the weight is, got a ",
+                    tensor.layout(), " tensor on ", tensor.device());
+}
+
+WeightFormat format_of(const at::Tensor& weight, bool has_low, std::int64_t rounding_seed,
+                       const char* op) {
+  check_float(weight, "weight", op);
+  const auto dtype = weight.scalar_type();
+  TORCH_CHECK_VALUE(rounding_seed >= -1, "ringcomm: ", op,
+                    " wants a rounding_seed from 0 on, or -1 for none, got ", rounding_seed);
+  TORCH_CHECK_VALUE(rounding_seed < 0 || dtype == at::kBFloat16, "ringcomm: ", op,
+                    " rounds stochastically to bfloat16 only, got a rounding_seed for a weight of ",
+                    dtype);
+  TORCH_CHECK_VALUE(!has_low || dtype == at::kBFloat16, "ringcomm: ", op,
+                    " wants low for weights of bfloat16 only, got it for ", dtype);
+  TORCH_CHECK_VALUE(!has_low || rounding_seed < 0, "ringcomm: ", op,
+                    " got both low and a rounding_seed; with low nothing is rounded off");
+  if (has_low) return WeightFormat::kSplit;
+  if (rounding_seed >= 0) return WeightFormat::kStochastic;
+  switch (float_dtype_of(weight)) {
+    case DType::kFloat32:
+      return WeightFormat::kFloat32;
+    case DType::kFloat16:
+      return WeightFormat::kFloat16;
+    default:
+      return WeightFormat::kBFloat16;
+  }
+}
+
+bool has_strides_of(const at::Tensor& tensor, const at::Tensor& other) {
+  for (std::int64_t dim = 0; dim < other.dim(); ++dim)
+    if (other.size(dim) > 1 && tensor.stride(dim) != other.stride(dim)) return false;
+  return true;
+}
+
+// Where a tensor's memory ends, at the latest.
+const char* end_of(const at::Tensor& tensor) {
+  std::int64_t last = 0;
+  for (std::int64_t dim = 0; dim < tensor.dim(); ++dim)
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return static_cast<const char*>(tensor.const_data_ptr()) + (last + 1) * tensor.element_size();
+}
+
+}  // namespace
+
+WeightStep weight_step_of(const UpdateOptions& options, const char* op) {
+  const double clip = options.clip_value.value_or(std::numeric_limits<double>::infinity());
+  TORCH_CHECK_VALUE(is_at_least_0(options.lr), "ringcomm: ", op,
+                    " wants lr to be a finite number from 0 on, got ", options.lr);
+  TORCH_CHECK_VALUE(is_at_least_0(options.weight_decay), "ringcomm: ", op,
+                    " wants weight_decay to be a finite number from 0 on, got ",
+                    options.weight_decay);
+  TORCH_CHECK_VALUE(std::isfinite(options.scale), "ringcomm: ", op,
+                    " wants scale to be a finite number, got ", options.scale);
+  TORCH_CHECK_VALUE(clip > 0, "ringcomm: ", op, " wants clip_value to be positive or None, got ",
+                    clip);
+  return {.scale = static_cast<float>(options.scale),
+          .clip_value = static_cast<float>(clip),
+          .lr_minus = static_cast<float>(-options.lr),
+          .decay = static_cast<float>(1 - options.lr * options.weight_decay),
+          .key = rounding_key(static_cast<std::uint64_t>(options.rounding_seed))};
+}
+
+void check_float(const at::Tensor& tensor, const char* name, const char* op) {
+  check_dense(tensor, name, op);
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
+                   "ringcomm: ", op, " wants ", name, " in float32, float16 or bfloat16, got ",
+                   dtype);
+}
+
+void check_fp32(const at::Tensor& tensor, const char* name, const char* op) {
+  check_dense(tensor, name, op);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", op, " wants ", name,
+                   " in float32, got ", tensor.scalar_type());
+}
+
+DType float_dtype_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat  ? DType::kFloat32
+         : tensor.scalar_type() == at::kHalf ? DType::kFloat16
+                                             : DType::kBFloat16;
+}
+
+void check_shape(const at::Tensor& tensor, at::IntArrayRef sizes, const char* name,
+                 const char* op) {
+  TORCH_CHECK_VALUE(tensor.sizes() == sizes, "ringcomm: ", op, " wants ", name, " of shape ", sizes,
+                    ", got ", tensor.sizes());
+}
+
+void check_apart(const at::Tensor& written, const at::Tensor& other, const char* op) {
+  if (written.numel() == 0 || other.numel() == 0) return;
+  const auto* begin = static_cast<const char*>(written.const_data_ptr());
+  const auto* other_begin = static_cast<const char*>(other.const_data_ptr());
+  TORCH_CHECK_VALUE(end_of(written) <= other_begin || end_of(other) <= begin, "ringcomm: ", op,
+                    " got tensors that share memory; what is written must be apart");
+}
+
+void check_grad(const at::Tensor& grad, const at::Tensor& weight, const char* op) {
+  check_float(grad, "grad", op);
+  check_shape(grad, weight.sizes(), "grad", op);
+}
+
+void check_first_elem(std::int64_t first_elem, const char* op) {
+  TORCH_CHECK_VALUE(first_elem >= 0, "ringcomm: ", op, " wants first_elem from 0 on, got ",
+                    first_elem);
+}
+
+at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& weight) {
+  if (has_strides_of(grad, weight)) return grad;
+  return at::empty_strided(weight.sizes(), weight.strides(), grad.options()).copy_(grad.detach());
+}
+
+WeightArray::WeightArray(const at::Tensor& weight, const std::optional<at::Tensor>& low,
+                         std::int64_t rounding_seed, bool is_matrix, const char* op)
+    : weight_(weight),
+      low_(low),
+      format_(format_of(weight, low.has_value(), rounding_seed, op)),
+      op_(op) {
+  TORCH_CHECK_VALUE(
+      is_matrix ? weight.dim() == 2 && weight.is_contiguous()
+                : weight.is_non_overlapping_and_dense(),
+      "ringcomm: ", op, " wants a weight ",
+      is_matrix ? "of two dimensions, contiguous" : "whose elements lie side by side in memory",
+      ", got shape ", weight.sizes(), " with strides ", weight.strides());
+  if (!low.has_value()) return;
+  check_dense(*low, "low", op);
+  TORCH_CHECK_TYPE(low->scalar_type() == at::kShort, "ringcomm: ", op, " wants low in int16, got ",
+                   low->scalar_type());
+  check_shape(*low, weight.sizes(), "low", op);
+  TORCH_CHECK_VALUE(has_strides_of(*low, weight), "ringcomm: ", op,
+                    " wants low with the weight's strides, ", weight.strides(), ", got ",
+                    low->strides());
+}
+
+const WeightOps& WeightArray::ops(DType grad_dtype) const {
+  return *host::find_weight_ops(format_, grad_dtype);
+}
+
+WeightRun WeightArray::run(std::int64_t begin, std::int64_t num_elems) const {
+  WeightRun run;
+  run.weight = static_cast<char*>(weight_.data_ptr()) + begin * weight_.element_size();
+  if (low_.has_value()) run.low = low_->data_ptr<std::int16_t>() + begin;
+  run.first_elem = static_cast<std::uint64_t>(begin);
+  run.num_elems = static_cast<std::size_t>(num_elems);
+  return run;
+}
+
+void WeightArray::check_writable(std::initializer_list<at::Tensor> read) const {
+  check_no_grad(weight_, op_, "");
+  if (low_.has_value()) check_apart(weight_, *low_, op_);
+  for (const at::Tensor& tensor : read) {
+    check_apart(weight_, tensor, op_);
+    if (low_.has_value()) check_apart(*low_, tensor, op_);
+  }
+}
+
+void WeightArray::mark_written() const {
+  ringcomm::mark_written(weight_);
+  if (low_.has_value()) ringcomm::mark_written(*low_);
+}
+
+}  // namespace ringcomm
