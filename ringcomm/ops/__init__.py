@@ -3,8 +3,8 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from ringcomm.ops import adalomo as _adalomo  # noqa: F401
 from ringcomm.ops import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
-from ringcomm.ops import weight_update as _weight_update  # noqa: F401
 from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,
@@ -26,6 +26,13 @@ from ringcomm.ops.fused_update import (
     shard_range,
 )
 from ringcomm.ops.linear_cross_entropy import linear_cross_entropy
+from ringcomm.ops.weight_update import (
+    embedding_sgd_update_,
+    join_weight,
+    linear_sgd_update_,
+    sgd_update_,
+    split_weight,
+)
 
 __all__ = [
     "SGD",
@@ -37,12 +44,17 @@ __all__ = [
     "broadcast",
     "broadcast_",
     "cross_entropy",
+    "embedding_sgd_update_",
+    "join_weight",
     "linear_cross_entropy",
+    "linear_sgd_update_",
     "monitored_barrier",
     "new_shard_state",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_update_all_gather_",
     "ring_all_reduce_",
+    "sgd_update_",
     "shard_range",
+    "split_weight",
 ]

@@ -1,141 +1,232 @@
-"""Updates of weights in place (csrc/bindings/ops/weight_update_ops.cc): AdaLomo's steps, and fakes.
+"""Updates of weights in place (csrc/bindings/ops/weight_update_ops.cc): wrappers and fakes.
 
-docs/design/optim.md has the formulas.
+docs/design/optim.md has the formulas. Infinities and NaN in a gradient go into the weight. Results
+are the same for any number of threads. A weight may require grad: an update counts as a step of an
+optimizer.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcomm import _C  # noqa: F401 -- has the operators
+
 _ops: Any = torch.ops.ringcomm
 
 
-# ---- linear_adalomo_update_
+# ---- weights in two parts
 
 
-def _check_numbers(
+def split_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """An fp32 weight as bfloat16 and what that lacks: 32 bits together, and no master copy.
+
+    Args:
+        weight: float32, any shape.
+
+    Returns:
+        The nearest bfloat16 (halves away from zero), and `low`, int16; both of the weight's shape.
+
+    Raises:
+        TypeError: the weight is not float32.
+    """
+    if weight.dtype != torch.float32:
+        raise TypeError(f"a float32 weight is split, got {weight.dtype}")
+    canonical = torch.where(weight.isnan(), torch.nan, weight.detach())
+    bits = canonical.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join_weight(weight: Tensor, low: Tensor) -> Tensor:
+    """The fp32 weight that `split_weight` took apart, or that updates have made of it since.
+
+    Args:
+        weight: bfloat16, any shape.
+        low: int16, of the same shape.
+
+    Returns:
+        float32, of the same shape.
+
+    Raises:
+        TypeError: a dtype is another one.
+        ValueError: the shapes differ.
+    """
+    if (weight.dtype, low.dtype) != (torch.bfloat16, torch.int16):
+        raise TypeError(f"a bfloat16 weight and an int16 low, got {weight.dtype} and {low.dtype}")
+    if weight.shape != low.shape:
+        raise ValueError(f"one shape for both, got {tuple(weight.shape)} and {tuple(low.shape)}")
+    high = weight.detach().view(torch.int16).to(torch.int32) << 16
+    return (high + low).view(torch.float32)
+
+
+# ---- wrappers
+
+
+def _seed(rounding_seed: int | None) -> int:
+    if rounding_seed is not None and rounding_seed < 0:
+        raise ValueError(f"rounding_seed is a number from 0 on or None, got {rounding_seed}")
+    return -1 if rounding_seed is None else rounding_seed
+
+
+def sgd_update_(
+    weight: Tensor,
+    grad: Tensor,
+    *,
     lr: float,
-    weight_decay: float,
-    beta2: float,
-    clip_threshold: float,
-    eps_grad: float,
-    eps_weight: float,
-) -> None:
-    wanted = {
-        "lr": (lr, lr >= 0, "from 0 on"),
-        "weight_decay": (weight_decay, weight_decay >= 0, "from 0 on"),
-        "beta2": (beta2, 0 <= beta2 < 1, "in [0, 1)"),
-        "clip_threshold": (clip_threshold, clip_threshold > 0, "above 0"),
-        "eps_grad": (eps_grad, eps_grad >= 0, "from 0 on"),
-        "eps_weight": (eps_weight, eps_weight >= 0, "from 0 on"),
-    }
-    for name, (value, is_right, where) in wanted.items():
-        if not (is_right and math.isfinite(value)):
-            raise ValueError(f"ringcomm: {name} is a finite number {where}, got {value!r}")
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    clip_value: float | None = None,
+    rounding_seed: int | None = None,
+    low: Tensor | None = None,
+    first_elem: int = 0,
+) -> Tensor:
+    """Updates a weight by its gradient, in place.
 
+    Args:
+        weight: any shape, elements side by side in memory.
+        grad: of the weight's shape; float32, bfloat16 or float16.
+        first_elem: where the weight begins in what it is a shard of, from 0 on: a shard has the
+            random bits of the whole.
+        lr: the step size.
+        weight_decay: decoupled: the weight is first multiplied by 1 - lr * weight_decay.
+        scale: multiplies the gradient: the inverse of a loss scale, a factor that clips the norm.
+        clip_value: what clamps the scaled gradient from both sides; None for no limit.
+        rounding_seed: None rounds to nearest even; a number from 0 on rounds bfloat16 weights
+            stochastically, by random bits of this seed and the element's place alone.
+        low: what a bfloat16 weight lacks of an fp32 one, as `split_weight` makes it; updated too.
 
-def _check_linear(weight: Tensor, x: Tensor, grad_out: Tensor, *means: Tensor) -> None:
-    if weight.dim() != 2:
-        raise ValueError(f"ringcomm: a linear weight is a matrix, got shape {tuple(weight.shape)}")
-    rows, cols = weight.shape
-    if (x.shape[-1:], grad_out.shape[-1:]) != ((cols,), (rows,)):
-        raise ValueError(
-            f"ringcomm: x and grad_out are of shape (..., {cols}) and (..., {rows}), as the weight"
-            f" is; got {tuple(x.shape)} and {tuple(grad_out.shape)}"
+    Returns:
+        `weight`.
+
+    Raises:
+        ValueError: a shape, a device or a number is not as wanted, tensors share memory, or a
+            rounding_seed or low comes with another weight than bfloat16, or both do.
+        TypeError: a dtype is another one.
+    """
+    with torch.no_grad():
+        _ops.sgd_update_(
+            weight,
+            grad,
+            lr,
+            weight_decay,
+            scale,
+            _seed(rounding_seed),
+            low=low,
+            clip_value=clip_value,
+            first_elem=first_elem,
         )
-    if x.shape[:-1].numel() != grad_out.shape[:-1].numel():
-        raise ValueError(
-            f"ringcomm: x and grad_out are of as many tokens, got shapes {tuple(x.shape)} and"
-            f" {tuple(grad_out.shape)}"
-        )
-    if x.dtype != grad_out.dtype or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(
-            "ringcomm: x and grad_out are both float32, bfloat16 or float16, got"
-            f" {x.dtype} and {grad_out.dtype}"
-        )
-    for mean, size in zip(means, (rows, cols), strict=True):
-        if mean.shape != (size,) or mean.dtype != torch.float32:
-            raise ValueError(
-                f"ringcomm: the running means of a weight of shape {tuple(weight.shape)} are"
-                f" float32, one for each row and each column; got {mean.dtype} of shape"
-                f" {tuple(mean.shape)} where {size} are wanted"
-            )
+    return weight
 
 
-def _product(x: Tensor, grad_out: Tensor) -> Tensor:
-    """grad_out^T x of all tokens in float32, never rounded to less."""
-    tokens = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    grads = grad_out.reshape(tokens.shape[0], grad_out.shape[-1]).t()
-    if tokens.dtype != torch.float32 and tokens.is_cuda:
-        return torch.mm(grads, tokens, out_dtype=torch.float32)
-    return torch.mm(grads.float(), tokens.float())
-
-
-def _linear_adalomo_update_(
+def linear_sgd_update_(
     weight: Tensor,
     x: Tensor,
     grad_out: Tensor,
-    exp_avg_sq_row: Tensor,
-    exp_avg_sq_col: Tensor,
-    lr: float,
-    weight_decay: float,
-    scale: float,
-    rounding_seed: int = -1,
     *,
-    beta2: float,
-    clip_threshold: float = 1.0,
-    eps_grad: float = 1e-30,
-    eps_weight: float = 1e-3,
-    low: Tensor | None = None,
+    lr: float,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
     clip_value: float | None = None,
-) -> None:
-    _check_numbers(lr, weight_decay, beta2, clip_threshold, eps_grad, eps_weight)
-    _check_linear(weight, x, grad_out, exp_avg_sq_row, exp_avg_sq_col)
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "ringcomm: linear_adalomo_update_ writes into its input, which requires grad; use"
-            " torch.no_grad()"
-        )
-    if not weight.numel():
-        return
+    rounding_seed: int | None = None,
+    low: Tensor | None = None,
+) -> Tensor:
+    """Updates a linear layer's weight by grad_out^T x, which is never whole in memory.
+
+    Args:
+        weight: (out, in), contiguous.
+        x: (..., in), the layer's input; float32, bfloat16 or float16.
+        grad_out: (..., out), the gradient of its output, of x's dtype. The sum over tokens is in
+            fp32 and not rounded before the update.
+        lr: the step size; this and what follows as in `sgd_update_`.
+        weight_decay: decoupled decay.
+        scale: multiplies the gradient.
+        clip_value: clamps it; None for no limit.
+        rounding_seed: for stochastic rounding, or None.
+        low: what a bfloat16 weight lacks of an fp32 one.
+
+    Returns:
+        `weight`.
+
+    Raises:
+        ValueError, TypeError: as `sgd_update_`.
+    """
     with torch.no_grad():
-        grad = _product(x, grad_out)
-        row_sums, col_sums = _ops.square_sums(grad, scale, clip_value=clip_value)
-        rows, cols = weight.shape
-        row = torch.lerp(row_sums / cols + eps_grad, exp_avg_sq_row, beta2)
-        col = torch.lerp(col_sums / rows + eps_grad, exp_avg_sq_col, beta2)
-        factors = (row / row.mean()).rsqrt(), col.rsqrt()
-        squares = _ops.adalomo_squares(
-            weight, grad, *factors, scale, low=low, clip_value=clip_value
-        )
-        update_rms, weight_rms = (squares / weight.numel()).sqrt().unbind()
-        step = lr * weight_rms.clamp(min=eps_weight)
-        shrunk = step / (update_rms / clip_threshold).clamp(min=1.0)
-        _ops.adalomo_update_(
+        _ops.linear_sgd_update_(
             weight,
-            grad,
-            *factors,
-            torch.stack([shrunk, 1 - step * weight_decay]),
+            x,
+            grad_out,
+            lr,
+            weight_decay,
             scale,
-            rounding_seed,
+            _seed(rounding_seed),
             low=low,
             clip_value=clip_value,
         )
-        exp_avg_sq_row.copy_(row)
-        exp_avg_sq_col.copy_(col)
+    return weight
 
 
-_LIBRARY = torch.library.Library("ringcomm", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_adalomo_update_", _linear_adalomo_update_, _key)
+def embedding_sgd_update_(
+    weight: Tensor,
+    indices: Tensor,
+    grad_out: Tensor,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    clip_value: float | None = None,
+    rounding_seed: int | None = None,
+    low: Tensor | None = None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Updates the rows of an embedding by the gradients of its output, with no dense gradient.
+
+    Without weight decay only rows that some index names are read or written. With it the result is
+    that of SGD with the dense gradient: all rows decay.
+
+    Args:
+        weight: (rows, dim), contiguous.
+        indices: any shape; int64 or int32.
+        grad_out: (*indices.shape, dim); float32, bfloat16 or float16. Gradients of one row are
+            added up in fp32 before they are scaled and clamped.
+        padding_idx: a row that gets no gradient, or None.
+        lr: the step size; this and what follows as in `sgd_update_`.
+        weight_decay: decoupled decay.
+        scale: multiplies the gradient.
+        clip_value: clamps it; None for no limit.
+        rounding_seed: for stochastic rounding, or None.
+        low: what a bfloat16 weight lacks of an fp32 one.
+
+    Returns:
+        `weight`.
+
+    Raises:
+        ValueError, TypeError: as `sgd_update_`.
+        IndexError: an index names no row; nothing has been written. On CUDA the device asserts.
+    """
+    if padding_idx is not None and padding_idx < 0:
+        raise ValueError(f"padding_idx is a row or None, got {padding_idx}")
+    with torch.no_grad():
+        _ops.embedding_sgd_update_(
+            weight,
+            indices,
+            grad_out,
+            lr,
+            weight_decay,
+            scale,
+            _seed(rounding_seed),
+            low=low,
+            clip_value=clip_value,
+            padding_idx=-1 if padding_idx is None else padding_idx,
+        )
+    return weight
 
 
 # ---- fakes, in the order of the operators
 
 
-def _check_devices(*tensors: Tensor | None) -> None:
+def check_devices(*tensors: Tensor | None) -> None:
+    """Raises ValueError unless all are on one device."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(
@@ -145,7 +236,7 @@ def _check_devices(*tensors: Tensor | None) -> None:
 
 
 def _fake_update(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> None:
-    _check_devices(weight, low, *(arg for arg in args if isinstance(arg, Tensor)))
+    check_devices(weight, low, *(arg for arg in args if isinstance(arg, Tensor)))
 
 
 for _name in (
@@ -175,5 +266,5 @@ def _(
     low: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    _check_devices(weight, grad, row_factor, col_factor, low)
+    check_devices(weight, grad, row_factor, col_factor, low)
     return weight.new_empty([2], dtype=torch.float32)

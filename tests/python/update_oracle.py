@@ -97,6 +97,9 @@ def rounded(
     if seed >= 0:
         elems = np.arange(values.size, dtype=np.uint64) + np.uint64(first_elem)
         return _bfloat16_of((bits + random_bits(seed, elems)) >> np.uint32(16)), None
+    if dtype == BF16:  # not by torch, which has several kinds of NaN
+        to_even = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return _bfloat16_of((bits + to_even) >> np.uint32(16)), None
     return torch.from_numpy(bits.view(np.float32).copy()).to(dtype), None
 
 
@@ -153,8 +156,12 @@ def sgd(
 
 def linear_gradient(x: Tensor, grad_out: Tensor) -> Tensor:
     """The gradient of a linear layer's weight, (out, in), in float64."""
-    rows = grad_out.detach().cpu().double().flatten(0, -2)
-    return rows.T @ x.detach().cpu().double().flatten(0, -2)
+    num_tokens = x.shape[:-1].numel()
+    tokens, grads = (
+        tensor.detach().cpu().double().reshape(num_tokens, tensor.shape[-1])
+        for tensor in (x, grad_out)
+    )
+    return grads.T @ tokens
 
 
 def embedding_gradient(
