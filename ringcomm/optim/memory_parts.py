@@ -8,14 +8,15 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterator
 from typing import Literal
 
-Mark = Literal["step", "forward", "kept", "recompute", "recomputed", "made", "done"]
-"""In a step: it begins; a forward pass begins, and ends; so does a checkpoint's recomputation,
+Mark = Literal["begin", "step", "forward", "kept", "recompute", "recomputed", "made", "done"]
+"""The model is there. In a step: it begins; a forward pass begins, and ends; so does a checkpoint's recomputation,
 inside the backward pass; the backward pass ends; the step ends."""
 
 PARTS = ("parameters", "states", "gradients", "activations", "updates", "temporaries")
 
 # Where in a step an allocation is made: by the mark before it.
 _ORIGINS: dict[Mark, str] = {
+    "begin": "other",
     "step": "other",
     "forward": "forward",
     "kept": "backward",

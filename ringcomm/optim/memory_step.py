@@ -111,6 +111,7 @@ def run_steps(model: nn.Module, step: Step, variant: Variant, observer: Observer
                     lambda told: observer.gradient(told.grad)
                 )
                 undo.callback(hook.remove)
+        observer.mark("begin")
         optimizer = variant.make(model)
         if isinstance(optimizer, InBackwardOptimizer):
             undo.callback(optimizer.close)
