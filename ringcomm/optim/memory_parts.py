@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterator
 from typing import Literal
 
 Mark = Literal["begin", "step", "forward", "kept", "recompute", "recomputed", "made", "done"]
-"""The model is there. In a step: it begins; a forward pass begins, and ends; so does a checkpoint's recomputation,
-inside the backward pass; the backward pass ends; the step ends."""
+"""The model is there. In a step: it begins; a forward pass begins, and ends; so does a checkpoint's
+recomputation, inside the backward pass; the backward pass ends; the step ends."""
 
 PARTS = ("parameters", "states", "gradients", "activations", "updates", "temporaries")
 
@@ -34,10 +34,12 @@ class Parts:
     Attributes:
         parameters: with buffers.
         states: the optimizer's, and what else stays from step to step.
-        gradients: of parameters, as tensors or as what a layer makes them of.
+        gradients: of parameters, that autograd has made as tensors, or that wait for step(), as
+            tensors or as what a layer makes them of.
         activations: what a forward pass keeps for the backward pass, and a checkpoint recomputes.
         updates: what ringcomm's operators take inside; AdaLomo's one gradient in fp32 is there.
-        temporaries: all else, such as gradients of activations.
+        temporaries: all else, such as gradients of activations, and the one that AdaLomo makes of
+            an embedding's table.
         peak: the most of all parts together.
         at_peak: the parts then.
     """

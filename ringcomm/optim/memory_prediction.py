@@ -44,7 +44,7 @@ def predict(model: nn.Module, step: Step, variant: Variant) -> Parts:
     tracker = _Tracker(fake_mode, next(model.parameters()).device)
     for tensor in [*fake.parameters(), *fake.buffers()]:
         tracker.add(tensor)
-    layers = {name: fake.get_submodule(name) for name in fusable}
+    layers = [fake.get_submodule(name) for name in fusable]
     try:
         with _not_tracing(), fake_mode, tracker:
             run_steps(fake, step, variant, _Observer(tracker, layers))
@@ -91,7 +91,7 @@ def _not_tracing() -> Iterator[None]:
 class _Observer:
     """Writes what it is told into the tracker's ledger."""
 
-    def __init__(self, tracker: _Tracker, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, tracker: _Tracker, layers: list[nn.Module]) -> None:
         self._tracker, self._layers = tracker, layers
 
     def mark(self, mark: Mark) -> None:
@@ -106,11 +106,11 @@ class _Observer:
         """Fuses layers, which the optimizer does not know in fakes."""
         if not isinstance(optimizer, InBackwardOptimizer):
             return
-        slots = {slot.param: slot for slot in optimizer._slots}
-        for layer in self._layers.values():
-            slot = slots[layer.weight]
-            if slot.handle is None:
-                slot.handle = fuse(layer, partial(optimizer.uses_arrived, slot))
+        layers = {layer.weight: layer for layer in self._layers}
+        for slot in optimizer._slots:
+            if slot.param in layers and slot.handle is None:
+                uses_arrived = partial(optimizer.uses_arrived, slot)
+                slot.handle = fuse(layers[slot.param], uses_arrived)
 
 
 class _Tracker(TorchDispatchMode):

@@ -30,7 +30,8 @@ class StepMemory:
     Attributes:
         name: the optimizer, and its clip mode.
         predicted: by shapes.
-        measured: by the allocator; None where that was not wanted.
+        measured: by the allocator; None where that was not wanted. Of operators that work in
+            several threads it has what the calling one allocates.
         rss_bytes: by how much the process's resident memory was larger at the ends of passes; it
             depends on what the process had before, and says little of small models.
     """

@@ -19,7 +19,7 @@ from ringcomm.optim.step_options import StepArguments
 
 Step = Callable[[Any], Tensor]
 
-_IN_BACKWARD: dict[str, type[InBackwardOptimizer]] = {"lomo": Lomo, "adalomo": AdaLomo}
+_IN_BACKWARD: dict[str, Any] = {"lomo": Lomo, "adalomo": AdaLomo}
 _PLAIN: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 _NO_BACKWARD = -1  # torch's id of no graph task
 _MAX_NORM = 1.0
@@ -46,12 +46,14 @@ class Variant:
 
     def make(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer."""
+        made: torch.optim.Optimizer
         if self.is_in_backward:
-            return _IN_BACKWARD[self.optimizer](model, lr=1e-4, **self.options)
+            made = _IN_BACKWARD[self.optimizer](model, lr=1e-4, **self.options)
+            return made
         params = [param for param in model.parameters() if param.requires_grad]
         # As torch decides by itself, also for fake tensors, which it would take for strangers.
         foreach = params[0].device.type == "cuda"
-        made: torch.optim.Optimizer = _PLAIN[self.optimizer](params, lr=1e-4, foreach=foreach)
+        made = _PLAIN[self.optimizer](params, lr=1e-4, foreach=foreach)
         return made
 
 
@@ -104,7 +106,7 @@ def run_steps(model: nn.Module, step: Step, variant: Variant, observer: Observer
         TypeError: it has not returned a scalar that requires grad.
     """
     calls = _Calls(observer)
-    with calls.of(model), contextlib.ExitStack() as undo:
+    with _collected_by_hand(), calls.of(model), contextlib.ExitStack() as undo:
         for param in model.parameters():
             if param.requires_grad:
                 hook = param.register_post_accumulate_grad_hook(
@@ -117,13 +119,28 @@ def run_steps(model: nn.Module, step: Step, variant: Variant, observer: Observer
             undo.callback(optimizer.close)
         observer.optimizer_made(optimizer)
         for _ in range(2):
-            gc.collect()
+            gc.collect(0)
             observer.mark("step")
             for _ in range(variant.accumulation_steps):
                 _run_micro_batch(model, step, optimizer, observer, calls)
             optimizer.step()
             optimizer.zero_grad()
         observer.mark("done")
+
+
+@contextlib.contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Has circles of references end between steps alone, wherever Python would look for them.
+
+    All that is made meanwhile is in the youngest generation, which is quick to collect.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _run_micro_batch(
@@ -140,7 +157,8 @@ def _run_micro_batch(
         raise ValueError("step(m) is to run the model m that it gets, a copy; it ran none of it")
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise TypeError(
-            f"step(m) returns the loss, a tensor of one element that requires grad; got {loss!r:.80}"
+            "step(m) returns the loss, a tensor of one element that requires grad; got"
+            f" {loss!r:.80}"
         )
     if isinstance(optimizer, InBackwardOptimizer):
         optimizer.backward(loss)
