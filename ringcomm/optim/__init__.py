@@ -1,8 +1,19 @@
 """Optimizers inside the backward pass: full fine-tuning in the memory of inference."""
 
 from ringcomm.optim.adalomo import AdaLomo
+from ringcomm.optim.clip_cost import ClipProposal, propose_clip_mode
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.layouts import Split
 from ringcomm.optim.lomo import Lomo
+from ringcomm.optim.memory_report import MemoryReport, memory_report
 
-__all__ = ["AdaLomo", "InBackwardOptimizer", "Lomo", "Split"]
+__all__ = [
+    "AdaLomo",
+    "ClipProposal",
+    "InBackwardOptimizer",
+    "Lomo",
+    "MemoryReport",
+    "Split",
+    "memory_report",
+    "propose_clip_mode",
+]
