@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 Uses = list[tuple[Tensor, Tensor]]
@@ -168,7 +169,8 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 
 def is_fusable(module: nn.Module) -> bool:
     """Whether `fuse` knows the module: torch's own class, with nothing that needs the gradient."""
-    if type(module) not in _FUSED or type(module._parameters.get("weight")) is not nn.Parameter:
+    weight = module._parameters.get("weight")
+    if type(module) not in _FUSED or weight is None or isinstance(weight, DTensor):
         return False
     return not isinstance(module, nn.Embedding) or (
         module.max_norm is None and not module.scale_grad_by_freq

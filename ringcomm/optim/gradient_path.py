@@ -150,10 +150,10 @@ class GradientPath:
         self.is_due = True
         mode = self._pass if self._pass != "plain" else self.options.mode
         if mode in ("facts", "deferred"):
+            if mode == "deferred":
+                gradient = self._hold(slot, gradient)
             with_norm = self.options.clip_grad_norm is not None
             self._facts.add(gradient, slot.layout.groups, with_norm=with_norm)
-            if mode == "deferred":
-                self._hold(slot, gradient)
         elif mode == "update":
             self._updater.update(slot, gradient, self._factor)
         elif self._skips_layers:
@@ -170,18 +170,20 @@ class GradientPath:
             self._is_checked = True
             self._updater.update(slot, gradient, 1 / self.scale)
 
-    def _hold(self, slot: Slot, gradient: Gradient) -> None:
+    def _hold(self, slot: Slot, gradient: Gradient) -> Gradient:
+        """Keeps the gradient in the smaller of its forms, and returns that."""
         if gradient.nbytes > slot.local.nbytes:
             gradient = DenseGradient(gradient.dense())
         slot.held = gradient
         self.held_bytes += gradient.nbytes
         limit, held_bytes = self.options.max_held_bytes, self.held_bytes
         if limit is not None and held_bytes > limit:
-            self.forget()
+            self._forget_gradients()
             raise RuntimeError(
                 f"with {slot.name} deferred gradients take {held_bytes} bytes, and max_held_bytes"
                 f' is {limit}; nothing has been written. clip_mode="two_pass" holds none'
             )
+        return gradient
 
     # ---- the step as a whole
 
@@ -257,14 +259,17 @@ class GradientPath:
         return factor / self.scale
 
     def forget(self) -> None:
-        """Nothing is left of this step."""
+        """Nothing is left of this step. Not inside a backward pass."""
         if self.replicas is not None:
             self.replicas.forget()
-        for slot in self.slots:
-            slot.forget()
         for shards in {slot.shards for slot in self.slots}:
             if shards is not None:
                 shards.release_all()
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for slot in self.slots:
+            slot.forget()
         self._facts = StepFacts()
         self.held_bytes = 0
         self._is_checked = False

@@ -76,9 +76,6 @@ class _Recorder:
         """See Observer."""
         self._write(f"gradient@{grad.untyped_storage().data_ptr()}")
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """See Observer."""
-
     def with_peak(self, parts: Parts) -> Parts:
         """The parts, with the allocator's peak where it has one."""
         if self._device.type != "cuda":

@@ -16,9 +16,6 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ringcomm.optim.fused_layers import fuse
-from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.managed import ModelWeights
 from ringcomm.optim.memory_parts import Ledger, Mark, Parts
 from ringcomm.optim.memory_step import Step, Variant, run_steps
 from ringcomm.optim.update_memory import update_bytes
@@ -37,36 +34,20 @@ def predict(model: nn.Module, step: Step, variant: Variant) -> Parts:
         RuntimeError: an operator has no fake, or a size depends on values in a way that is not
             known.
     """
-    fusable = _fusable(model, variant)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(fake_mode):
         fake = copy.deepcopy(model)
     tracker = _Tracker(fake_mode, next(model.parameters()).device)
     for tensor in [*fake.parameters(), *fake.buffers()]:
         tracker.add(tensor)
-    layers = [fake.get_submodule(name) for name in fusable]
     try:
         with _not_tracing(), fake_mode, tracker:
-            run_steps(fake, step, variant, _Observer(tracker, layers))
+            run_steps(fake, step, variant, _Observer(tracker))
     except RuntimeError as error:
         raise RuntimeError(
             f"the memory of a step with {variant.name} cannot be predicted: {error}"
         ) from error
     return tracker.ledger.parts()
-
-
-def _fusable(model: nn.Module, variant: Variant) -> list[str]:
-    """The layers whose weight gradient the optimizer does not have made."""
-    if not variant.is_in_backward:
-        return []
-    weights = ModelWeights(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            weights.check(param, name)
-    if variant.options.get("group") is not None:
-        return []
-    owners = {weights.fusable_owner(p) for p in model.parameters() if p.requires_grad}
-    return [name for name, module in model.named_modules() if module in owners]
 
 
 @contextlib.contextmanager
@@ -91,8 +72,8 @@ def _not_tracing() -> Iterator[None]:
 class _Observer:
     """Writes what it is told into the tracker's ledger."""
 
-    def __init__(self, tracker: _Tracker, layers: list[nn.Module]) -> None:
-        self._tracker, self._layers = tracker, layers
+    def __init__(self, tracker: _Tracker) -> None:
+        self._tracker = tracker
 
     def mark(self, mark: Mark) -> None:
         """See Observer."""
@@ -101,16 +82,6 @@ class _Observer:
     def gradient(self, grad: Tensor) -> None:
         """See Observer."""
         self._tracker.ledger.set_gradient(grad.untyped_storage()._cdata)
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fuses layers, which the optimizer does not know in fakes."""
-        if not isinstance(optimizer, InBackwardOptimizer):
-            return
-        layers = {layer.weight: layer for layer in self._layers}
-        for slot in optimizer._slots:
-            if slot.param in layers and slot.handle is None:
-                uses_arrived = partial(optimizer.uses_arrived, slot)
-                slot.handle = fuse(layers[slot.param], uses_arrived)
 
 
 class _Tracker(TorchDispatchMode):

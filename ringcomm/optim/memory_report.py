@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from ringcomm.optim.managed import ModelWeights
 from ringcomm.optim.memory_measurement import measure
 from ringcomm.optim.memory_parts import PARTS, Parts
 from ringcomm.optim.memory_prediction import predict
@@ -138,6 +139,10 @@ def memory_report(
     wanted = variants(optimizers, clip_modes, options)
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError("the model has no parameter that requires grad")
+    weights = ModelWeights(model)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            weights.check(param, name)
     device = next(model.parameters()).device
     steps = []
     for variant in wanted:

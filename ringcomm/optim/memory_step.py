@@ -94,9 +94,6 @@ class Observer(Protocol):
     def gradient(self, grad: Tensor) -> None:
         """A parameter's gradient has come."""
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first step."""
-
 
 def run_steps(model: nn.Module, step: Step, variant: Variant, observer: Observer) -> None:
     """Two steps of a model, which changes: in the first, states are made.
@@ -117,7 +114,6 @@ def run_steps(model: nn.Module, step: Step, variant: Variant, observer: Observer
         optimizer = variant.make(model)
         if isinstance(optimizer, InBackwardOptimizer):
             undo.callback(optimizer.close)
-        observer.optimizer_made(optimizer)
         for _ in range(2):
             gc.collect(0)
             observer.mark("step")

@@ -239,7 +239,7 @@ def check_errors(rank: int) -> None:
     model: Any = Stack()
     expected = weights(model)
     shards = WeightShards(model)
-    with pytest.raises(ValueError, match="split already"):
+    with pytest.raises(ValueError, match="sharded already"):
         WeightShards(model)
     with pytest.raises(RuntimeError, match="full_state_dict"):
         model.state_dict()
