@@ -156,13 +156,13 @@ def _of_linear(name: str, param: nn.Parameter, num_tokens: int) -> WeightCost:
     """As LinearGradient and InBackwardOptimizer._hold."""
     num_out, num_in = param.shape
     pair_bytes = num_tokens * (num_in + num_out) * _token_dtype(param).itemsize
-    is_pair = pair_bytes <= local_tensor(param).nbytes
+    is_pair = pair_bytes <= local_tensor(param, find_shards(param)).nbytes
     product = 2 * num_tokens * num_in * num_out
     is_gram = num_tokens * (num_in + num_out) < num_in * num_out
     return WeightCost(
         name=name,
         shape=tuple(param.shape),
-        held_bytes=pair_bytes if is_pair else local_tensor(param).nbytes,
+        held_bytes=pair_bytes if is_pair else local_tensor(param, find_shards(param)).nbytes,
         is_pair=is_pair,
         norm_ops=2 * num_tokens**2 * (num_in + num_out) if is_gram else product,
         is_gram=is_gram,
@@ -175,11 +175,11 @@ def _of_embedding(name: str, param: nn.Parameter, num_tokens: int) -> WeightCost
     """As EmbeddingGradient, whose norm adds up the tokens of each row first."""
     width = param.shape[1]
     pair_bytes = num_tokens * (_INDEX_BYTES + width * param.element_size())
-    is_pair = pair_bytes <= local_tensor(param).nbytes
+    is_pair = pair_bytes <= local_tensor(param, find_shards(param)).nbytes
     return WeightCost(
         name=name,
         shape=tuple(param.shape),
-        held_bytes=pair_bytes if is_pair else local_tensor(param).nbytes,
+        held_bytes=pair_bytes if is_pair else local_tensor(param, find_shards(param)).nbytes,
         is_pair=is_pair,
         norm_ops=3 * num_tokens * width,
         is_gram=False,
@@ -190,7 +190,7 @@ def _of_embedding(name: str, param: nn.Parameter, num_tokens: int) -> WeightCost
 
 def _of_tensor(name: str, param: nn.Parameter, product: int) -> WeightCost:
     """As DenseGradient; its layer's second backward pass makes it again."""
-    local = local_tensor(param)
+    local = local_tensor(param, find_shards(param))
     return WeightCost(
         name=name,
         shape=tuple(param.shape),

@@ -6,14 +6,12 @@ docs/design/optim.md has the picture.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ringcomm.ops.linear_blocks import without_autocast
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.loss_scale import LossScale
@@ -276,11 +274,15 @@ class GradientPath:
         self.is_scaled = self.is_due = self.has_overflow = False
 
 
-@contextmanager
-def _arithmetic(slot: Slot) -> Iterator[None]:
+def _arithmetic(slot: Slot) -> AbstractContextManager[Any]:
     """A backward pass may run under autocast, which would round what is summed in fp32."""
-    with torch.no_grad(), without_autocast(slot.param.device):
-        yield
+    device = slot.param.device
+    if not torch.is_autocast_enabled(device.type):
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast(device.type, enabled=False))
+    return stack
 
 
 def _of_uses(slot: Slot, uses: Uses) -> Gradient:

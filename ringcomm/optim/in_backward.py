@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ringcomm.optim.gradient_path import GradientPath
 from ringcomm.optim.gradients import DenseGradient, Gradient
-from ringcomm.optim.layouts import local_tensor
 from ringcomm.optim.managed import (
     ModelWeights,
     Slot,
@@ -140,10 +139,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(numbers, params, strict=True):
-            device = local_tensor(param).device
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
-                    self.state[param][key] = value.detach().to(device, copy=True)
+                    self.state[param][key] = value.detach().to(param.device, copy=True)
         if self._path.loss_scale is not None and "loss_scale" in state_dict:
             self._path.loss_scale.load(state_dict["loss_scale"])
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ringcomm.parallel import find_shards
+from ringcomm.parallel import WeightShards, find_shards
 
 
 class Split(NamedTuple):
@@ -127,10 +127,11 @@ def layout_of(param: nn.Parameter, split: Split | None = None) -> Layout:
     return _rectangle(torch.Size(shape), param.shape, tuple(offsets), (split.group,))
 
 
-def local_tensor(param: nn.Parameter) -> Tensor:
-    """The part itself, which updates write."""
+def local_tensor(param: nn.Parameter, shards: WeightShards | None) -> Tensor:
+    """The part itself, which updates write; `shards` are those that have the parameter."""
+    if shards is not None:
+        return shards.shard_of(param)
     if isinstance(param, DTensor):
         local: Tensor = param.to_local()
         return local.detach()
-    shards = find_shards(param)
-    return param.detach() if shards is None else shards.shard_of(param)
+    return param.detach()

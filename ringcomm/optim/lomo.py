@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ringcomm.ops import fused_update
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.managed import Slot
-from ringcomm.optim.replicas import is_ringcomm
 from ringcomm.optim.step_options import StepArguments, StepOptions
 
 _ops: Any = torch.ops.ringcomm
@@ -139,24 +137,24 @@ class Lomo(InBackwardOptimizer):
 
     def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
         """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
-        replicas = self._path.replicas
+        replicas, weight = self._path.replicas, slot.local
         assert replicas is not None
-        weight, group = slot.local, replicas.group
         if (
-            replicas.overlap
+            not replicas.is_one_pass
             or self._rounding_seed(slot) >= 0
             or self.state[slot.param]
             or weight.device.type != "cpu"
             or not weight.is_contiguous()
-            or not is_ringcomm(group, weight.device)
         ):
             return False
-        step = fused_update.Lomo(
+        _ops.reduce_scatter_update_all_gather_.lomo(
+            weight,
+            grad.contiguous(),
+            replicas.group.group_name,
             lr=self._lr_of(slot),
             weight_decay=self._group_of(slot)["weight_decay"],
             clip_value=self.options.clip_grad_value,
-        )
-        fused_update.reduce_scatter_update_all_gather_(
-            weight, grad.contiguous(), {}, optimizer=step, step=1, group=group, grad_scale=factor
+            average=True,
+            grad_scale=factor,
         )
         return True

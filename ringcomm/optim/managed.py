@@ -39,7 +39,7 @@ class Slot:
     @property
     def local(self) -> Tensor:
         """What this rank holds of the weight."""
-        return local_tensor(self.param)
+        return local_tensor(self.param, self.shards)
 
     def take_grad(self) -> Tensor:
         """The gradient that autograd has left, which is then gone."""

@@ -32,6 +32,8 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup, overlap: bool, max_bytes: int) -> None:
         self.group = resolve_group(group)
         self.overlap, self._max_bytes = overlap, max_bytes
+        # Which reduces, updates and gathers in one operator.
+        self.is_one_pass = not overlap and is_ringcomm(self.group, torch.device("cpu"))
         self._waiting: deque[tuple[dist.Work, Tensor, Done]] = deque()
         self._waiting_bytes = 0
 
