@@ -6,7 +6,7 @@ docs/design/optim.md has the picture.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ class Updater(Protocol):
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """Makes a weight's step by its complete gradient times a factor."""
 
-    def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
         """Reduces and updates in one pass where that can be; returns whether it could."""
 
 
@@ -51,6 +51,8 @@ class GradientPath:
     def __init__(self, options: StepOptions, updater: Updater) -> None:
         """The updater may be a weak reference's proxy: it owns the path."""
         self.options = options
+        self._mode, self._skips_layers = options.mode, options.overflow == "skip_layer"
+        self._num_parts = options.accumulation_steps
         self.slots: list[Slot] = []
         self.replicas: Replicas | None = None
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
@@ -68,10 +70,6 @@ class GradientPath:
         """What gradients are multiplied by on their way here."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    @property
-    def _skips_layers(self) -> bool:
-        return self.options.overflow == "skip_layer"
-
     # ---- arriving
 
     def param_arrived(self, slot: Slot) -> None:
@@ -81,7 +79,7 @@ class GradientPath:
         if slot.awaits_more():
             return
         self._count(slot)
-        if slot.num_arrived < self.options.accumulation_steps:
+        if slot.num_arrived < self._num_parts:
             return  # autograd adds the next one
         with _arithmetic(slot):
             self.complete(slot, DenseGradient(slot.take_grad()))
@@ -95,7 +93,7 @@ class GradientPath:
         with _arithmetic(slot):
             if slot.param.grad is not None:  # earlier micro-batches, or uses that autograd saw
                 gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
-            if awaits_more or slot.num_arrived < self.options.accumulation_steps:
+            if awaits_more or slot.num_arrived < self._num_parts:
                 slot.param.grad = gradient.dense()
             else:
                 self.complete(slot, gradient)
@@ -109,7 +107,7 @@ class GradientPath:
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with a loss scale it is opt.scale(loss).backward()")
         self.check_pass()
-        if slot.num_arrived == self.options.accumulation_steps:
+        if slot.num_arrived == self._num_parts:
             raise RuntimeError(
                 f"{slot.name} got a gradient after its update: backward() ran"
                 f" {slot.num_arrived + 1} times before step() (say accumulation_steps), or a weight"
@@ -119,7 +117,7 @@ class GradientPath:
 
     def check_pass(self) -> None:
         """Raises RuntimeError for a gradient that comes outside of the two passes it wants."""
-        if self.options.mode == "two_pass" and self._pass == "plain":
+        if self._mode == "two_pass" and self._pass == "plain":
             raise RuntimeError('with clip_mode="two_pass" it is opt.backward(loss)')
 
     # ---- reduced, kept or applied
@@ -134,19 +132,21 @@ class GradientPath:
         elif self.replicas is None:
             self._reduced(slot, gradient)
         else:
-            grad = gradient.dense()
-            is_immediate = self._is_checked and self.options.mode == "immediate"
+            self._complete_replicas(self.replicas, slot, gradient.dense())
+
+    def _complete_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor) -> None:
+        is_known = self._is_checked and self._mode == "immediate" and not self._skips_layers
+        if is_known or self._pass == "update":
+            self.is_due = True
             factor = self._factor if self._pass == "update" else 1 / self.scale
-            if (is_immediate and not self._skips_layers) or self._pass == "update":
-                self.is_due = True
-                if self._updater.update_replicas(slot, grad, factor):
-                    return
-            self.replicas.average(grad, lambda mean: self._reduced(slot, DenseGradient(mean)))
+            if self._updater.update_replicas(replicas, slot, grad, factor):
+                return
+        replicas.average(grad, lambda mean: self._reduced(slot, DenseGradient(mean)))
 
     def _reduced(self, slot: Slot, gradient: Gradient) -> None:
         """The gradient of all ranks."""
         self.is_due = True
-        mode = self._pass if self._pass != "plain" else self.options.mode
+        mode = self._pass if self._pass != "plain" else self._mode
         if mode in ("facts", "deferred"):
             if mode == "deferred":
                 gradient = self._hold(slot, gradient)
@@ -220,7 +220,7 @@ class GradientPath:
         """
         if not self.is_due:
             return
-        if self.options.mode == "deferred":
+        if self._mode == "deferred":
             factor = self._factor_of_facts()
             for slot in self.slots:
                 held, slot.held = slot.held, None
@@ -274,11 +274,15 @@ class GradientPath:
         self.is_scaled = self.is_due = self.has_overflow = False
 
 
+_NOTHING_TO_CHANGE = nullcontext()
+
+
 def _arithmetic(slot: Slot) -> AbstractContextManager[Any]:
     """A backward pass may run under autocast, which would round what is summed in fp32."""
     device = slot.param.device
     if not torch.is_autocast_enabled(device.type):
-        return torch.no_grad()
+        # A backward pass has no gradients on unless it makes a graph. This costs less than no_grad.
+        return torch.no_grad() if torch.is_grad_enabled() else _NOTHING_TO_CHANGE
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch.autocast(device.type, enabled=False))

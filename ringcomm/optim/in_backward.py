@@ -155,7 +155,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """Writes a weight: the step that its complete gradient times a factor makes."""
 
-    def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
         """Reduces and updates in one pass, where that can be; returns whether it could."""
         return False
 

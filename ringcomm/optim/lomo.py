@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.managed import Slot
+from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.step_options import StepArguments, StepOptions
 
 _ops: Any = torch.ops.ringcomm
@@ -135,25 +136,25 @@ class Lomo(InBackwardOptimizer):
                 first_elem=slot.layout.first_elem,
             )
 
-    def update_replicas(self, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
         """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
-        replicas, weight = self._path.replicas, slot.local
-        assert replicas is not None
+        options, weight = self.options, slot.local
         if (
-            not replicas.is_one_pass
-            or self._rounding_seed(slot) >= 0
-            or self.state[slot.param]
+            replicas.one_pass_name is None
+            or options.stochastic_rounding
+            or options.master is not None
             or weight.device.type != "cpu"
             or not weight.is_contiguous()
         ):
             return False
+        group = self._group_of(slot)
         _ops.reduce_scatter_update_all_gather_.lomo(
             weight,
             grad.contiguous(),
-            replicas.group.group_name,
-            lr=self._lr_of(slot),
-            weight_decay=self._group_of(slot)["weight_decay"],
-            clip_value=self.options.clip_grad_value,
+            replicas.one_pass_name,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            clip_value=options.clip_grad_value,
             average=True,
             grad_scale=factor,
         )

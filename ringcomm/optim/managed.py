@@ -47,8 +47,8 @@ class Slot:
         assert grad is not None
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
-    def is_used(self, module: nn.Module) -> None:
-        """Called before a forward pass of a layer that has the weight."""
+    def is_used(self, module: nn.Module, _: Any) -> None:
+        """The hook before a forward pass of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
         if torch.is_grad_enabled():
@@ -63,7 +63,7 @@ class Slot:
         segment without gradients, then again in a backward pass of its own inside the outer one.
         So a weight of several segments arrives several times: as often as it was used unseen.
         """
-        if self._made_in in (_NO_BACKWARD, torch._C._current_graph_task_id()):
+        if self._made_in == _NO_BACKWARD or self._made_in == torch._C._current_graph_task_id():
             return False
         self.num_unseen_uses -= 1
         return self.num_unseen_uses > 0
@@ -164,8 +164,7 @@ def attach(
         lambda: _consumers.pop(param, None),
     ]
     for owner in owners:
-        hook = owner.register_forward_pre_hook(lambda module, _: slot.is_used(module))
-        undo.append(hook.remove)
+        undo.append(owner.register_forward_pre_hook(slot.is_used).remove)
     if fusable is not None:
         slot.handle = handle = fuse(fusable, uses_arrived)
         undo.append(lambda: unfuse(handle))

@@ -32,8 +32,9 @@ class Replicas:
     def __init__(self, group: dist.ProcessGroup, overlap: bool, max_bytes: int) -> None:
         self.group = resolve_group(group)
         self.overlap, self._max_bytes = overlap, max_bytes
-        # Which reduces, updates and gathers in one operator.
-        self.is_one_pass = not overlap and is_ringcomm(self.group, torch.device("cpu"))
+        # For the operator that reduces, updates and gathers; None where there is none.
+        is_one_pass = not overlap and is_ringcomm(self.group, torch.device("cpu"))
+        self.one_pass_name = self.group.group_name if is_one_pass else None
         self._waiting: deque[tuple[dist.Work, Tensor, Done]] = deque()
         self._waiting_bytes = 0
 
