@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def make_model(hidden: int, layers: int) -> nn.Module:
-    """A Llama with random weights, the same in every call."""
+    """A Llama with random weights, the same in every call, that recomputes its layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(SEED)
@@ -49,7 +49,8 @@ def make_model(hidden: int, layers: int) -> nn.Module:
         num_key_value_heads=2,
         use_cache=False,
     )
-    model: nn.Module = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
@@ -107,8 +108,8 @@ def draw(points: list[dict[str, Any]], memory: dict[str, dict[str, int]], path: 
         heights = [of[part] / 2**20 for of in memory.values()]
         right.bar(list(memory), heights, bottom=bottom, label=part)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    right.set(ylabel="MiB at the peak of a step, measured")
-    right.legend()
+    right.set(ylabel="MiB at the peak of a step, measured", xlim=(-0.5, len(memory) + 0.9))
+    right.legend(loc="center right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -9,35 +9,34 @@
 
 #include "bindings/process_group.h"
 #include "bindings/tensors.h"
+#include "bindings/weight_update.h"
 #include "core/chunk_layout.h"
 
 namespace ringcomm {
 namespace {
 
-constexpr const char* kOp = "reduce_scatter_update_all_gather_";
+constexpr const char* kFusedUpdate = "reduce_scatter_update_all_gather_";
 
 void check_contiguous(const at::Tensor& tensor, const char* name) {
-  check_tensor(tensor, kOp);
-  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), "ringcomm: ", kOp, " wants ", name,
-                    " contiguous, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+  check_tensor(tensor, kFusedUpdate);
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && !tensor.is_neg(), "ringcomm: ", kFusedUpdate,
+                    " wants ", name, " contiguous, got shape ", tensor.sizes(), " with strides ",
+                    tensor.strides());
 }
 
-void check_float(const at::Tensor& tensor, const char* name) {
+void check_array(const at::Tensor& tensor, const char* name) {
   check_contiguous(tensor, name);
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-                   "ringcomm: ", kOp, " wants ", name, " in float32, float16 or bfloat16, got ",
-                   dtype);
+  check_float(tensor, name, kFusedUpdate);
 }
 
 // The data of this rank's shard of a state.
 float* shard_data(const at::Tensor& tensor, const char* name, const ElemRange& shard,
                   TensorCall& item) {
   check_contiguous(tensor, name);
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kOp, " wants ", name,
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, "ringcomm: ", kFusedUpdate, " wants ", name,
                    " in float32, got ", tensor.scalar_type());
-  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kOp, " wants ", name,
-                    " to be this rank's shard, elements ", shard.begin_elems, " to ",
+  TORCH_CHECK_VALUE(num_elems_of(tensor) == shard.num_elems, "ringcomm: ", kFusedUpdate, " wants ",
+                    name, " to be this rank's shard, elements ", shard.begin_elems, " to ",
                     shard.end_elems(), " (", shard.num_elems, "), got ", tensor.numel(),
                     "; see ringcomm.ops.shard_range");
   item.kept.push_back(tensor);
@@ -48,7 +47,7 @@ void check_disjoint(const std::vector<at::Tensor>& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i)
     for (std::size_t j = 0; j < i; ++j)
       TORCH_CHECK_VALUE(at::get_overlap_status(tensors[i], tensors[j]) == at::MemOverlapStatus::No,
-                        "ringcomm: ", kOp,
+                        "ringcomm: ", kFusedUpdate,
                         " got tensors that share memory; parameters, gradient and state must "
                         "be apart");
 }
@@ -57,12 +56,12 @@ void check_disjoint(const std::vector<at::Tensor>& tensors) {
 
 void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec,
                                                 bool is_average) {
-  check_float(tensors.param, "the parameters");
-  check_float(tensors.grad, "the gradient");
-  TORCH_CHECK_VALUE(tensors.grad.sizes() == tensors.param.sizes(), "ringcomm: ", kOp,
+  check_array(tensors.param, "the parameters");
+  check_array(tensors.grad, "the gradient");
+  TORCH_CHECK_VALUE(tensors.grad.sizes() == tensors.param.sizes(), "ringcomm: ", kFusedUpdate,
                     " wants a gradient of the parameters' shape, ", tensors.param.sizes(), ", got ",
                     tensors.grad.sizes());
-  spec.param_dtype = reduced_dtype(tensors.param, kOp);
+  spec.param_dtype = reduced_dtype(tensors.param, kFusedUpdate);
   spec.has_master = tensors.master.has_value();
 
   TensorCall item;
@@ -73,7 +72,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
   for (std::size_t i = 0; i < tensors.states.size(); ++i) {
     const auto& [name, state] = tensors.states[i];
     const bool is_needed = i < static_cast<std::size_t>(num_states(spec));
-    TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kOp,
+    TORCH_CHECK_VALUE(state.has_value() == is_needed, "ringcomm: ", kFusedUpdate,
                       is_needed ? " needs " : " has no use for ", name, " in ", describe(spec));
     if (is_needed) update->states[i] = shard_data(*state, name, shard, item);
   }
@@ -81,7 +80,7 @@ void ProcessGroupRingcomm::reduce_update_gather(const UpdateTensors& tensors, Up
 
   item.update = std::move(update);
   item.call = {.op = OpKind::kReduceUpdateGather,
-               .dtype = reduced_dtype(tensors.grad, kOp),
+               .dtype = reduced_dtype(tensors.grad, kFusedUpdate),
                .reduction = is_average ? Reduction::kAvg : Reduction::kSum,
                .num_elems = num_elems_of(tensors.param)};
   item.inputs = {tensors.grad.data_ptr()};

@@ -19,7 +19,7 @@
 namespace ringcomm {
 namespace {
 
-constexpr const char* kOp = "linear_sgd_update_";
+constexpr const char* kLinearUpdate = "linear_sgd_update_";
 
 // Blocks depend on the shape alone, and each is one thread's: the number of threads changes no bit.
 // Next to one product of all rows (T = 512, fp32) blocks of 128 rows are 3 to 5 percent slower, of
@@ -36,9 +36,9 @@ int64_t rows_per_block(int64_t num_rows, int64_t num_cols) {
 
 // (..., features) as (tokens, features).
 at::Tensor flat_tokens(const at::Tensor& tensor, int64_t features, const char* name) {
-  check_float(tensor, name, kOp);
-  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == features, "ringcomm: ", kOp, " wants ",
-                    name, " of shape (..., ", features, "), as the weight is, got ",
+  check_float(tensor, name, kLinearUpdate);
+  TORCH_CHECK_VALUE(tensor.dim() >= 1 && tensor.size(-1) == features, "ringcomm: ", kLinearUpdate,
+                    " wants ", name, " of shape (..., ", features, "), as the weight is, got ",
                     tensor.sizes());
   const int64_t num_tokens = c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
   return tensor.detach().reshape({num_tokens, features});
@@ -82,13 +82,14 @@ class LinearUpdate {
 void linear_sgd_update_(const at::Tensor& weight, const at::Tensor& x, const at::Tensor& grad_out,
                         double lr, double weight_decay, double scale, int64_t rounding_seed,
                         const std::optional<at::Tensor>& low, std::optional<double> clip_value) {
-  const WeightArray array(weight, low, rounding_seed, true, kOp);
-  const WeightStep step = weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kOp);
+  const WeightArray array(weight, low, rounding_seed, true, kLinearUpdate);
+  const WeightStep step =
+      weight_step_of({lr, weight_decay, scale, clip_value, rounding_seed}, kLinearUpdate);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::Tensor tokens = flat_tokens(x, weight.size(1), "x");
   const at::Tensor token_grads = flat_tokens(grad_out, weight.size(0), "grad_out");
-  check_same_dtype(x, grad_out, kOp);
-  TORCH_CHECK_VALUE(tokens.size(0) == token_grads.size(0), "ringcomm: ", kOp,
+  check_same_dtype(x, grad_out, kLinearUpdate);
+  TORCH_CHECK_VALUE(tokens.size(0) == token_grads.size(0), "ringcomm: ", kLinearUpdate,
                     " wants x and grad_out of as many tokens, got shapes ", x.sizes(), " and ",
                     grad_out.sizes());
   array.check_writable({x, grad_out});
