@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def make_model(hidden: int, layers: int) -> nn.Module:
+def make_model(hidden: int, layers: int) -> Any:
     """A Llama with random weights, the same in every call, that recomputes its layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -49,8 +49,10 @@ def make_model(hidden: int, layers: int) -> nn.Module:
         num_key_value_heads=2,
         use_cache=False,
     )
-    model = LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model: Any = LlamaForCausalLM(config)
+    # transformers 5 calls it so.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)()
     return model
 
 
