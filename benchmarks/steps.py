@@ -5,8 +5,10 @@
 
 Whole training steps (forward, backward, SGD) of the main job's model, in turn: over each backend,
 and over torch's "fake" one, which moves nothing and so shows what a step costs without
-communication. The share of communication is what a step takes beyond that. Losses over the
-backends must agree. One JSON line per system and backend is appended to benchmarks/results.
+communication. The share of communication is what a step takes beyond that. DDP-blocking waits for
+each bucket, so that what it takes beyond DDP is what DDP hides behind the backward pass. Losses
+over the backends must agree. One JSON line per system and backend is appended to
+benchmarks/results.
 """
 
 import argparse
@@ -49,11 +51,19 @@ CHECKED_STEPS = 3
 
 
 # DDP looks at the annotations of hooks: no annotations from the future in this file.
-def keep_gradients(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A hook of DDP for the backend that moves nothing, whose futures have no result."""
+def keep_gradients(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DDP that moves nothing; the fake backend's own futures have no result."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
+
+
+def average_now(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DDP that returns when the bucket's mean is there."""
+    dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group)
+    return keep_gradients(None, bucket)
 
 
 def wrap_ddp(model: Llama, group: dist.ProcessGroup) -> torch.nn.Module:
@@ -61,6 +71,14 @@ def wrap_ddp(model: Llama, group: dist.ProcessGroup) -> torch.nn.Module:
     replica = DistributedDataParallel(model, process_group=group)
     if dist.get_backend(group) == FAKE:
         replica.register_comm_hook(None, keep_gradients)
+    return replica
+
+
+def wrap_blocking_ddp(model: Llama, group: dist.ProcessGroup) -> torch.nn.Module:
+    """Replicas, gradients averaged in buckets while backward waits."""
+    replica = DistributedDataParallel(model, process_group=group)
+    is_fake = dist.get_backend(group) == FAKE
+    replica.register_comm_hook(group, keep_gradients if is_fake else average_now)
     return replica
 
 
@@ -75,6 +93,7 @@ def wrap_fsdp2(model: Llama, group: dist.ProcessGroup) -> torch.nn.Module:
 
 SYSTEMS: dict[str, Callable[[Llama, dist.ProcessGroup], torch.nn.Module]] = {
     "DDP": wrap_ddp,
+    "DDP-blocking": wrap_blocking_ddp,
     "FSDP2": wrap_fsdp2,
 }
 
