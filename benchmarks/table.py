@@ -370,7 +370,13 @@ LAYOUTS = {
         ("dtype", "vocab_size"),
         _loss_lines,
     ),
-    "lomo": Layout("lomo", _STEPS, (), _optimizer_lines),
+    "lomo": Layout(
+        "lomo",
+        _STEPS,
+        (),
+        _optimizer_lines,
+        lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
+    ),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
