@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training.model import PRESETS, Llama, initial_weights
 
+from ringcomm.bench.gradient_watch import GradientWatch
 from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
 from ringcomm.bench.ranks import Team, run_ranks
 from ringcomm.bench.report import Report
@@ -84,32 +85,6 @@ WAYS: dict[str, Way] = {
     "SGD, clip": Way(_torch("sgd"), "SGD, clip", clips=True),
     "AdamW": Way(_torch("adamw")),
 }
-
-
-class GradientWatch:
-    """The most bytes of gradients that autograd keeps for parameters, seen whenever one is added.
-
-    Made before the optimizer, whose hooks come after these.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._params = list(model.parameters())
-        self.peak_bytes = 0
-        self._hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self._params]
-
-    def _look(self, _: Tensor) -> None:
-        alive = {
-            p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
-            for p in self._params
-            if p.grad is not None
-        }
-        self.peak_bytes = max(self.peak_bytes, sum(alive.values()))
-
-    def stop(self) -> int:
-        """What was seen; no hook is left."""
-        for hook in self._hooks:
-            hook.remove()
-        return self.peak_bytes
 
 
 class Trainer:

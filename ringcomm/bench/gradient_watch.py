@@ -1,0 +1,44 @@
+"""How much of gradients is alive at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def live_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of memory that tensors keep alive here; storage that several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class GradientWatch:
+    """The most bytes of gradients that autograd keeps for parameters, seen whenever one is added.
+
+    Made before the optimizer, whose hooks come after these.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+        self.peak_bytes = 0
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._look)
+            for param in self._params
+            if param.requires_grad
+        ]
+
+    def _look(self, _: Tensor) -> None:
+        self.peak_bytes = max(self.peak_bytes, live_bytes(p.grad for p in self._params))
+
+    def stop(self) -> int:
+        """What was seen; no hook is left."""
+        for hook in self._hooks:
+            hook.remove()
+        return self.peak_bytes

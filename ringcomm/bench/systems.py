@@ -1,0 +1,257 @@
+"""Whole training steps by every data-parallel system: loss, time, memory and bytes in one table.
+
+All systems train the same model from the same weights on the same rows. Their losses must be those
+of one process; bytes are counted by the backend and compared with the formula; memory is what
+their tensors keep alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.backend import stats
+from ringcomm.bench.decoder import VOCAB_SIZE, Decoder
+from ringcomm.bench.gradient_watch import GradientWatch, live_bytes
+from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
+from ringcomm.bench.ranks import Team
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.optim import Lomo
+from ringcomm.parallel import WeightShards, find_shards
+
+ONE_PROCESS = "one process"
+# Steps whose losses are compared with one process's, which sees all rows.
+CHECKED_STEPS = 4
+TOLERANCE = 1e-4
+# What AdamW and LOMO learn with.
+ADAMW, LOMO = 1e-3, 0.1
+
+
+@dataclass
+class Trainee:
+    """One rank's end of a model that a system trains."""
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def step(self, ids: Tensor) -> float:
+        """Trains a step; the loss of these rows before it."""
+        loss = self.backward(ids)
+        self.update()
+        return loss
+
+    def backward(self, ids: Tensor) -> float:
+        """The first half of a step; the loss."""
+        loss = self.call(ids)
+        loss.backward()
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """The other half."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def grad_bytes(self) -> int:
+        """What this rank keeps of gradients, between the halves."""
+        return live_bytes(param.grad for param in self.model.parameters())
+
+    def param_bytes(self) -> int:
+        """What this rank keeps of the weights between steps."""
+        found = []
+        for param in self.model.parameters():
+            shards = find_shards(param)
+            found.append(param if shards is None else shards.shard_of(param))
+        return live_bytes(found)
+
+    def state_bytes(self) -> int:
+        """What this rank keeps of the optimizer's state."""
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        states = inner.state.values()
+        return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train on several ranks.
+
+    Attributes:
+        make: from a model and its group.
+        num_parts: what a rank sends in a step, in (N-1)/N of the weights' bytes.
+        like: whose losses it has to have.
+    """
+
+    make: Callable[[Decoder, dist.ProcessGroup], Trainee]
+    num_parts: int
+    like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
+
+
+def _adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, ADAMW, fused=True)
+
+
+def _sgd(model: Decoder) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), LOMO)
+
+
+def _ddp(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    return Trainee(model, replica, _adamw(model.parameters()))
+
+
+def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        process_group=group,
+        lr=ADAMW,
+        fused=True,
+    )
+    return Trainee(model, replica, optimizer)
+
+
+def _fsdp2(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return Trainee(model, model, _adamw(model.parameters()))
+
+
+def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    return Trainee(model, model, Lomo(model, LOMO, group=group))
+
+
+def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    WeightShards(model, group)
+    return Trainee(model, model, Lomo(model, LOMO))
+
+
+SYSTEMS: dict[str, System] = {
+    "ddp": System(_ddp, 2),
+    "torch's zero-1": System(_torch_zero1, 3),
+    "fsdp2": System(_fsdp2, 3),
+    "lomo": System(_lomo, 2, like=_sgd),
+    "lomo on shards": System(_lomo_on_shards, 3, like=_sgd),
+}
+
+
+@dataclass(frozen=True)
+class Systems:
+    """What is measured.
+
+    Attributes:
+        names: of SYSTEMS, in the table's order; others are compared with the first.
+        rows, tokens: of each rank's batch.
+    """
+
+    world_size: int
+    names: list[str]
+    width: int
+    num_layers: int
+    rows: int
+    tokens: int
+    seconds: float
+    repeats: int
+
+    def check(self) -> None:
+        """Raises ValueError where it makes no sense, naming the option."""
+        unknown = [name for name in self.names if name not in SYSTEMS]
+        if unknown or not self.names:
+            raise ValueError(f"--systems are some of {', '.join(SYSTEMS)}, got {unknown or None}")
+        if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
+            raise ValueError("wants a rank, a layer, a row and a token at least")
+        if self.width < 32 or self.width % 32:
+            raise ValueError(f"--width is a multiple of 32, got {self.width}")
+
+    def model(self) -> Decoder:
+        """The same on every rank."""
+        return Decoder(self.width, self.num_layers, self.tokens)
+
+    def ids(self, step: int) -> Tensor:
+        """All ranks' rows of a step."""
+        generator = torch.Generator().manual_seed(step)
+        shape = [self.world_size * self.rows, self.tokens + 1]
+        return torch.randint(VOCAB_SIZE, shape, generator=generator)
+
+    def my_ids(self, step: int, rank: int) -> Tensor:
+        """One rank's."""
+        return self.ids(step)[rank * self.rows : (rank + 1) * self.rows]
+
+    def expected_losses(self, system: System) -> list[float]:
+        """Those of one process on all rows."""
+        model = self.model()
+        alone = Trainee(model, model, system.like(model))
+        return [alone.step(self.ids(step)) for step in range(CHECKED_STEPS)]
+
+
+def _sent_bytes() -> int:
+    return sum(entry["sent_bytes"] for entry in stats().values())
+
+
+def _train_checked(systems: Systems, team: Team, name: str) -> tuple[Trainee, dict[str, Any]]:
+    """A system after its first steps, and what they were. Collective."""
+    system = SYSTEMS[name]
+    model = systems.model()
+    num_params = sum(param.numel() for param in model.parameters())
+    watch = GradientWatch(model)
+    trainee = system.make(model, dist.group.WORLD)
+    losses, held = [], 0
+    for step in range(CHECKED_STEPS):
+        before = _sent_bytes()
+        mine = trainee.backward(systems.my_ids(step, team.rank))
+        held = max(held, trainee.grad_bytes())
+        trainee.update()
+        sent = _sent_bytes() - before
+        losses.append(sum(team.share(mine)) / team.world_size)
+    expected = systems.expected_losses(system)
+    wrong = sum(abs(a - b) > TOLERANCE * b for a, b in zip(losses, expected, strict=True))
+    held = max(held, watch.stop())
+    by_rank = team.share((trainee.param_bytes(), held, trainee.state_bytes(), sent))
+    params, grads, states, _ = (max(values) for values in zip(*by_rank, strict=True))
+    return trainee, {
+        "loss": losses[-1],
+        "one_process_loss": expected[-1],
+        "param_bytes": params,
+        "grad_bytes": grads,
+        "state_bytes": states,
+        # The ranks' mean: shards differ by an element.
+        "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size,
+        "formula_bytes": system.num_parts * (1 - 1 / team.world_size) * 4 * num_params,
+        "wrong_elems": wrong,
+    }
+
+
+def run_rank(systems: Systems, team: Team) -> None:
+    """One rank: all systems, first checked, then in turn against the clock. Collective."""
+    open_default_group(team, "ringcomm")
+    watch = WeatherWatch(team)
+    found, contenders = {}, {}
+    ids = systems.my_ids(0, team.rank)
+    for name in systems.names:
+        trainee, found[name] = _train_checked(systems, team, name)
+        contenders[name] = Contender(partial(_step, trainee, ids), dist.barrier)
+    wrong = {name: facts["wrong_elems"] for name, facts in found.items()}
+    timings, weather = watch.calmest(
+        partial(measure, team, contenders, systems.seconds), systems.repeats
+    )
+    if timings is not None:
+        records = records_of(timings, systems.names[0], wrong, name="system")
+        team.report([r | found[r["system"]] | weather.record() for r in records])
+    dist.destroy_process_group()
+
+
+def _step(trainee: Trainee, ids: Tensor) -> None:
+    trainee.step(ids)

@@ -1,0 +1,59 @@
+"""`ringcomm bench systems`: the table is right, and a wrong system shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringcomm import cli
+from ringcomm.bench import systems
+from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+
+SIZES = ["--width", "32", "--layers", "2", "--tokens", "8", "--seconds", "0.1", "--repeats", "1"]
+
+
+def run(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    path = tmp_path / "systems.jsonl"
+    status = cli.run(["bench", "systems", *SIZES, "--json", str(path), *options])
+    return status, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_losses_bytes_and_memory(tmp_path: Path, world_size: int) -> None:
+    plot = tmp_path / "systems.svg"
+    status, records = run(tmp_path, "--world-size", str(world_size), "--plot", str(plot))
+    assert status == EXIT_OK
+    assert [record["system"] for record in records] == list(systems.SYSTEMS)
+    by_name = {record["system"]: record for record in records}
+    for record in records:
+        assert record["loss"] == pytest.approx(record["one_process_loss"], rel=1e-4)
+        if world_size == 2:
+            assert record["sent_bytes"] == record["formula_bytes"]
+    whole = by_name["ddp"]["param_bytes"]
+    assert whole == 4 * by_name["ddp"]["num_params"]
+    assert by_name["ddp"]["state_bytes"] >= 2 * whole
+    assert by_name["lomo"]["state_bytes"] == 0
+    assert by_name["lomo on shards"]["param_bytes"] <= whole / world_size + 4 * 40
+    assert "ddp" in plot.read_text(encoding="utf-8")
+
+
+def test_wrong_losses_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = systems.System(systems.SYSTEMS["ddp"].make, 2, like=systems.SYSTEMS["lomo"].like)
+    monkeypatch.setitem(systems.SYSTEMS, "ddp", wrong)
+    status, records = run(tmp_path, "--systems", "ddp")
+    assert status == EXIT_WRONG_RESULTS
+    assert records[0]["wrong_elems"] > 0
+
+
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, text in (
+        (["--systems", "ddp,zero-9"], "zero-9"),
+        (["--width", "33"], "multiple of 32"),
+        (["--rows", "0"], "a row"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.run(["bench", "systems", *options])
+        assert text in capsys.readouterr().err
