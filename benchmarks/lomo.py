@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training.model import PRESETS, Llama, initial_weights
 
