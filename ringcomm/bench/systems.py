@@ -7,16 +7,15 @@ their tensors keep alive.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import stats
@@ -24,9 +23,10 @@ from ringcomm.bench.decoder import VOCAB_SIZE, Decoder
 from ringcomm.bench.gradient_watch import GradientWatch, live_bytes
 from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
 from ringcomm.bench.ranks import Team
+from ringcomm.bench.records import percentiles
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.optim import Lomo
-from ringcomm.parallel import WeightShards, find_shards
+from ringcomm.parallel import WeightShards, find_shards, zero
 
 ONE_PROCESS = "one process"
 # Steps whose losses are compared with one process's, which sees all rows.
@@ -43,11 +43,14 @@ class Trainee:
     model: nn.Module
     call: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
+    update_seconds: list[float] = field(default_factory=list)
 
     def step(self, ids: Tensor) -> float:
         """Trains a step; the loss of these rows before it."""
         loss = self.backward(ids)
+        begin = time.perf_counter()
         self.update()
+        self.update_seconds.append(time.perf_counter() - begin)
         return loss
 
     def backward(self, ids: Tensor) -> float:
@@ -63,7 +66,10 @@ class Trainee:
 
     def grad_bytes(self) -> int:
         """What this rank keeps of gradients, between the halves."""
-        return live_bytes(param.grad for param in self.model.parameters())
+        grads = [param.grad for param in self.model.parameters()]
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
+            grads += self.optimizer.gradient_tensors()
+        return live_bytes(grads)
 
     def param_bytes(self) -> int:
         """What this rank keeps of the weights between steps."""
@@ -75,6 +81,8 @@ class Trainee:
 
     def state_bytes(self) -> int:
         """What this rank keeps of the optimizer's state."""
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
+            return live_bytes(self.optimizer.state_tensors())
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = inner.state.values()
         return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))
@@ -88,11 +96,13 @@ class System:
         make: from a model and its group.
         num_parts: what a rank sends in a step, in (N-1)/N of the weights' bytes.
         like: whose losses it has to have.
+        backend: of its group.
     """
 
     make: Callable[[Decoder, dist.ProcessGroup], Trainee]
     num_parts: int
     like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
+    backend: str = "ringcomm"
 
 
 def _adamw(params: Any) -> torch.optim.AdamW:
@@ -122,12 +132,9 @@ def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, replica, optimizer)
 
 
-def _fsdp2(model: Decoder, group: dist.ProcessGroup) -> Trainee:
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return Trainee(model, model, _adamw(model.parameters()))
+def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
+    return Trainee(model, model, optimizer)
 
 
 def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
@@ -142,7 +149,10 @@ def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
 SYSTEMS: dict[str, System] = {
     "ddp": System(_ddp, 2),
     "torch's zero-1": System(_torch_zero1, 3),
-    "fsdp2": System(_fsdp2, 3),
+    "torch's zero-1 on gloo": System(_torch_zero1, 3, backend="gloo"),
+    "zero-1": System(partial(_zero, 1), 2),
+    "zero-2": System(partial(_zero, 2), 2),
+    "zero-3": System(partial(_zero, 3), 3),
     "lomo": System(_lomo, 2, like=_sgd),
     "lomo on shards": System(_lomo_on_shards, 3, like=_sgd),
 }
@@ -201,13 +211,15 @@ def _sent_bytes() -> int:
     return sum(entry["sent_bytes"] for entry in stats().values())
 
 
-def _train_checked(systems: Systems, team: Team, name: str) -> tuple[Trainee, dict[str, Any]]:
+def _train_checked(
+    systems: Systems, team: Team, groups: dict[str, Any], name: str
+) -> tuple[Trainee, dict[str, Any]]:
     """A system after its first steps, and what they were. Collective."""
     system = SYSTEMS[name]
     model = systems.model()
     num_params = sum(param.numel() for param in model.parameters())
     watch = GradientWatch(model)
-    trainee = system.make(model, dist.group.WORLD)
+    trainee = system.make(model, groups[system.backend])
     losses, held = [], 0
     for step in range(CHECKED_STEPS):
         before = _sent_bytes()
@@ -219,6 +231,7 @@ def _train_checked(systems: Systems, team: Team, name: str) -> tuple[Trainee, di
     expected = systems.expected_losses(system)
     wrong = sum(abs(a - b) > TOLERANCE * b for a, b in zip(losses, expected, strict=True))
     held = max(held, watch.stop())
+    is_counted = system.backend == "ringcomm"
     by_rank = team.share((trainee.param_bytes(), held, trainee.state_bytes(), sent))
     params, grads, states, _ = (max(values) for values in zip(*by_rank, strict=True))
     return trainee, {
@@ -228,7 +241,7 @@ def _train_checked(systems: Systems, team: Team, name: str) -> tuple[Trainee, di
         "grad_bytes": grads,
         "state_bytes": states,
         # The ranks' mean: shards differ by an element.
-        "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size,
+        "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size if is_counted else None,
         "formula_bytes": system.num_parts * (1 - 1 / team.world_size) * 4 * num_params,
         "wrong_elems": wrong,
     }
@@ -237,20 +250,34 @@ def _train_checked(systems: Systems, team: Team, name: str) -> tuple[Trainee, di
 def run_rank(systems: Systems, team: Team) -> None:
     """One rank: all systems, first checked, then in turn against the clock. Collective."""
     open_default_group(team, "ringcomm")
+    others = {SYSTEMS[name].backend for name in systems.names} - {"ringcomm"}
+    groups = {"ringcomm": dist.group.WORLD}
+    groups |= {backend: dist.new_group(backend=backend) for backend in sorted(others)}
     watch = WeatherWatch(team)
+    trainees: dict[str, Trainee] = {}
     found, contenders = {}, {}
     ids = systems.my_ids(0, team.rank)
     for name in systems.names:
-        trainee, found[name] = _train_checked(systems, team, name)
-        contenders[name] = Contender(partial(_step, trainee, ids), dist.barrier)
+        trainees[name], found[name] = _train_checked(systems, team, groups, name)
+        contenders[name] = Contender(partial(_step, trainees[name], ids), dist.barrier)
     wrong = {name: facts["wrong_elems"] for name, facts in found.items()}
     timings, weather = watch.calmest(
         partial(measure, team, contenders, systems.seconds), systems.repeats
     )
+    updates = {name: _update_times(team, trainee) for name, trainee in trainees.items()}
     if timings is not None:
         records = records_of(timings, systems.names[0], wrong, name="system")
-        team.report([r | found[r["system"]] | weather.record() for r in records])
+        team.report(
+            [r | found[r["system"]] | updates[r["system"]] | weather.record() for r in records]
+        )
     dist.destroy_process_group()
+
+
+def _update_times(team: Team, trainee: Trainee) -> dict[str, float]:
+    """From the end of the backward pass to new weights: of each step the slowest rank's."""
+    by_rank = team.share(trainee.update_seconds)
+    slowest_us = [1e6 * max(times) for times in zip(*by_rank, strict=True)]
+    return {f"update_{name}": value for name, value in percentiles(slowest_us, "us").items()}
 
 
 def _step(trainee: Trainee, ids: Tensor) -> None:

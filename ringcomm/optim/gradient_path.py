@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.loss_scale import LossScale
 from ringcomm.optim.managed import Slot
 from ringcomm.optim.replicas import Replicas
-from ringcomm.optim.step_facts import StepFacts, clip_factor
+from ringcomm.optim.step_facts import StepFacts
 from ringcomm.optim.step_options import StepOptions
 
 

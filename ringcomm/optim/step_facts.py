@@ -45,8 +45,3 @@ class StepFacts:
             total += sums
         square, num_not_finite = total.tolist()
         return float(square) ** 0.5, num_not_finite == 0
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What torch.nn.utils.clip_grad_norm_ multiplies gradients by."""
-    return min(1.0, max_norm / (norm + 1e-6))

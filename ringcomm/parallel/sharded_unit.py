@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ringcomm import _C
 from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.flat_collectives import reduce_scatter_mean, shard_sizes, takes_uneven
 from ringcomm.parallel.packed_pieces import PackedPieces
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+from ringcomm.torch_names import all_gather_single
 
 __all__ = ["ShardedUnit"]
 
@@ -47,10 +47,7 @@ class ShardedUnit:
         self.is_full = True
         self.is_held = False
         self._group = group
-        # Backends other than ringcomm want pieces of equal size.
-        self._is_padded = not isinstance(
-            group._get_backend(params[0].device), _C.ProcessGroupRingcomm
-        )
+        self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
         rank, world_size = group.rank(), group.size()
         packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
@@ -121,7 +118,7 @@ class ShardedUnit:
         world_size = self._group.size()
         inputs = [self.shards[param] for param in self._large]
         outputs = [
-            self._flats[param].split(piece_sizes(param.numel(), world_size))
+            self._flats[param].split(shard_sizes(param.numel(), world_size))
             for param in self._large
         ]
         if rows.numel():
@@ -140,23 +137,7 @@ class ShardedUnit:
 
         Collective, unless the tensor is empty.
         """
-        rank, world_size = self._group.rank(), self._group.size()
-        flat = grad.detach().reshape(-1)
-        sizes = piece_sizes(flat.numel(), world_size)
-        output = flat.new_empty(max(sizes) if self._is_padded else sizes[rank])
-        if flat.numel() == 0:
-            return output
-        inputs = list(flat.split(sizes))
-        if not self._is_padded:
-            dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=self._group)
-            return output
-        if sizes[-1] != sizes[0]:
-            rows = flat.new_zeros(world_size, sizes[0])
-            for row, piece in zip(rows, inputs, strict=True):
-                row[: piece.numel()].copy_(piece)
-            flat = rows.view(-1)
-        reduce_scatter_single(output, flat, group=self._group)
-        return output.div_(world_size)[: sizes[rank]]
+        return reduce_scatter_mean(grad.detach().reshape(-1), self._group)
 
 
 def _own_memory(param: nn.Parameter) -> Tensor:
@@ -168,9 +149,3 @@ def _own_memory(param: nn.Parameter) -> Tensor:
     if storage.nbytes() != param.nbytes or not storage.resizable():
         param.data = param.data.clone()
     return param.data.view(-1)
-
-
-def piece_sizes(num_elems: int, world_size: int) -> list[int]:
-    """The number of elements of each rank."""
-    ranges = [shard_range(num_elems, world_size, rank) for rank in range(world_size)]
-    return [end - begin for begin, end in ranges]

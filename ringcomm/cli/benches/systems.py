@@ -38,17 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _row(record: dict[str, Any]) -> list[str]:
     parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
-    sent, formula = record["sent_bytes"], record["formula_bytes"]
     return [
         record["system"],
-        f"{record['loss']:.5f}",
-        f"{record['one_process_loss']:.5f}",
+        f"{record['loss']:.4f}",
         *(f"{record[f'{p}_us'] / 1e3:.2f}" for p in ("p50", "p99")),
         comparison(record),
+        f"{record['update_p50_us'] / 1e3:.2f}",
         *(f"{part / 2**20:.2f}" for part in (*parts, sum(parts))),
-        f"{sent / 2**20:.2f} {'=' if sent == formula else '≈'} {formula / 2**20:.2f}",
+        _traffic(record["sent_bytes"], record["formula_bytes"]),
         f"{record['others_busy_percent']:.1f}",
     ]
+
+
+def _traffic(sent: float | None, formula: float) -> str:
+    """Counted beside the formula, which is a mean over shards that differ by an element."""
+    if sent is None:
+        return f"({formula / 2**20:.2f})"
+    return f"{sent / 2**20:.2f} {'=' if sent == formula else '≈'} {formula / 2**20:.2f}"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,9 +90,13 @@ def run(options: argparse.Namespace) -> int:
         tokens_per_row=systems.tokens,
     )
     run_ranks(systems.world_size, partial(run_rank, systems), report.add)
-    headers = ["system", "loss", "one process", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
+    headers = ["system", "loss", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
+    headers += ["update ms"]
     headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
-    caption = "MiB that a rank keeps alive, params to together, and that it sends in a step."
+    caption = (
+        "update: from the end of the backward pass. params to together: MiB that a rank keeps"
+        " alive. sent: MiB of a rank in a step; in brackets where the backend does not count."
+    )
     table = table_of(headers, caption, report.records, _row)
     if options.plot and report.records:
         from ringcomm.bench.systems_plot import draw

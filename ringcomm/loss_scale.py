@@ -1,4 +1,4 @@
-"""The factor that keeps float16 gradients from vanishing (Micikevicius et al. 2018)."""
+"""What gradients are multiplied by: a loss scale (Micikevicius et al. 2018), and clipping."""
 
 from __future__ import annotations
 
@@ -48,3 +48,8 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was."""
         self.value, self._num_good_steps = state["value"], state["num_good_steps"]
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What torch.nn.utils.clip_grad_norm_ multiplies gradients by."""
+    return min(1.0, max_norm / (norm + 1e-6))

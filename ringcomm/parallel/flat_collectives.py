@@ -1,0 +1,83 @@
+"""Collectives over one flat buffer in uneven shards, whatever the backend."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcomm import _C
+from ringcomm.ops.fused_update import shard_range
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+
+def shard_sizes(num_elems: int, world_size: int) -> list[int]:
+    """The elements of each rank's shard, by shard_range()."""
+    ranges = [shard_range(num_elems, world_size, rank) for rank in range(world_size)]
+    return [end - begin for begin, end in ranges]
+
+
+def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether shards of different sizes need no padding: over ringcomm."""
+    return isinstance(group._get_backend(device), _C.ProcessGroupRingcomm)
+
+
+def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's shard of the mean of the ranks' buffers.
+
+    Args:
+        flat: one dimension, of the same size on all ranks.
+        group: whose ranks.
+
+    Returns:
+        A new tensor.
+
+    Collective, unless the buffer is empty.
+    """
+    rank, world_size = group.rank(), group.size()
+    sizes = shard_sizes(flat.numel(), world_size)
+    is_uneven = takes_uneven(group, flat.device)
+    output = flat.new_empty(sizes[rank] if is_uneven else max(sizes))
+    if flat.numel() == 0:
+        return output
+    if is_uneven:
+        inputs = list(flat.split(sizes))
+        dist.reduce_scatter(output, inputs, op=dist.ReduceOp.AVG, group=group)
+        return output
+    reduce_scatter_single(output, _padded(flat, sizes), group=group)
+    return output.div_(world_size)[: sizes[rank]]
+
+
+def all_gather_shards(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Fills a buffer with the ranks' shards, of which this rank's is in its place.
+
+    Args:
+        flat: one dimension, of the same size on all ranks.
+        group: whose ranks.
+
+    Collective, unless the buffer is empty.
+    """
+    rank, world_size = group.rank(), group.size()
+    sizes = shard_sizes(flat.numel(), world_size)
+    if flat.numel() == 0:
+        return
+    shards = list(flat.split(sizes))
+    if takes_uneven(group, flat.device):
+        dist.all_gather(shards, shards[rank], group=group)
+        return
+    mine = flat.new_zeros(max(sizes))
+    mine[: sizes[rank]] = shards[rank]
+    rows = flat.new_empty(world_size, max(sizes))
+    all_gather_single(rows.view(-1), mine, group=group)
+    for row, shard in zip(rows, shards, strict=True):
+        shard.copy_(row[: shard.numel()])
+
+
+def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
+    """The shards one behind the other, each as long as the longest."""
+    if sizes[-1] == sizes[0]:
+        return flat
+    rows = flat.new_zeros(len(sizes), sizes[0])
+    for row, shard in zip(rows, flat.split(sizes), strict=True):
+        row[: shard.numel()].copy_(shard)
+    return rows.view(-1)

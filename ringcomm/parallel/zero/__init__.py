@@ -1,0 +1,114 @@
+"""ZeRO (Rajbhandari et al. 2020): optimizer state, gradients and weights in shards over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Unpack
+
+from ringcomm.backend import resolve_group
+from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
+from ringcomm.parallel.zero.explain import Explanation, explain
+from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
+from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
+from ringcomm.parallel.zero.prediction import Memory, predict_memory, predict_traffic
+from ringcomm.parallel.zero.stage3 import Zero3
+from ringcomm.parallel.zero.statistics import Statistics
+
+__all__ = [
+    "Explanation",
+    "Memory",
+    "Statistics",
+    "Zero3",
+    "ZeroAdamW",
+    "ZeroOptimizer",
+    "ZeroSGD",
+    "explain",
+    "full_state_dict",
+    "load_full_state_dict",
+    "predict_memory",
+    "predict_traffic",
+    "shard",
+]
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    units: Iterable[nn.Module] | None = None,
+    **options: Unpack[ShardArguments],
+) -> ZeroOptimizer:
+    """Shards a model's training over the ranks of a group; every rank has rows of its own.
+
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+        for batch in batches:
+            optimizer.scale(loss_of(model, batch)).backward()  # scale() where there is loss_scale
+            optimizer.step()
+            optimizer.zero_grad()
+
+    With Phi weights, N ranks and AdamW a rank holds, in bytes, with `param_dtype` of 16 bits:
+    4 Phi + 12 Phi/N at stage 1 (weights and gradients whole, state in shards), 2 Phi + 14 Phi/N at
+    stage 2 (gradients in shards, too), 16 Phi/N at stage 3. It sends 2, 2 and 3 (N-1)/N Phi
+    elements a step. Gradients are averaged over the ranks; weights start from rank 0's, and are
+    equal on all ranks, to the last bit, ever after.
+
+    Args:
+        model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
+            stage 3 they become DTensors, and the model one of fully_shard.
+        optimizer: torch.optim.AdamW or SGD over the model's weights, with any parameter groups and
+            hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
+            any more: schedulers are made for what is returned.
+        stage: 1, 2 or 3. Accumulating micro-batches before step() costs nothing more at stage 1; at
+            stages 2 and 3 each of them is reduced, and stage 3 gathers weights for each.
+        group: None for the default group; of any backend. On ringcomm shards differ by one element;
+            on others they are padded on the wire.
+        units: at stage 3 the modules whose weights are gathered together. Default: the entries of
+            every outermost ModuleList, or Sequential without one. Weights that several units share
+            are the root's.
+        bucket_bytes: at stages 1 and 2 weights travel in buckets of at most so many bytes (one
+            weight more where that is larger). Stage 2 keeps whole gradients of one at a time.
+        param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
+            and the float32 ones in shards. Frozen weights, and floating inputs of the model's
+            forward, are cast as well; buffers stay.
+        loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
+            finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
+        clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
+            ranks. This and loss_scale take two all_reduces, of 24 and 4 bytes.
+
+    Returns:
+        A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3.
+
+    Raises:
+        TypeError: the optimizer is another one.
+        ValueError: the model and the optimizer do not fit, are wrapped in DistributedDataParallel
+            or sharded already; an option is out of range; ranks disagree. Nothing is changed.
+
+    Collective: one object of options and shapes, and a broadcast for each bucket or weight.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage is 1, 2 or 3, got {stage!r}")
+    if units is not None and stage != 3:
+        raise ValueError("units are gathered together at stage 3 alone")
+    found = ShardOptions(**options)
+    check_model(model, optimizer, found, is_flat=stage < 3)
+    resolved = resolve_group(group)
+    check_ranks(optimizer, stage, found, resolved)
+    state = optimizer.state_dict() if optimizer.state else None
+    made: ZeroOptimizer
+    if stage == 3:
+        made = Zero3(model, optimizer, resolved, found, units)
+    else:
+        kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
+        made = kind(model, optimizer, stage, resolved, found)
+    mark_sharded([param for param_group in made.param_groups for param in param_group["params"]])
+    if state is not None:
+        load_full_state_dict(made, state)
+    return made

@@ -1,0 +1,110 @@
+"""What a model and its optimizer must be to be sharded, and to be sharded still at a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ringcomm.parallel.weight_shards import find_shards
+from ringcomm.parallel.zero.options import ShardOptions
+
+# Parameters that have been sharded, weakly.
+_sharded: Any = WeakIdKeyDictionary()
+
+
+def check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: ShardOptions, is_flat: bool
+) -> None:
+    """Raises TypeError or ValueError where they cannot be sharded; nothing has been exchanged."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"wants a model and its optimizer, got a {type(model).__name__} first")
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.SGD):
+        raise TypeError(
+            f"wants a torch.optim.AdamW or SGD to shard, got {type(optimizer).__name__}"
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
+    names = {param: name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        raise ValueError("the optimizer has no parameters")
+    strangers = [param for param in params if param not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that is not the"
+            " model's"
+        )
+    missing = sorted(n for p, n in names.items() if p.requires_grad and p not in set(params))
+    if missing:
+        raise ValueError(
+            f"{missing[0]} requires grad and is in no group of the optimizer, so that ranks would"
+            " drift apart: add it, or requires_grad_(False)"
+        )
+    for param in params:
+        _check_param(param, names[param], options, is_flat)
+    if len({param.device for param in params}) > 1:
+        raise ValueError("the parameters are on several devices: one per rank")
+
+
+def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat: bool) -> None:
+    if param in _sharded or find_shards(param) is not None or isinstance(param, DTensor):
+        raise ValueError(f"{name} is sharded already")
+    if not param.requires_grad:
+        raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
+    if param.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values")
+    allowed = (torch.float32, torch.float16, torch.bfloat16) if is_flat else (torch.float32,)
+    if param.dtype not in allowed:
+        kinds = "float32, float16 or bfloat16" if is_flat else "float32"
+        raise ValueError(f"{name} is {param.dtype}; weights to shard are {kinds}")
+    if options.param_dtype is not None and param.dtype != torch.float32:
+        raise ValueError(f"{name} is {param.dtype} already: param_dtype is for float32 weights")
+
+
+def check_ranks(
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    options: ShardOptions,
+    group: dist.ProcessGroup,
+) -> None:
+    """Raises ValueError on all ranks where they disagree. Collective."""
+    mine = {
+        "stage": stage,
+        "options": options,
+        "optimizer": type(optimizer).__name__,
+        "shapes": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
+        "dtypes": [[str(p.dtype) for p in g["params"]] for g in optimizer.param_groups],
+    }
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
+                    f" {theirs[name]}"
+                )
+
+
+def mark_sharded(params: list[nn.Parameter]) -> None:
+    """They cannot be sharded again."""
+    for param in params:
+        _sharded[param] = True
+
+
+def check_unchanged(model: nn.Module | None, known: set[nn.Parameter]) -> None:
+    """Raises ValueError where a model has got weights that are not sharded."""
+    if model is None:
+        return
+    for name, param in model.named_parameters():
+        if param.requires_grad and param not in known:
+            raise ValueError(
+                f"{name} was added or replaced after zero.shard(), and is not updated: change the"
+                " model first"
+            )

@@ -1,0 +1,147 @@
+"""ZeRO stage 3: weights, gradients and state in shards, by torch's fully_shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
+from ringcomm.parallel.zero.options import ShardOptions
+
+
+class Zero3(ZeroOptimizer):
+    """torch's optimizer on the shards of fully_shard; made by zero.shard().
+
+    The root reshards after its forward like every unit, so that a step moves three parts: weights
+    twice, gradients once. Weights stay as they were given (float32) and are gathered, as gradients
+    are reduced, in `param_dtype`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        options: ShardOptions,
+        units: Iterable[nn.Module] | None,
+    ) -> None:
+        """Collective: a broadcast per weight."""
+        names = {param: name for name, param in model.named_parameters()}
+        with torch.no_grad():
+            for param in names:
+                dist.broadcast(param.data, group=group, group_src=0)
+        found = default_units(model) if units is None else units
+        _shard_units(model, units_apart(model, found), group, options)
+        new = dict(model.named_parameters())
+        groups = [
+            {**old, "params": [new[names[param]] for param in old["params"]]}
+            for old in optimizer.param_groups
+        ]
+        super().__init__(model, groups, group, options)
+        self._inner = type(optimizer)(groups)  # type: ignore[call-arg]
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for param_group in self.param_groups:
+            yield from param_group["params"]
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self._params())
+
+    def _reduce(self) -> None:
+        """The backward pass has reduced all."""
+
+    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for param in self._params():
+            if param.grad is not None:
+                yield _local(param.detach()), _local(param.grad)
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """See ZeroOptimizer."""
+        return [grad for _, grad in self._shards()]
+
+    def state_tensors(self) -> list[Tensor]:
+        """See ZeroOptimizer."""
+        return [_local(tensor) for tensor in tensors_of(self._inner)]
+
+    def _update(self, factor: float) -> None:
+        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        if factor != 1:
+            torch._foreach_mul_([grad for _, grad in self._shards()], factor)
+        self._inner.step()
+
+    def _forget_gradients(self) -> None:
+        super().zero_grad()
+
+    # ---- state
+
+    def _shard_state(self) -> Any:
+        return self._inner.state_dict()
+
+    def _load_shard_state(self, state: Any) -> None:
+        self._inner.load_state_dict(state)
+
+    def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for param in self._params():
+            yield param, {key: _whole(value) for key, value in self._inner.state[param].items()}
+
+    def _take_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        for param, state in states.items():
+            mine = self._inner.state[param]
+            for key, value in state.items():
+                if key == "master":
+                    continue  # the weights themselves
+                is_whole = isinstance(value, Tensor) and value.shape == param.shape
+                mine[key] = _cut(value, param) if is_whole else value
+
+
+def _shard_units(
+    model: nn.Module, units: list[nn.Module], group: dist.ProcessGroup, options: ShardOptions
+) -> None:
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(group, device.type)
+    dtype = options.param_dtype
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for module in [*units, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The units that fully_shard can have beside the root: those that share no weight."""
+    return [unit for unit in units if _is_apart(model, unit)]
+
+
+def _is_apart(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether nobody outside of a unit has its weights; the others are the root's."""
+    inside = {id(module) for module in unit.modules()}
+    others = {
+        param
+        for module in model.modules()
+        if id(module) not in inside
+        for param in module.parameters(recurse=False)
+    }
+    return unit is not model and not any(param in others for param in unit.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().cpu()
+    return value.detach().clone().cpu() if isinstance(value, Tensor) else value
+
+
+def _cut(whole: Tensor, param: Any) -> Tensor:
+    value = whole.to(device=param.device, dtype=param.dtype)
+    # None: every rank has the whole value, and nothing is sent.
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
