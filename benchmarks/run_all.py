@@ -48,6 +48,10 @@ JOBS: dict[str, list[str]] = {
         "ringcomm bench cross_entropy --world-size 2 --vocabularies 32000",
     ],
     "lomo": ["lomo.py --world 2", "lomo.py --world 1"],
+    "systems": [
+        "ringcomm bench systems --width 256 --layers 5 --seconds 60",
+        "ringcomm bench systems --width 256 --layers 5 --rows 4 --tokens 128 --seconds 90",
+    ],
     "footprint": ["footprint.py"],
 }
 WITH_MPI = ("all_reduce",)

@@ -320,6 +320,36 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
     ]
 
 
+def _system_lines(runs: list[Run]) -> list[str]:
+    """Whole steps by system: time, memory, bytes."""
+    run = runs[0]
+    first = run[0]
+    rows = []
+    for record in run:
+        parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
+        sent, formula = record["sent_bytes"], record["formula_bytes"]
+        rows.append(
+            [
+                record["system"],
+                f"{record['loss']:.4f}",
+                milliseconds(record["p50_us"]),
+                milliseconds(record["p99_us"]),
+                comparison(record) or "1×",
+                milliseconds(record["update_p50_us"]),
+                *(f"{part / 2**20:.1f}" for part in (*parts, sum(parts))),
+                f"({formula / 2**20:.1f})" if sent is None else f"{sent / 2**20:.1f}",
+            ]
+        )
+    headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
+    headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
+    return [
+        f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank keeps"
+        " and sends in a step (in brackets by the formula, where the backend does not count):",
+        *_grid(headers, 1, rows),
+    ]
+
+
 def _is_floor(record: Record | None) -> bool:
     return record is not None and record["way"] == "copy"
 
@@ -337,7 +367,7 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what README shows; some kinds do not say."""
-    if record["kind"] in ("cross_entropy", "lomo"):
+    if record["kind"] in ("cross_entropy", "lomo", "systems"):
         return True
     return (
         record.get("world_size") in README_WORLDS
@@ -377,6 +407,7 @@ LAYOUTS = {
         _optimizer_lines,
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
+    "systems": Layout("systems", _STEPS, (), _system_lines),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False

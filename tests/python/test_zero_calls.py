@@ -1,8 +1,9 @@
-"""zero.shard(): bytes, memory, state dicts, overflow, and what is refused."""
+"""zero.shard(): bits, overflow, statistics, 16 bits, and what is refused."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -10,64 +11,26 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from zero_models import (
     BUCKET_BYTES,
+    STAGES,
     STEPS,
     Net,
     batch,
+    live_bytes,
     loss_of,
+    make,
     make_optimizer,
+    sent_bytes,
+    train,
     train_alone,
     weights,
 )
 
 import ringcomm
 from ringcomm.parallel import zero
-
-STAGES = [1, 2, 3]
-
-
-def make(
-    stage: int, kind: str = "momentum", model: nn.Module | None = None, **options: Any
-) -> tuple[nn.Module, zero.ZeroOptimizer]:
-    model = model or Net()
-    options = {"bucket_bytes": BUCKET_BYTES, **options}
-    return model, zero.shard(model, make_optimizer(model, kind), stage, **options)
-
-
-def train(
-    model: nn.Module, optimizer: Any, rank: int, world_size: int, steps: range = range(STEPS)
-) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = loss_of(model, *batch(step, rank, world_size))
-        optimizer.scale(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def sent_bytes() -> dict[str, int]:
-    found: dict[str, int] = {}
-    for (name, _), entry in ringcomm.stats().items():
-        found[name] = found.get(name, 0) + entry["sent_bytes"]
-    return found
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def live_bytes(tensors: Any) -> int:
-    found = {}
-    for tensor in tensors:
-        storage = local_of(tensor).untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
 
 # ---- bits
 
@@ -112,131 +75,6 @@ def test_a_missing_mean_would_be_seen() -> None:
         optimizer.zero_grad()
     expected = train_alone("momentum")
     assert not torch.allclose(weights(model)["last.weight"], expected["last.weight"], atol=1e-3)
-
-
-# ---- bytes
-
-
-def count_bytes(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
-    model = Net(is_frozen=True)
-    optimizer = make_optimizer(model, "adamw")
-    options = {"bucket_bytes": BUCKET_BYTES, **options}
-    expected = zero.predict_traffic(
-        model, optimizer, stage, world_size=world_size, rank=rank, **options
-    )
-    sharded = zero.shard(model, optimizer, stage, **options)
-    for step in range(2):
-        before = sent_bytes()
-        train(model, sharded, rank, world_size, range(step, step + 1))
-        found = {name: sent - before.get(name, 0) for name, sent in sent_bytes().items()}
-        # Facts of the step, if any: a SUM of three float64, a MAX of one float32.
-        facts = found.pop("all_reduce", 0)
-        looks = "clip_grad_norm" in options
-        if step > 0:
-            assert facts == ((world_size - 1) * (24 + 4) if looks else 0)
-        assert sum(found.values()) == expected
-    num_elems = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    assert optimizer is not sharded
-    assert num_elems > 0
-
-
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"param_dtype": torch.bfloat16}])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_bytes_are_the_formulas(world_size: int, stage: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, count_bytes, world_size, stage, options)
-
-
-def test_formulas_by_hand() -> None:
-    """2, 2 and 3 parts of (N - 1) / N where N divides, over all ranks where it does not."""
-    model: Any = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for stage, parts in ((1, 2), (2, 2), (3, 3)):
-        assert (
-            zero.predict_traffic(model, optimizer, stage, world_size=4) == parts * 3 * 4 * 256 // 4
-        )
-    odd = Net()
-    optimizer = make_optimizer(odd, "adamw")  # type: ignore[assignment]
-    num_elems = sum(param.numel() for param in odd.parameters())
-    by_rank = [zero.predict_traffic(odd, optimizer, 2, world_size=3, rank=r) for r in range(3)]
-    assert sum(by_rank) == 2 * 2 * 4 * num_elems
-
-
-# ---- memory
-
-
-def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(*[nn.Linear(96, 96) for _ in range(6)])
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    num_elems = sum(param.numel() for param in model.parameters())
-    expected = zero.predict_memory(
-        model, optimizer, stage, world_size=world_size, rank=rank, **options
-    )
-    sharded = zero.shard(model, optimizer, stage, **options)
-    x = torch.randn(4, 96)
-    dtype = options.get("param_dtype") or torch.float32
-    peak = [0]
-
-    def look(_: Tensor) -> None:
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        kept = [] if stage == 3 else sharded.gradient_tensors()
-        peak[0] = max(peak[0], live_bytes([*grads, *kept]))
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(look)
-    for _ in range(2):
-        model(x).float().square().mean().backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        at_end = grads if stage == 3 else sharded.gradient_tensors()
-        gradients = live_bytes(at_end)
-        sharded.step()
-        sharded.zero_grad()
-    parameters = live_bytes(model.parameters())
-    states = live_bytes(sharded.state_tensors())
-    assert parameters == pytest.approx(expected.parameters, rel=0.05)
-    assert gradients == pytest.approx(expected.gradients, rel=0.05)
-    assert states == pytest.approx(expected.states, rel=0.05)
-    assert peak[0] <= (expected.gradients + expected.buffers) * 1.05
-    # The paper's: 16-bit weights and gradients, twelve bytes of state.
-    if dtype != torch.float32:
-        formula = {
-            1: 4 + 12 / world_size,
-            2: 2 + 14 / world_size,
-            3: 16 / world_size,
-        }[stage]
-        assert parameters + gradients + states == pytest.approx(formula * num_elems, rel=0.05)
-
-
-@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_memory_is_what_was_predicted(world_size: int, stage: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, measure_memory, world_size, stage, {"bucket_bytes": 40_000, **options})
-
-
-def watch_buffers(rank: int, num_layers: int) -> int:
-    """The most that stage 2 keeps of whole gradients in a backward pass."""
-    model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(num_layers)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sharded = zero.shard(model, optimizer, 2, bucket_bytes=2 * 64 * 64 * 4)
-    peak = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal peak
-        shards = sum(b.shard_grad.nbytes for b in sharded._buckets if b.shard_grad is not None)  # type: ignore[attr-defined]
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        peak = max(peak, live_bytes([*grads, *sharded.gradient_tensors()]) - shards)
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(look)
-    model(torch.randn(4, 64)).sum().backward()
-    return peak
-
-
-def test_whole_gradients_are_of_one_bucket_whatever_the_model() -> None:
-    for num_layers in (4, 16):
-        assert run_ranks(2, watch_buffers, num_layers) == [2 * 64 * 64 * 4] * 2
 
 
 # ---- overflow, clipping, statistics
@@ -305,90 +143,6 @@ def check_statistics(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_statistics(world_size: int, stage: int) -> None:
     run_ranks(world_size, check_statistics, world_size, stage)
-
-
-# ---- state dicts
-
-
-def save_and_resume(rank: int, stage: int, kind: str, options: dict[str, Any]) -> None:
-    model, optimizer = make(stage, kind, **options)
-    train(model, optimizer, rank, 2, range(2))
-    with torch.no_grad():
-        kept = {
-            n: p.to_local().clone() if isinstance(p, DTensor) else p.clone()
-            for n, p in model.named_parameters()
-        }
-    state = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, rank, 2, range(2, 4))
-    expected = weights(model)
-    again, resumed = make(stage, kind, **options)
-    with torch.no_grad():
-        for name, param in again.named_parameters():
-            local_of(param).copy_(kept[name])
-    resumed.load_state_dict(state)
-    train(again, resumed, rank, 2, range(2, 4))
-    assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
-    assert resumed.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-
-
-@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}], ids=str)
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_has_the_same_bits(stage: int, kind: str, options: dict[str, Any]) -> None:
-    run_ranks(2, save_and_resume, stage, kind, options)
-
-
-def save_full(rank: int, world_size: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    model, optimizer = make(stage)
-    train(model, optimizer, rank, world_size, range(2))
-    return weights(model), zero.full_state_dict(optimizer)
-
-
-def load_full(
-    rank: int, world_size: int, stage: int, values: dict[str, Tensor], state: dict[str, Any]
-) -> dict[str, Tensor]:
-    model = Net()
-    model.load_state_dict(values)
-    _, optimizer = make(stage, model=model)
-    zero.load_full_state_dict(optimizer, state)
-    train(model, optimizer, rank, world_size, range(2, STEPS))
-    return weights(model)
-
-
-@pytest.mark.parametrize("stages", [(1, 2), (2, 3), (3, 1)], ids=str)
-def test_runs_go_on_with_other_ranks_and_stages(stages: tuple[int, int]) -> None:
-    (values, state), other = run_ranks(2, save_full, 2, stages[0])
-    assert str(state) == str(other[1])
-    expected = train_alone("momentum")
-    for world_size in (3, 1):
-        for found in run_ranks(world_size, load_full, world_size, stages[1], values, state):
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
-    # Into torch's own optimizer, and from it.
-    model = Net()
-    model.load_state_dict(values)
-    optimizer = make_optimizer(model, "momentum")
-    optimizer.load_state_dict(state)
-    for step in range(2, 3):
-        loss_of(model, *batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    results = run_ranks(2, go_on_from_torch, stages[1], weights(model), optimizer.state_dict())
-    for name, value in expected.items():
-        torch.testing.assert_close(results[0][name], value, rtol=0, atol=1e-6)
-
-
-def go_on_from_torch(
-    rank: int, stage: int, values: dict[str, Tensor], state: dict[str, Any]
-) -> dict[str, Tensor]:
-    """An optimizer that has state already."""
-    model = Net()
-    model.load_state_dict(values)
-    optimizer = make_optimizer(model, "momentum")
-    optimizer.load_state_dict(state)
-    sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES)
-    train(model, sharded, rank, 2, range(3, STEPS))
-    return weights(model)
 
 
 # ---- 16 bits
@@ -549,6 +303,51 @@ def train_odd_groups(rank: int) -> None:
     sharded.step(closure)
     assert first.abs().max() > 0
     assert dist.get_world_size() == 3
+
+
+def shard_again(rank: int) -> None:
+    """What has lost its optimizer can have another; hooks of the first are mute."""
+    model, first = make(2)
+    train(model, first, rank, 2, range(1))
+    state = zero.full_state_dict(first)
+    del first
+    gc.collect()
+    optimizer = make_optimizer(model, "momentum")
+    second = zero.shard(model, optimizer, 1, bucket_bytes=BUCKET_BYTES)
+    zero.load_full_state_dict(second, state)
+    train(model, second, rank, 2, range(1, STEPS))
+    expected = train_alone("momentum")
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_a_model_can_be_sharded_again() -> None:
+    run_ranks(2, shard_again)
+
+
+def checkpointed(rank: int, stage: int, reentrant: bool) -> None:
+    model = Net()
+    plain = type(model).forward
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(lambda y: plain(model, y), x, use_reentrant=reentrant)
+        return out
+
+    sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
+    for step in range(STEPS):
+        x, y = batch(step, rank, 2)
+        nn.functional.mse_loss(forward(x.requires_grad_()), y).backward()
+        sharded.step()
+        sharded.zero_grad()
+    expected = train_alone("momentum")
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_checkpointing(stage: int, reentrant: bool) -> None:
+    run_ranks(2, checkpointed, stage, reentrant)
 
 
 def test_odd_groups() -> None:

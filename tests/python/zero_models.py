@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import ringcomm
+from ringcomm.parallel import zero
+
 ROWS = 12
+STAGES = [1, 2, 3]
 STEPS = 5
 # Several buckets, and one weight that is larger than a bucket.
 BUCKET_BYTES = 300
@@ -85,3 +89,43 @@ def train_alone(
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
+
+
+def make(
+    stage: int, kind: str = "momentum", model: nn.Module | None = None, **options: Any
+) -> tuple[nn.Module, zero.ZeroOptimizer]:
+    model = model or Net()
+    options = {"bucket_bytes": BUCKET_BYTES, **options}
+    return model, zero.shard(model, make_optimizer(model, kind), stage, **options)
+
+
+def train(
+    model: nn.Module, optimizer: Any, rank: int, world_size: int, steps: range = range(STEPS)
+) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, *batch(step, rank, world_size))
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def sent_bytes() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (name, _), entry in ringcomm.stats().items():
+        found[name] = found.get(name, 0) + entry["sent_bytes"]
+    return found
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def live_bytes(tensors: Any) -> int:
+    found = {}
+    for tensor in tensors:
+        storage = local_of(tensor).untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

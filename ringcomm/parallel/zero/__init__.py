@@ -108,7 +108,7 @@ def shard(
     else:
         kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
         made = kind(model, optimizer, stage, resolved, found)
-    mark_sharded([param for param_group in made.param_groups for param in param_group["params"]])
+    mark_sharded(made)
     if state is not None:
         load_full_state_dict(made, state)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.options import ShardOptions
 
-# Parameters that have been sharded, weakly.
+# By parameter, weakly, a weak reference to the optimizer that has sharded it.
 _sharded: Any = WeakIdKeyDictionary()
 
 
@@ -53,7 +54,9 @@ def check_model(
 
 
 def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat: bool) -> None:
-    if param in _sharded or find_shards(param) is not None or isinstance(param, DTensor):
+    owner = _sharded.get(param)
+    is_sharded = owner is not None and owner() is not None
+    if is_sharded or find_shards(param) is not None or isinstance(param, DTensor):
         raise ValueError(f"{name} is sharded already")
     if not param.requires_grad:
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
@@ -92,10 +95,11 @@ def check_ranks(
                 )
 
 
-def mark_sharded(params: list[nn.Parameter]) -> None:
-    """They cannot be sharded again."""
-    for param in params:
-        _sharded[param] = True
+def mark_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Its parameters cannot be sharded again while it is there."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _sharded[param] = weakref.ref(optimizer)
 
 
 def check_unchanged(model: nn.Module | None, known: set[nn.Parameter]) -> None:

@@ -1,0 +1,145 @@
+"""zero.shard(): bytes sent and bytes kept are what was predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from zero_models import (
+    BUCKET_BYTES,
+    STAGES,
+    Net,
+    live_bytes,
+    make_optimizer,
+    sent_bytes,
+    train,
+)
+
+from ringcomm.parallel import zero
+
+# ---- bytes
+
+
+def count_bytes(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
+    model = Net(is_frozen=True)
+    optimizer = make_optimizer(model, "adamw")
+    options = {"bucket_bytes": BUCKET_BYTES, **options}
+    expected = zero.predict_traffic(
+        model, optimizer, stage, world_size=world_size, rank=rank, **options
+    )
+    sharded = zero.shard(model, optimizer, stage, **options)
+    for step in range(2):
+        before = sent_bytes()
+        train(model, sharded, rank, world_size, range(step, step + 1))
+        found = {name: sent - before.get(name, 0) for name, sent in sent_bytes().items()}
+        # Facts of the step, if any: a SUM of three float64, a MAX of one float32.
+        facts = found.pop("all_reduce", 0)
+        looks = "clip_grad_norm" in options
+        if step > 0:
+            assert facts == ((world_size - 1) * (24 + 4) if looks else 0)
+        assert sum(found.values()) == expected
+    num_elems = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert optimizer is not sharded
+    assert num_elems > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"param_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_are_the_formulas(world_size: int, stage: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, count_bytes, world_size, stage, options)
+
+
+def test_formulas_by_hand() -> None:
+    """2, 2 and 3 parts of (N - 1) / N where N divides, over all ranks where it does not."""
+    model: Any = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for stage, parts in ((1, 2), (2, 2), (3, 3)):
+        assert (
+            zero.predict_traffic(model, optimizer, stage, world_size=4) == parts * 3 * 4 * 256 // 4
+        )
+    odd = Net()
+    optimizer = make_optimizer(odd, "adamw")  # type: ignore[assignment]
+    num_elems = sum(param.numel() for param in odd.parameters())
+    by_rank = [zero.predict_traffic(odd, optimizer, 2, world_size=3, rank=r) for r in range(3)]
+    assert sum(by_rank) == 2 * 2 * 4 * num_elems
+
+
+# ---- memory
+
+
+def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(96, 96) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    num_elems = sum(param.numel() for param in model.parameters())
+    expected = zero.predict_memory(
+        model, optimizer, stage, world_size=world_size, rank=rank, **options
+    )
+    sharded = zero.shard(model, optimizer, stage, **options)
+    x = torch.randn(4, 96)
+    dtype = options.get("param_dtype") or torch.float32
+    peak = [0]
+
+    def look(_: Tensor) -> None:
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        kept = [] if stage == 3 else sharded.gradient_tensors()
+        peak[0] = max(peak[0], live_bytes([*grads, *kept]))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        model(x).float().square().mean().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        at_end = grads if stage == 3 else sharded.gradient_tensors()
+        gradients = live_bytes(at_end)
+        sharded.step()
+        sharded.zero_grad()
+    parameters = live_bytes(model.parameters())
+    states = live_bytes(sharded.state_tensors())
+    assert parameters == pytest.approx(expected.parameters, rel=0.05)
+    assert gradients == pytest.approx(expected.gradients, rel=0.05)
+    assert states == pytest.approx(expected.states, rel=0.05)
+    assert peak[0] <= (expected.gradients + expected.buffers) * 1.05
+    # The paper's: 16-bit weights and gradients, twelve bytes of state.
+    if dtype != torch.float32:
+        formula = {
+            1: 4 + 12 / world_size,
+            2: 2 + 14 / world_size,
+            3: 16 / world_size,
+        }[stage]
+        assert parameters + gradients + states == pytest.approx(formula * num_elems, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_is_what_was_predicted(world_size: int, stage: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, measure_memory, world_size, stage, {"bucket_bytes": 40_000, **options})
+
+
+def watch_buffers(rank: int, num_layers: int) -> int:
+    """The most that stage 2 keeps of whole gradients in a backward pass."""
+    model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(num_layers)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sharded = zero.shard(model, optimizer, 2, bucket_bytes=2 * 64 * 64 * 4)
+    peak = 0
+
+    def look(_: Tensor) -> None:
+        nonlocal peak
+        shards = sum(b.shard_grad.nbytes for b in sharded._buckets if b.shard_grad is not None)  # type: ignore[attr-defined]
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        peak = max(peak, live_bytes([*grads, *sharded.gradient_tensors()]) - shards)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    model(torch.randn(4, 64)).sum().backward()
+    return peak
+
+
+def test_whole_gradients_are_of_one_bucket_whatever_the_model() -> None:
+    for num_layers in (4, 16):
+        assert run_ranks(2, watch_buffers, num_layers) == [2 * 64 * 64 * 4] * 2
