@@ -344,8 +344,8 @@ def _system_lines(runs: list[Run]) -> list[str]:
     headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
     return [
         f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank keeps"
-        " and sends in a step (in brackets by the formula, where the backend does not count):",
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank"
+        " keeps, and sends in a step (in brackets by the formula, where the backend does not count):",
         *_grid(headers, 1, rows),
     ]
 

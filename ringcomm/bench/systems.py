@@ -7,9 +7,8 @@ their tensors keep alive.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.backend import stats
 from ringcomm.bench.decoder import VOCAB_SIZE, Decoder
 from ringcomm.bench.gradient_watch import GradientWatch, live_bytes
-from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
+from ringcomm.bench.interleave import (
+    Contender,
+    Timings,
+    measure,
+    open_default_group,
+    records_of,
+)
+from ringcomm.bench.quantiles import median
 from ringcomm.bench.ranks import Team
 from ringcomm.bench.records import percentiles
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.optim import Lomo
 from ringcomm.parallel import WeightShards, find_shards, zero
 
-ONE_PROCESS = "one process"
+BACKWARD = "backward alone"
 # Steps whose losses are compared with one process's, which sees all rows.
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
@@ -43,14 +49,11 @@ class Trainee:
     model: nn.Module
     call: Callable[[Tensor], Tensor]
     optimizer: torch.optim.Optimizer
-    update_seconds: list[float] = field(default_factory=list)
 
     def step(self, ids: Tensor) -> float:
         """Trains a step; the loss of these rows before it."""
         loss = self.backward(ids)
-        begin = time.perf_counter()
         self.update()
-        self.update_seconds.append(time.perf_counter() - begin)
         return loss
 
     def backward(self, ids: Tensor) -> float:
@@ -254,30 +257,36 @@ def run_rank(systems: Systems, team: Team) -> None:
     groups = {"ringcomm": dist.group.WORLD}
     groups |= {backend: dist.new_group(backend=backend) for backend in sorted(others)}
     watch = WeatherWatch(team)
-    trainees: dict[str, Trainee] = {}
     found, contenders = {}, {}
     ids = systems.my_ids(0, team.rank)
     for name in systems.names:
-        trainees[name], found[name] = _train_checked(systems, team, groups, name)
-        contenders[name] = Contender(partial(_step, trainees[name], ids), dist.barrier)
+        trainee, found[name] = _train_checked(systems, team, groups, name)
+        contenders[name] = Contender(partial(_step, trainee, ids), dist.barrier)
+    contenders[BACKWARD] = Contender(partial(_backward_alone, systems.model(), ids), dist.barrier)
     wrong = {name: facts["wrong_elems"] for name, facts in found.items()}
     timings, weather = watch.calmest(
         partial(measure, team, contenders, systems.seconds), systems.repeats
     )
-    updates = {name: _update_times(team, trainee) for name, trainee in trainees.items()}
     if timings is not None:
+        bare = timings.pop(BACKWARD)
         records = records_of(timings, systems.names[0], wrong, name="system")
-        team.report(
-            [r | found[r["system"]] | updates[r["system"]] | weather.record() for r in records]
-        )
+        for record in records:
+            name = record["system"]
+            record.update(found[name] | _time_beyond(timings[name], bare) | weather.record())
+        team.report(records)
     dist.destroy_process_group()
 
 
-def _update_times(team: Team, trainee: Trainee) -> dict[str, float]:
-    """From the end of the backward pass to new weights: of each step the slowest rank's."""
-    by_rank = team.share(trainee.update_seconds)
-    slowest_us = [1e6 * max(times) for times in zip(*by_rank, strict=True)]
-    return {f"update_{name}": value for name, value in percentiles(slowest_us, "us").items()}
+def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
+    """What a step takes beyond forward and backward alone, in neighbouring blocks."""
+    pairs = zip(timing.blocks, bare.blocks, strict=True)
+    beyond_us = [1e6 * (median(mine) - median(theirs)) for mine, theirs in pairs]
+    return {f"update_{name}": value for name, value in percentiles(beyond_us, "us").items()}
+
+
+def _backward_alone(model: Decoder, ids: Tensor) -> None:
+    model(ids).backward()
+    model.zero_grad()
 
 
 def _step(trainee: Trainee, ids: Tensor) -> None:

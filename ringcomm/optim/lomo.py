@@ -39,6 +39,7 @@ class Lomo(InBackwardOptimizer):
       that is smaller. In time next to nothing, in memory at most all gradients.
     - clip_mode="two_pass" wants `opt.backward(loss)`, which runs the backward pass twice, first for
       the norm alone. LOMO's memory, a second backward (and recomputation), never a second forward.
+      Checkpoints of use_reentrant=False keep one recomputed segment more meanwhile.
 
     Args:
         model_or_params: a model, of which all that requires grad is trained; or parameters, or

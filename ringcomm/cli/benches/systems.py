@@ -94,8 +94,9 @@ def run(options: argparse.Namespace) -> int:
     headers += ["update ms"]
     headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
     caption = (
-        "update: from the end of the backward pass. params to together: MiB that a rank keeps"
-        " alive. sent: MiB of a rank in a step; in brackets where the backend does not count."
+        "update: beyond forward and backward alone, communication included. params to together:"
+        " MiB that a rank keeps alive. sent: MiB of a rank in a step; in brackets where the backend"
+        " does not count."
     )
     table = table_of(headers, caption, report.records, _row)
     if options.plot and report.records:

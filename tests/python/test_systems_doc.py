@@ -1,0 +1,58 @@
+"""docs/systems.md: the lines that start each system run, and train."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "systems.md"
+SYSTEMS = re.findall(
+    r"^## (.+?)$.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.M | re.S
+)
+NUM_BATCHES = 4
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    loss: Tensor = nn.functional.mse_loss(model(x).float(), y)
+    return loss
+
+
+def run_block(rank: int, code: str) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 2)]
+    model = nn.Sequential(*layers)
+    torch.manual_seed(rank)
+    x = torch.randn(8, 6)
+    losses: list[float] = []
+
+    def seen(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        losses.append(float(loss.detach()))
+        return loss
+
+    names: dict[str, Any] = {
+        "model": model,
+        "loss_of": seen,
+        "batches": [(x, x[:, :2].sin())] * NUM_BATCHES,
+    }
+    exec(compile(code, str(PAGE), "exec"), names)
+    return losses
+
+
+def test_the_page_has_systems() -> None:
+    assert len(SYSTEMS) >= 5
+    assert all(len(code.splitlines()) <= 12 for _, code in SYSTEMS)
+
+
+@pytest.mark.parametrize(("name", "code"), SYSTEMS, ids=[name for name, _ in SYSTEMS])
+def test_its_lines_train(name: str, code: str) -> None:
+    for losses in run_ranks(2, run_block, code):
+        assert len(losses) == NUM_BATCHES
+        assert losses[-1] < losses[0]
