@@ -345,7 +345,7 @@ def _system_lines(runs: list[Run]) -> list[str]:
     return [
         f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
         f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank"
-        " keeps, and sends in a step (in brackets by the formula, where the backend does not count):",
+        " keeps, and sends in a step (in brackets by the formula, where nobody counts):",
         *_grid(headers, 1, rows),
     ]
 

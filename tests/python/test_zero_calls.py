@@ -261,6 +261,8 @@ def check_errors(rank: int) -> None:
         zero.shard(model, sgd, 1)
     with pytest.raises(ValueError, match="load_full_state_dict"):
         sharded.load_state_dict(make_optimizer(Net(), "sgd").state_dict())
+    with pytest.raises(ValueError, match=r"before zero.shard\(\)"):
+        sharded.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     state = sharded.state_dict()
     with pytest.raises(ValueError, match="is of rank 7 of 9"):
         sharded.load_state_dict({**state, "rank": 7, "world_size": 9})

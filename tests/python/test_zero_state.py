@@ -109,3 +109,23 @@ def go_on_from_torch(
     sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES)
     train(model, sharded, rank, 2, range(3, STEPS))
     return weights(model)
+
+
+def load_weights(rank: int, stage: int) -> None:
+    """A state_dict of the model that is loaded after zero.shard() counts, for the masters too."""
+    model, optimizer = make(stage, "sgd", param_dtype=torch.bfloat16)
+    train(model, optimizer, rank, 2, range(2))
+    loaded = {name: torch.full_like(value, 0.5) for name, value in weights(model).items()}
+    model.load_state_dict(loaded)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    train(model, optimizer, rank, 2, range(1))
+    assert all(torch.equal(value, loaded[name]) for name, value in weights(model).items())
+    masters = [state["master"] for state in zero.full_state_dict(optimizer)["state"].values()]
+    assert masters
+    assert all(bool((master == 0.5).all()) for master in masters)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_that_are_loaded_later_count(stage: int) -> None:
+    run_ranks(2, load_weights, stage)

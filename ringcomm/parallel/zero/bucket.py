@@ -170,7 +170,15 @@ class Bucket:
                 shard[first - mine_begin : last - mine_begin] = part
         return shard
 
-    # ---- after the update
+    # ---- around the update
+
+    def see_written_weights(self) -> None:
+        """Takes what somebody has written into 16-bit weights, such as a loaded state_dict."""
+        if self.has_master:
+            mine = self.weights[slice(*self.shard_range)]
+            is_written = mine != self.shard.to(mine.dtype)
+            if is_written.any():
+                self.shard[is_written] = mine[is_written].float()
 
     def gather(self) -> None:
         """Gives all ranks the new weights. Collective."""

@@ -136,6 +136,8 @@ class FlatZeroOptimizer(ZeroOptimizer):
     # ---- the update
 
     def _update(self, factor: float) -> None:
+        for bucket in self._buckets:
+            bucket.see_written_weights()
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
         rules = [_rule_of(self._inner, group) for group in self.param_groups]

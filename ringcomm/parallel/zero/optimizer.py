@@ -38,7 +38,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._scale = LossScale(options.loss_scale) if options.loss_scale is not None else None
         self._last: Statistics | None = None
         self._model = weakref.ref(model)
+        self._is_made = False
         super().__init__([dict(param_group) for param_group in groups], {})
+        self._is_made = True
 
     # ---- what users call
 
@@ -82,6 +84,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             found = reduce_statistics(self._shards(), self._device(), self.group)
         scale = self.loss_scale
         return found._replace(grad_norm=found.grad_norm / scale, grad_max=found.grad_max / scale)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not after zero.shard(), which has cut the weights into shards.
+
+        Raises:
+            ValueError: always.
+        """
+        if self._is_made:
+            raise ValueError("add parameter groups to the optimizer before zero.shard()")
+        super().add_param_group(param_group)
 
     @property
     def last_statistics(self) -> Statistics | None:
