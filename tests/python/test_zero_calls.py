@@ -327,6 +327,26 @@ def test_a_model_can_be_sharded_again() -> None:
     run_ranks(2, shard_again)
 
 
+def drop_gradients(rank: int) -> None:
+    """model.zero_grad() at stage 1, optimizer.zero_grad() at both, in place of a step."""
+    for stage in (1, 2):
+        model, optimizer = make(stage)
+        before = weights(model)
+        for drop in (optimizer, *([model] if stage == 1 else [])):
+            loss_of(model, *batch(9, rank, 2)).backward()
+            drop.zero_grad()
+            optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+        train(model, optimizer, rank, 2)
+        expected = train_alone("momentum")
+        for name, value in weights(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_gradients_can_be_dropped() -> None:
+    run_ranks(2, drop_gradients)
+
+
 def checkpointed(rank: int, stage: int, reentrant: bool) -> None:
     model = Net()
     plain = type(model).forward

@@ -70,10 +70,16 @@ class Bucket:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
         return flat[slice(*self._places[param])].view(param.shape)
 
+    def _is_view(self, tensor: Tensor, flat: Tensor, param: nn.Parameter) -> bool:
+        """Whether a tensor of a weight is view(flat, param); makes none, for speed."""
+        begin, _ = self._places[param]
+        address = flat.data_ptr() + begin * flat.element_size()
+        is_there = tensor.data_ptr() == address or tensor.numel() == 0
+        return is_there and tensor.dtype == flat.dtype
+
     def has_weight(self, param: nn.Parameter) -> bool:
         """Whether a weight is still where it was put."""
-        view = self.view(self.weights, param)
-        return param.data_ptr() == view.data_ptr() and param.dtype == view.dtype
+        return self._is_view(param, self.weights, param)
 
     # ---- whole gradients
 
@@ -91,7 +97,7 @@ class Bucket:
         """Whether a weight's gradient is where take() puts it."""
         if self._grads is None or param.grad is None:
             return False
-        return param.grad.data_ptr() == self.view(self._grads, param).data_ptr()
+        return self._is_view(param.grad, self._grads, param)
 
     def take(self, param: nn.Parameter, *, keep_view: bool) -> None:
         """Moves a gradient that autograd has left into the buffer.
@@ -111,6 +117,12 @@ class Bucket:
         self._arrived.add(param)
         self.is_fresh = True
         param.grad = view if keep_view else None
+
+    def drop(self, param: nn.Parameter) -> None:
+        """Forgets a weight's gradient, which somebody has set to None."""
+        self._arrived.discard(param)
+        if not self._arrived:
+            self.forget_gradients()
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for what has not come."""

@@ -91,10 +91,12 @@ class FlatZeroOptimizer(ZeroOptimizer):
         return any(bucket.is_fresh or bucket.shard_grad is not None for bucket in self._buckets)
 
     def _take_left_gradients(self) -> None:
-        """What a user has put there by hand."""
+        """What a user has put there by hand, or at stage 1 dropped: the model's zero_grad()."""
         for param, bucket in self._bucket_of.items():
             if param.grad is not None and not bucket.has_taken(param):
                 bucket.take(param, keep_view=self.stage == 1)
+            elif param.grad is None and self.stage == 1:
+                bucket.drop(param)
 
     def _reduce(self) -> None:
         self._take_left_gradients()
@@ -121,7 +123,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
         super().zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`."""
+        """Drops all gradients, whatever `set_to_none`; at stage 2 the model's does not."""
         self._forget_gradients()
 
     def gradient_tensors(self) -> list[Tensor]:
