@@ -105,6 +105,25 @@ def check_overflow(rank: int, stage: int, where: str) -> None:
     assert not torch.equal(weights(model)[where], before[where])
 
 
+def check_nan_without_scale(rank: int, stage: int) -> None:
+    model, optimizer = make(stage, clip_grad_norm=1.0)
+    before = weights(model)
+    x, y = batch(0, rank, 2)
+    loss_of(model, x, y * (float("nan") if rank == 1 else 1)).backward()
+    with pytest.raises(RuntimeError, match="not finite; no weight has been written"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    train(model, optimizer, rank, 2)
+    expected = train_alone("momentum", clip=1.0)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_nan_is_an_error_on_all_ranks(stage: int) -> None:
+    run_ranks(2, check_nan_without_scale, stage)
+
+
 @pytest.mark.parametrize("where", ["first.weight", "last.bias"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_overflow_on_one_rank_changes_nothing_on_any(stage: int, where: str) -> None:
@@ -332,9 +351,10 @@ def drop_gradients(rank: int) -> None:
     for stage in (1, 2):
         model, optimizer = make(stage)
         before = weights(model)
-        for drop in (optimizer, *([model] if stage == 1 else [])):
+        droppers: list[Any] = [optimizer, *([model] if stage == 1 else [])]
+        for dropper in droppers:
             loss_of(model, *batch(9, rank, 2)).backward()
-            drop.zero_grad()
+            dropper.zero_grad()
             optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
         train(model, optimizer, rank, 2)

@@ -81,7 +81,8 @@ def shard(
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
             finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
-            ranks. This and loss_scale take two all_reduces, of 24 and 4 bytes.
+            ranks; without loss_scale, what is not finite is an error. This and loss_scale take two
+            all_reduces, of 24 and 4 bytes.
 
     Returns:
         A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3.

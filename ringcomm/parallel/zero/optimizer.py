@@ -61,6 +61,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the model was changed: a weight was added or moved.
+            RuntimeError: with clip_grad_norm and no loss scale, a gradient is not finite on some
+                rank. No rank has written a weight, and the gradients are dropped.
 
         Collective.
         """
@@ -75,7 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def statistics(self) -> Statistics:
-        """Of the gradients that wait for step(), unscaled; within it, those of the last step.
+        """Of the gradients that wait for step(), without the loss scale.
 
         Collective: reduces the gradients where that is still to come, and two all_reduces.
         """
@@ -123,14 +125,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = 1 / self.loss_scale
         if self.options.looks_first:
             self._last = self.statistics()
-            has_overflow = self._scale is not None and self._last.num_not_finite > 0
+            num_not_finite = self._last.num_not_finite
+            if self._scale is not None:
+                self._scale.update(num_not_finite > 0)
+            if num_not_finite > 0:
+                self._forget_gradients()
+                if self._scale is None:
+                    raise RuntimeError(
+                        f"{num_not_finite} elements of gradients are not finite; no weight has been"
+                        " written"
+                    )
+                return
             if self.options.clip_grad_norm is not None:
                 factor *= clip_factor(self._last.grad_norm, self.options.clip_grad_norm)
-            if self._scale is not None:
-                self._scale.update(has_overflow)
-            if has_overflow:
-                self._forget_gradients()
-                return
         self._update(factor)
         self._forget_gradients()
 
