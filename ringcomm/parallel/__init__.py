@@ -1,6 +1,6 @@
 """What several ranks hold of one model."""
 
-from ringcomm.parallel import zero
+from ringcomm.parallel import activations, zero
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
-__all__ = ["WeightShards", "find_shards", "zero"]
+__all__ = ["WeightShards", "activations", "find_shards", "zero"]

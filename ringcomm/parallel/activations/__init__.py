@@ -1,0 +1,5 @@
+"""What autograd keeps for the backward pass, in less memory: ZeRO-R (Rajbhandari et al. 2020)."""
+
+from ringcomm.parallel.activations.partition import Partitioned, partition
+
+__all__ = ["Partitioned", "partition"]
