@@ -53,6 +53,10 @@ def make_extension() -> setuptools.Extension:
     found = buildconfig.sources(*folders)
     cuda_found = buildconfig.sources("device/cuda", suffix=".cu")
     flags = {"cxx": buildconfig.cxx_flags()}
+    libraries = []
+    if buildconfig.has_uring():
+        flags["cxx"].append("-DRINGCOMM_WITH_URING")
+        libraries.append("uring")
     kind = cpp_extension.CppExtension
     if cuda_found and has_cuda():
         kind = cpp_extension.CUDAExtension
@@ -65,6 +69,7 @@ def make_extension() -> setuptools.Extension:
         include_dirs=[str(buildconfig.CSRC)],
         depends=[str(path.relative_to(ROOT)) for path in buildconfig.headers()],
         extra_compile_args=flags,
+        libraries=libraries,
         extra_link_args=["-pthread"],
     )
 

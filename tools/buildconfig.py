@@ -23,7 +23,7 @@ MIN_TORCH = (2, 11)
 MACHINES = ("x86_64", "aarch64")
 
 # Everything but the bindings is the engine: no torch headers, and the C++ tests link it alone.
-ENGINE_FOLDERS = ("core", "device", "transport", "collectives")
+ENGINE_FOLDERS = ("core", "device", "transport", "storage", "collectives")
 BINDINGS_FOLDER = "bindings"
 
 CXX_STANDARD = "-std=c++20"
@@ -103,6 +103,19 @@ def openmp_flags() -> list[str]:
         check=False,
     )
     return [] if "__clang__" in done.stdout else ["-fopenmp"]
+
+
+def has_uring() -> bool:
+    """Tells whether liburing is here to compile with; without it files are read by threads."""
+    program = "#include <liburing.h>\nint main() { return io_uring_queue_init(1, nullptr, 0); }\n"
+    done = subprocess.run(
+        [*compiler(), "-x", "c++", "-", "-luring", "-o", "/dev/null"],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode == 0
 
 
 def available_bytes() -> int:

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/files.h"
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
 #include "bindings/softmax_stats.h"
@@ -135,6 +136,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
   bind_classes(m);
+  bind_files(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 # A file in csrc/X may include X and what stands left of it.
-LAYERS = ("core", "device", "transport", "collectives", "bindings")
+LAYERS = ("core", "device", "transport", "storage", "collectives", "bindings")
 # A carrier's folder in csrc/collectives, and whose it may include besides; of the files beside the
 # folders only the registry knows what carriers there are.
 CARRIERS = {"shm": {"shm"}, "messages": {"messages"}, "hosts": {"hosts", "messages", "shm"}}

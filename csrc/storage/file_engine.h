@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "storage/block_queue.h"
+
+namespace ringcomm {
+
+/// Reads and writes files beside the program: transfers are cut into blocks, of which several are
+/// under way at once.
+///
+/// For files opened with O_DIRECT, block_bytes, and the addresses, offsets and sizes of transfers
+/// are to be multiples of what the file system asks for; the engine does not look.
+class FileEngine {
+ public:
+  /// `kind` is "io_uring" or "threads". Throws std::invalid_argument for another one and for values
+  /// that are 0, std::runtime_error where this build or this kernel lacks io_uring.
+  FileEngine(const std::string& kind, unsigned queue_depth, std::size_t block_bytes);
+  /// Ends when all transfers have.
+  ~FileEngine();
+  FileEngine(const FileEngine&) = delete;
+  FileEngine& operator=(const FileEngine&) = delete;
+
+  /// Whether io_uring was there to compile with.
+  static bool has_uring();
+
+  /// Starts a transfer. The memory has to stay until it is done.
+  std::shared_ptr<FileTransfer> start(bool is_write, int fd, void* data, std::size_t num_bytes,
+                                      off_t offset);
+
+ private:
+  const std::size_t block_bytes_;
+  BlockQueue queue_;
+  std::vector<std::thread> threads_;
+};
+
+/// Does a block with pread() or pwrite(), to the end. Returns what FileTransfer::finish_block
+/// takes.
+int run_block(const FileBlock& block);
+
+/// A thread with a ring of its own, which works on the queue until that is closed and empty. Throws
+/// std::runtime_error as FileEngine does.
+std::thread start_uring_thread(BlockQueue& queue, unsigned queue_depth);
+
+}  // namespace ringcomm

@@ -1,0 +1,352 @@
+"""FileStore: tensors by name in files, read and written beside the program, with commits.
+
+What ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) keeps on NVMe.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringcomm import _C
+from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned, is_aligned
+from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
+
+__all__ = ["FileStore", "Transfer"]
+
+_log = logging.getLogger("ringcomm")
+
+
+class Transfer:
+    """A read or write that may still be under way."""
+
+    def __init__(
+        self, what: str, tensor: Tensor, memory: Tensor, handle: _C.FileTransfer, *, is_read: bool
+    ) -> None:
+        self._what = what
+        self._tensor, self._memory = tensor, memory  # kept until it ends
+        self._handle = handle
+        self.is_read = is_read
+        self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
+
+    def is_done(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+        return self._handle.is_done()
+
+    def wait(self) -> Tensor:
+        """Blocks until it ends; returns the tensor that was read or written.
+
+        Raises:
+            OSError: the file system failed, with its errno; the file ends too early (EIO).
+        """
+        code = self._handle.wait()
+        if code == -1:
+            raise OSError(errno.EIO, f"{self._what}: the file ends before it; it was truncated")
+        if code == errno.ENOSPC:
+            raise OSError(code, f"{self._what}: the disk is full; free space or take another path")
+        if code != 0:
+            raise OSError(code, f"{self._what}: {os.strerror(code)}")
+        if not self._is_copied:
+            as_bytes = self._memory[: self._tensor.nbytes].view(self._tensor.dtype)
+            self._tensor.copy_(as_bytes.view(self._tensor.shape))
+            self._is_copied = True
+        return self._tensor
+
+
+class FileStore:
+    """Tensors of the CPU by name, in one folder, for one process.
+
+        store = FileStore("/mnt/nvme/run1")
+        store.put("exp_avg", exp_avg).wait()
+        store.commit({"step": 1})
+        store.get("exp_avg", out=exp_avg).wait()
+
+    put() and get() return before the bytes have moved; those of one name happen in order. Each
+    tensor has two places in the data file, in turn: what was there at the last commit() stays until
+    the next, so that a process that ends in between, or a machine, leaves the last commit whole.
+
+    Args:
+        path: a folder on the disk to use; made if it is not there. What an earlier store has
+            committed there can be read at once.
+        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where ringcomm was
+            built with liburing and the kernel allows it, else threads, said in the log.
+        direct: past the page cache (O_DIRECT). None: where the file system has it.
+        queue_depth: blocks that are under way at once. Threads are 4 at most.
+        block_bytes: a multiple of 4096.
+
+    Attributes:
+        engine: "io_uring" or "threads".
+        is_direct: whether reads and writes go past the page cache.
+        read_bytes, written_bytes: of tensors that were moved so far, in whole blocks.
+
+    Raises:
+        ValueError: an option is out of range; the folder's files are damaged or truncated.
+        OSError: no folder can be made there; another store has it open (EWOULDBLOCK); O_DIRECT is
+            wanted and not to be had (EINVAL).
+        RuntimeError: io_uring is wanted and not to be had.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        engine: Literal["auto", "io_uring", "threads"] = "auto",
+        direct: bool | None = None,
+        queue_depth: int = 16,
+        block_bytes: int = 1 << 20,
+    ) -> None:
+        if queue_depth < 1 or block_bytes < 1 or block_bytes % 4096:
+            raise ValueError(
+                "queue_depth is positive, block_bytes a positive multiple of 4096, got"
+                f" {queue_depth} and {block_bytes}"
+            )
+        self.path = Path(path)
+        self.engine, self._engine = _make_engine(engine, queue_depth, block_bytes)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._fd, self.is_direct = _open(self.path / "data", direct)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._close()
+            raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
+        self.read_bytes = self.written_bytes = 0
+        self._pending: dict[str, Transfer] = {}
+        self._failed: dict[str, OSError] = {}  # writes, until the next of the same name
+        self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
+        self._files = IndexFiles(self.path)
+        self._load(self._files.read() or Index())
+
+    def _load(self, index: Index) -> None:
+        self._index = index
+        ends = [
+            offset + aligned_size(entry.num_bytes)
+            for entry in index.entries.values()
+            for offset in entry.offsets
+        ]
+        self._end = max(ends, default=0)
+        found = os.fstat(self._fd).st_size
+        if found < self._end:
+            self.close()
+            raise ValueError(
+                f"{self.path / 'data'} has {found} bytes and its index {self._end}: it was"
+                " truncated. Begin in an empty folder"
+            )
+
+    # ---- tensors
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the last commit() was given; empty before any."""
+        return dict(self._index.info)
+
+    @property
+    def generation(self) -> int:
+        """How many commits there have been."""
+        return self._index.generation
+
+    def keys(self) -> list[str]:
+        """The names there are."""
+        return list(self._index.entries)
+
+    def empty(self, num_elems: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of one dimension that put() and get() move without a copy."""
+        return empty_aligned(num_elems * dtype.itemsize)[: num_elems * dtype.itemsize].view(dtype)
+
+    def put(self, key: str, tensor: Tensor, *, keep: bool = True) -> Transfer:
+        """Starts writing a tensor, which is not to change until the transfer ends.
+
+        Args:
+            key: its name; of a new one, or of one of the same dtype and shape.
+            tensor: on the CPU; any strides.
+            keep: whether it is to be there after a crash. Otherwise it has one place on the disk,
+                and no commit knows it.
+
+        Raises:
+            ValueError: the name is known with another dtype or shape, or the tensor is not on the
+                CPU.
+            OSError: there is no room (ENOSPC).
+        """
+        if tensor.device.type != "cpu":
+            raise ValueError(f"a FileStore takes tensors of the CPU, got one of {tensor.device}")
+        self._settle(key)
+        self._failed.pop(key, None)
+        entry = self._index.entries.get(key) or self._add(key, tensor, keep=keep)
+        _check_same(key, entry, tensor)
+        if entry.is_kept and key not in self._dirty:
+            if not self._dirty:
+                self._files.forget_previous()
+            self._dirty[key] = 1 - entry.current if entry.current is not None else 0
+        source = tensor.detach().contiguous()
+        memory = source
+        if self.is_direct and not is_aligned(source):
+            memory = empty_aligned(source.nbytes)
+            memory[: source.nbytes].copy_(source.view(-1).view(torch.uint8))
+        offset = entry.offsets[self._dirty.get(key, 0)]
+        return self._start(key, True, tensor, memory, offset)
+
+    def get(self, key: str, out: Tensor) -> Transfer:
+        """Starts reading a tensor, which has its values when the transfer has ended.
+
+        Args:
+            key: a name that was put.
+            out: of its dtype and shape, contiguous, on the CPU.
+
+        Raises:
+            KeyError: the name is not known.
+            ValueError: `out` is something else.
+            OSError: the last write of this name failed.
+        """
+        if key not in self._index.entries:
+            raise KeyError(f"{self.path} has no tensor {key!r}")
+        entry = self._index.entries[key]
+        _check_same(key, entry, out)
+        if out.device.type != "cpu" or not out.is_contiguous():
+            raise ValueError(f"{key} is read into a contiguous tensor of the CPU")
+        self._settle(key)
+        if key in self._failed:
+            raise self._failed[key]
+        place = self._dirty.get(key, entry.current or 0)
+        is_straight = not self.is_direct or is_aligned(out)
+        memory = out if is_straight else empty_aligned(out.nbytes)
+        return self._start(key, False, out, memory, entry.offsets[place])
+
+    def _start(
+        self, key: str, is_write: bool, tensor: Tensor, memory: Tensor, offset: int
+    ) -> Transfer:
+        num_bytes = aligned_size(tensor.nbytes) if self.is_direct else tensor.nbytes
+        handle = self._engine.start(is_write, self._fd, memory.data_ptr(), num_bytes, offset)
+        if is_write:
+            self.written_bytes += num_bytes
+        else:
+            self.read_bytes += num_bytes
+        what = f"{'writing' if is_write else 'reading'} {key} at {self.path}"
+        for other in [k for k, transfer in self._pending.items() if transfer.is_done()]:
+            self._settle(other)
+        transfer = Transfer(what, tensor, memory, handle, is_read=not is_write)
+        self._pending[key] = transfer
+        return transfer
+
+    def _settle(self, key: str) -> None:
+        """Waits for what is under way of a name; a read that failed is its caller's to hear of."""
+        if (pending := self._pending.pop(key, None)) is None:
+            return
+        try:
+            pending.wait()
+        except OSError as error:
+            if not pending.is_read:
+                self._failed[key] = error
+
+    def _add(self, key: str, tensor: Tensor, *, keep: bool) -> Entry:
+        size = aligned_size(tensor.nbytes)
+        num_places = 2 if keep else 1
+        if size:
+            try:
+                os.posix_fallocate(self._fd, self._end, size * num_places)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"no room for {key}, {size * num_places} bytes, at {self.path}:"
+                    f" {os.strerror(error.errno or 0)}",
+                ) from error
+        offsets = [self._end + place * size for place in range(num_places)]
+        self._end += size * num_places
+        entry = Entry(tensor.dtype, tuple(tensor.shape), offsets)
+        self._index.entries[key] = entry
+        return entry
+
+    # ---- commits
+
+    def commit(self, info: dict[str, Any] | None = None) -> None:
+        """Makes what was put until now the state that is found after a crash.
+
+        Args:
+            info: anything that JSON takes, such as the step.
+
+        Raises:
+            OSError: a write failed, and has not been made good by another put(); the last commit
+                stays.
+        """
+        for key in list(self._pending):
+            self._settle(key)
+        if self._failed:
+            raise next(iter(self._failed.values()))
+        os.fdatasync(self._fd)
+        entries = {}
+        for key, entry in self._index.entries.items():
+            if key in self._dirty:
+                entry = Entry(entry.dtype, entry.shape, entry.offsets, self._dirty[key])
+            entries[key] = entry
+        index = Index(self._index.generation + 1, dict(info or {}), entries)
+        self._files.write(index)
+        self._index, self._dirty = index, {}
+
+    def roll_back(self) -> None:
+        """Goes back to the commit before the last: for ranks of which one has crashed before its.
+
+        Raises:
+            ValueError: it is no more: tensors have been put since the last.
+        """
+        previous = self._files.read_previous()
+        if previous is None:
+            raise ValueError(f"{self.path} has no commit before {self.generation} any more")
+        for key in list(self._pending):
+            self._settle(key)
+        self._files.restore_previous()
+        self._dirty, self._failed = {}, {}
+        self._load(previous)
+
+    def close(self) -> None:
+        """Waits for what is under way, and lets the folder go; a second call does nothing."""
+        for key in list(self._pending):
+            self._settle(key)
+        for error in self._failed.values():
+            _log.warning("ringcomm: %s", error)
+        self._failed = {}
+        self._close()
+
+
+def _make_engine(
+    name: str, queue_depth: int, block_bytes: int
+) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
+    if name not in ("auto", "io_uring", "threads"):
+        raise ValueError(f'engine is "auto", "io_uring" or "threads", got {name!r}')
+    if name != "threads":
+        try:
+            return "io_uring", _C.FileEngine("io_uring", queue_depth, block_bytes)
+        except RuntimeError as error:
+            if name == "io_uring":
+                raise
+            _log.info("ringcomm: files are read and written by threads: %s", error)
+    return "threads", _C.FileEngine("threads", queue_depth, block_bytes)
+
+
+def _open(path: Path, direct: bool | None) -> tuple[int, bool]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    if direct is not False:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            if direct:
+                raise OSError(
+                    errno.EINVAL, f"the file system of {path} has no O_DIRECT: direct=False"
+                ) from error
+    return os.open(path, flags, 0o600), False
+
+
+def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:
+    if (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
+        raise ValueError(
+            f"{key} is {entry.dtype} of shape {entry.shape}, got {tensor.dtype} of"
+            f" {tuple(tensor.shape)}"
+        )
