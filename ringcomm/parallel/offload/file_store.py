@@ -5,6 +5,7 @@ What ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) keeps 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import logging
@@ -280,11 +281,10 @@ class FileStore:
         if self._failed:
             raise next(iter(self._failed.values()))
         os.fdatasync(self._fd)
-        entries = {}
-        for key, entry in self._index.entries.items():
-            if key in self._dirty:
-                entry = Entry(entry.dtype, entry.shape, entry.offsets, self._dirty[key])
-            entries[key] = entry
+        entries = {
+            key: dataclasses.replace(entry, current=self._dirty.get(key, entry.current))
+            for key, entry in self._index.entries.items()
+        }
         index = Index(self._index.generation + 1, dict(info or {}), entries)
         self._files.write(index)
         self._index, self._dirty = index, {}
