@@ -27,6 +27,7 @@ from ringcomm.ops.fused_update import (
     shard_range,
 )
 from ringcomm.ops.linear_cross_entropy import linear_cross_entropy
+from ringcomm.ops.optimizer_update import optimizer_update_
 from ringcomm.ops.weight_update import (
     embedding_sgd_update_,
     join_weight,
@@ -51,6 +52,7 @@ __all__ = [
     "linear_sgd_update_",
     "monitored_barrier",
     "new_shard_state",
+    "optimizer_update_",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_update_all_gather_",

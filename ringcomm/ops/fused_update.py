@@ -216,54 +216,42 @@ def reduce_scatter_update_all_gather_(
 
     Collective; blocks until the result is there.
     """
-    names = set(state) - {"master"}
-    if names != set(optimizer.state_names):
+    overload, states, numbers = overload_arguments(optimizer, state, step)
+    name = resolve_group(group).group_name
+    with torch.no_grad():
+        getattr(_ops.reduce_scatter_update_all_gather_, overload)(
+            param, grad, *states, name, average=average, grad_scale=grad_scale, **numbers
+        )
+    return param
+
+
+def overload_arguments(
+    optimizer: SGD | AdamW | Lomo, state: Mapping[str, Tensor], step: int
+) -> tuple[str, list[Tensor | None], dict[str, Any]]:
+    """Which overload of an operator takes a step: its name, its states in order, its numbers.
+
+    Raises:
+        ValueError: a state is missing or not wanted.
+    """
+    if set(state) - {"master"} != set(optimizer.state_names):
         raise ValueError(
             f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
             f"perhaps 'master', got {sorted(state)}"
         )
-    packet = _ops.reduce_scatter_update_all_gather_
-    name = resolve_group(group).group_name
     master = state.get("master")
-    common = {
-        "lr": optimizer.lr,
-        "weight_decay": optimizer.weight_decay,
-        "average": average,
-        "grad_scale": grad_scale,
-    }
-    with torch.no_grad():
-        if isinstance(optimizer, SGD):
-            packet.sgd(
-                param,
-                grad,
-                state.get("momentum_buffer"),
-                master,
-                name,
-                momentum=optimizer.momentum,
-                dampening=optimizer.dampening,
-                nesterov=optimizer.nesterov,
-                step=step,
-                **common,
-            )
-        elif isinstance(optimizer, AdamW):
-            packet.adamw(
-                param,
-                grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                master,
-                name,
-                beta1=optimizer.betas[0],
-                beta2=optimizer.betas[1],
-                eps=optimizer.eps,
-                step=step,
-                **common,
-            )
-        else:
-            if master is not None:
-                raise ValueError("Lomo keeps no state, and no 'master'")
-            packet.lomo(param, grad, name, clip_value=optimizer.clip_value, **common)
-    return param
+    numbers: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if isinstance(optimizer, Lomo):
+        if master is not None:
+            raise ValueError("Lomo keeps no state, and no 'master'")
+        return "lomo", [], {**numbers, "clip_value": optimizer.clip_value}
+    numbers["step"] = step
+    if isinstance(optimizer, SGD):
+        numbers |= {name: getattr(optimizer, name) for name in ("momentum", "dampening")}
+        numbers["nesterov"] = optimizer.nesterov
+        return "sgd", [state.get("momentum_buffer"), master], numbers
+    beta1, beta2 = optimizer.betas
+    numbers |= {"beta1": beta1, "beta2": beta2, "eps": optimizer.eps}
+    return "adamw", [state["exp_avg"], state["exp_avg_sq"], master], numbers
 
 
 def _fake(*args: Any, **kwargs: Any) -> None:

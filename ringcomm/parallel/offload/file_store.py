@@ -77,6 +77,8 @@ class FileStore:
     Args:
         path: a folder on the disk to use; made if it is not there. What an earlier store has
             committed there can be read at once.
+        keep: whether tensors outlive the store. Otherwise each has one place, in a file without a
+            name that goes with the process, and there is nothing to commit.
         engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where ringcomm was
             built with liburing and the kernel allows it, else threads, said in the log.
         direct: past the page cache (O_DIRECT). None: where the file system has it.
@@ -99,6 +101,7 @@ class FileStore:
         self,
         path: str | os.PathLike[str],
         *,
+        keep: bool = True,
         engine: Literal["auto", "io_uring", "threads"] = "auto",
         direct: bool | None = None,
         queue_depth: int = 16,
@@ -112,7 +115,8 @@ class FileStore:
         self.path = Path(path)
         self.engine, self._engine = _make_engine(engine, queue_depth, block_bytes)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._fd, self.is_direct = _open(self.path / "data", direct)
+        self._keeps = keep
+        self._fd, self.is_direct = _open(self.path / "data" if keep else self.path, keep, direct)
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +128,7 @@ class FileStore:
         self._failed: dict[str, OSError] = {}  # writes, until the next of the same name
         self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
         self._files = IndexFiles(self.path)
-        self._load(self._files.read() or Index())
+        self._load((self._files.read() if keep else None) or Index())
 
     def _load(self, index: Index) -> None:
         self._index = index
@@ -162,14 +166,12 @@ class FileStore:
         """A tensor of one dimension that put() and get() move without a copy."""
         return empty_aligned(num_elems * dtype.itemsize)[: num_elems * dtype.itemsize].view(dtype)
 
-    def put(self, key: str, tensor: Tensor, *, keep: bool = True) -> Transfer:
+    def put(self, key: str, tensor: Tensor) -> Transfer:
         """Starts writing a tensor, which is not to change until the transfer ends.
 
         Args:
             key: its name; of a new one, or of one of the same dtype and shape.
             tensor: on the CPU; any strides.
-            keep: whether it is to be there after a crash. Otherwise it has one place on the disk,
-                and no commit knows it.
 
         Raises:
             ValueError: the name is known with another dtype or shape, or the tensor is not on the
@@ -180,9 +182,9 @@ class FileStore:
             raise ValueError(f"a FileStore takes tensors of the CPU, got one of {tensor.device}")
         self._settle(key)
         self._failed.pop(key, None)
-        entry = self._index.entries.get(key) or self._add(key, tensor, keep=keep)
+        entry = self._index.entries.get(key) or self._add(key, tensor)
         _check_same(key, entry, tensor)
-        if entry.is_kept and key not in self._dirty:
+        if self._keeps and key not in self._dirty:
             if not self._dirty:
                 self._files.forget_previous()
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
@@ -246,9 +248,9 @@ class FileStore:
             if not pending.is_read:
                 self._failed[key] = error
 
-    def _add(self, key: str, tensor: Tensor, *, keep: bool) -> Entry:
+    def _add(self, key: str, tensor: Tensor) -> Entry:
         size = aligned_size(tensor.nbytes)
-        num_places = 2 if keep else 1
+        num_places = 2 if self._keeps else 1
         if size:
             try:
                 os.posix_fallocate(self._fd, self._end, size * num_places)
@@ -273,9 +275,12 @@ class FileStore:
             info: anything that JSON takes, such as the step.
 
         Raises:
+            ValueError: the store was made with keep=False.
             OSError: a write failed, and has not been made good by another put(); the last commit
                 stays.
         """
+        if not self._keeps:
+            raise ValueError("a FileStore with keep=False has nothing to commit")
         for key in list(self._pending):
             self._settle(key)
         if self._failed:
@@ -329,8 +334,8 @@ def _make_engine(
     return "threads", _C.FileEngine("threads", queue_depth, block_bytes)
 
 
-def _open(path: Path, direct: bool | None) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+def _open(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
+    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
     if direct is not False:
         try:
             return os.open(path, flags | os.O_DIRECT, 0o600), True

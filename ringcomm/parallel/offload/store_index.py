@@ -21,7 +21,7 @@ class Entry:
         dtype: as in torch.
         shape: its sizes.
         offsets: where it stands, in bytes: two places, so that the last complete one stays while
-            the next is written; one where it is not kept.
+            the next is written; one in a store that keeps nothing.
         current: which of them was complete at the last commit; None before the first.
     """
 
@@ -35,11 +35,6 @@ class Entry:
         """Of the tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether commits keep it."""
-        return len(self.offsets) == 2
-
 
 @dataclasses.dataclass
 class Index:
@@ -50,7 +45,7 @@ class Index:
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Without what is not kept."""
+        """Without what was never complete."""
         entries = {
             key: {
                 "dtype": str(entry.dtype).removeprefix("torch."),
@@ -59,7 +54,7 @@ class Index:
                 "current": entry.current,
             }
             for key, entry in self.entries.items()
-            if entry.is_kept and entry.current is not None
+            if entry.current is not None
         }
         found = {"format": FORMAT, "generation": self.generation, "info": self.info}
         return json.dumps({**found, "entries": entries})
