@@ -1,5 +1,6 @@
 """Training state in host memory or in files: ZeRO-Offload and ZeRO-Infinity."""
 
 from ringcomm.parallel.offload.file_store import FileStore, Transfer
+from ringcomm.parallel.offload.optimizers import SGD, AdamW
 
-__all__ = ["FileStore", "Transfer"]
+__all__ = ["SGD", "AdamW", "FileStore", "Transfer"]

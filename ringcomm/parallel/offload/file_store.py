@@ -162,6 +162,18 @@ class FileStore:
         """The names there are."""
         return list(self._index.entries)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._index.entries
+
+    def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and shape of a tensor.
+
+        Raises:
+            KeyError: the name is not known.
+        """
+        entry = self._index.entries[key]
+        return entry.dtype, torch.Size(entry.shape)
+
     def empty(self, num_elems: int, dtype: torch.dtype) -> Tensor:
         """A tensor of one dimension that put() and get() move without a copy."""
         return empty_aligned(num_elems * dtype.itemsize)[: num_elems * dtype.itemsize].view(dtype)

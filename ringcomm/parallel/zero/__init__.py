@@ -63,7 +63,8 @@ def shard(
     Args:
         model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
             stage 3 they become DTensors, and the model one of fully_shard.
-        optimizer: torch.optim.AdamW or SGD over the model's weights, with any parameter groups and
+        optimizer: AdamW or SGD of torch.optim, or of ringcomm.parallel.offload for state in host
+            memory or files, over the model's weights, with any parameter groups and
             hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
             any more: schedulers are made for what is returned.
         stage: 1, 2 or 3. Accumulating micro-batches before step() costs nothing more at stage 1; at
@@ -102,7 +103,7 @@ def shard(
     check_model(model, optimizer, found, is_flat=stage < 3)
     resolved = resolve_group(group)
     check_ranks(optimizer, stage, found, resolved)
-    state = optimizer.state_dict() if optimizer.state else None
+    state = optimizer.state_dict()
     made: ZeroOptimizer
     if stage == 3:
         made = Zero3(model, optimizer, resolved, found, units)
@@ -110,6 +111,6 @@ def shard(
         kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
         made = kind(model, optimizer, stage, resolved, found)
     mark_sharded(made)
-    if state is not None:
+    if state["state"]:
         load_full_state_dict(made, state)
     return made

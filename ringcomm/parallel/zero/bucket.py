@@ -22,6 +22,7 @@ class Bucket:
         shard: what the optimizer updates: this rank's part of `weights` or, where that has 16 bits,
             of the same weights in float32.
         shard_grad: the gradient of the shard, in the gradients' dtype; None before it is reduced.
+        has_master: whether the shard is kept in float32 beside 16-bit weights.
         is_fresh: whether a weight's gradient has come since the last reduction.
     """
 
@@ -41,8 +42,8 @@ class Bucket:
         dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
         mine = slice(*self.shard_range)
-        is_half = self.weights.dtype != torch.float32
-        self.shard = values[mine].float().clone() if is_half else self.weights[mine]
+        self.has_master = self.is_half
+        self.shard = values[mine].float().clone() if self.is_half else self.weights[mine]
         begin = 0
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         for param in self.params:
@@ -62,9 +63,15 @@ class Bucket:
         return shard_range(self.weights.numel(), self._group.size(), self._group.rank())
 
     @property
-    def has_master(self) -> bool:
-        """Whether the shard is kept in float32 beside 16-bit weights."""
+    def is_half(self) -> bool:
+        """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
+
+    def give_master(self) -> Tensor:
+        """Hands over the float32 shard to who keeps it; `shard` is of 16 bits from now on."""
+        master, self.shard = self.shard, self.weights[slice(*self.shard_range)]
+        self.has_master = False
+        return master
 
     def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
@@ -170,10 +177,10 @@ class Bucket:
         all_gather_shards(whole, self._group)
         return whole
 
-    def shard_of(self, values: Mapping[nn.Parameter, Tensor], like: Tensor) -> Tensor:
-        """This rank's part of a state by weight, zeros where a weight has none."""
+    def shard_of(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
+        """This rank's part of a state by weight, in float32; zeros where a weight has none."""
         mine_begin, mine_end = self.shard_range
-        shard = torch.zeros_like(like)
+        shard = torch.zeros_like(self.shard, dtype=torch.float32)
         for param, value in values.items():
             begin, end = self._places[param]
             first, last = max(begin, mine_begin), min(end, mine_end)

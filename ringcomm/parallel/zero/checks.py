@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.weight_shards import find_shards
+from ringcomm.parallel.zero.inner import KINDS
 from ringcomm.parallel.zero.options import ShardOptions
 
 # By parameter, weakly, a weak reference to the optimizer that has sharded it.
@@ -25,9 +26,10 @@ def check_model(
     """Raises TypeError or ValueError where they cannot be sharded; nothing has been exchanged."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"wants a model and its optimizer, got a {type(model).__name__} first")
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.SGD):
+    if type(optimizer) not in KINDS:
         raise TypeError(
-            f"wants a torch.optim.AdamW or SGD to shard, got {type(optimizer).__name__}"
+            "wants an AdamW or SGD of torch.optim or ringcomm.parallel.offload to shard, got"
+            f" {type(optimizer).__name__}"
         )
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
 from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.update_rules import Rule, rule_of
 from ringcomm.parallel.zero.bucket import Bucket, cut_into_buckets
+from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
-
-Rule = ops.AdamW | ops.SGD
 
 
 class FlatZeroOptimizer(ZeroOptimizer):
@@ -41,6 +41,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
         self.stage = stage
         self._buckets: list[Bucket] = []
         inner_groups = []
+        masters: list[tuple[Bucket, Tensor]] = []
         for group_idx, param_group in enumerate(self.param_groups):
             mine = [
                 Bucket(params, group_idx, group, options.param_dtype)
@@ -49,13 +50,16 @@ class FlatZeroOptimizer(ZeroOptimizer):
                 )
             ]
             self._buckets += mine
+            if is_offloaded(optimizer):  # which keeps masters with the other states
+                masters += [(bucket, bucket.give_master()) for bucket in mine if bucket.is_half]
             shards = [bucket.shard for bucket in mine]
             inner_groups.append({**param_group, "params": shards})
         if options.param_dtype is not None:
             trained = {param for bucket in self._buckets for param in bucket.params}
             _compute_in(model, options.param_dtype, trained)
-        # The groups hold all hyper-parameters: defaults are not asked for.
-        self._inner = type(optimizer)(inner_groups)  # type: ignore[call-arg]
+        self._inner = made_over(optimizer, inner_groups)
+        for bucket, master in masters:
+            set_state_of(self._inner, bucket.shard, {"step": 0, "master": master})
         self._bucket_of = {param: bucket for bucket in self._buckets for param in bucket.params}
         # The bucket that is to be reduced next: all ranks keep this order.
         self._next = 0
@@ -142,7 +146,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
             bucket.see_written_weights()
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
-        rules = [_rule_of(self._inner, group) for group in self.param_groups]
+        rules = [rule_of(self._inner, group) for group in self.param_groups]
         if self._is_one_pass(rules):
             for bucket in self._buckets:
                 self._update_in_one_pass(bucket, rules[bucket.group_idx], factor)
@@ -154,6 +158,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
     def _is_one_pass(self, rules: list[Rule | None]) -> bool:
         return (
             self.stage == 1
+            and not is_offloaded(self._inner)
             and None not in rules
             and all(
                 bucket.shard_grad is None
@@ -213,7 +218,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
 
     def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         for bucket in self._buckets:
-            state = dict(self._inner.state.get(bucket.shard, {}))
+            state = state_of(self._inner, bucket.shard)
             if bucket.has_master:
                 state["master"] = bucket.shard
             of_params: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in bucket.params}
@@ -228,17 +233,23 @@ class FlatZeroOptimizer(ZeroOptimizer):
         for bucket in self._buckets:
             found = [states.get(param, {}) for param in bucket.params]
             keys = dict.fromkeys(key for state in found for key in state)
-            mine = self._inner.state[bucket.shard] if keys else {}
+            mine = {}
             for key in keys:
                 values = {p: s[key] for p, s in zip(bucket.params, found, strict=True) if key in s}
-                if key == "master":
-                    if bucket.has_master:
-                        bucket.shard.copy_(bucket.shard_of(values, bucket.shard))
-                    continue
                 first = next(iter(values.values()))
                 is_whole = isinstance(first, Tensor) and first.dim() > 0
-                mine[key] = bucket.shard_of(values, bucket.shard) if is_whole else _copied(first)
+                if is_whole:
+                    mine[key] = bucket.shard_of(values)
+                else:
+                    mine[key] = _copied(first)
+            if not bucket.is_half:
+                mine.pop("master", None)
+            elif "master" in mine:
+                bucket.shard.copy_(mine["master"])
             if bucket.has_master:
+                mine.pop("master", None)
+            set_state_of(self._inner, bucket.shard, mine)
+            if bucket.is_half:
                 bucket.gather()
 
 
@@ -270,16 +281,6 @@ def _hook(told: weakref.ref[FlatZeroOptimizer]) -> Callable[[Tensor], None]:
             found.grad_arrived(param)
 
     return grad_arrived
-
-
-def _rule_of(inner: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | None:
-    """A parameter group's rule as the fused operator knows it; None where it does not."""
-    if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
-        return None
-    if isinstance(inner, torch.optim.AdamW):
-        return ops.AdamW(**{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
-    keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
-    return ops.SGD(**{key: group[key] for key in keys})
 
 
 def _begin_step(state: dict[str, Any], rule: Rule, shard: Tensor) -> int:

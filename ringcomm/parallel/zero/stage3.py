@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
 
@@ -46,7 +47,7 @@ class Zero3(ZeroOptimizer):
             for old in optimizer.param_groups
         ]
         super().__init__(model, groups, group, options)
-        self._inner = type(optimizer)(groups)  # type: ignore[call-arg]
+        self._inner = made_over(optimizer, groups)
 
     def _params(self) -> Iterator[nn.Parameter]:
         for param_group in self.param_groups:
@@ -91,16 +92,18 @@ class Zero3(ZeroOptimizer):
 
     def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         for param in self._params():
-            yield param, {key: _whole(value) for key, value in self._inner.state[param].items()}
+            state = state_of(self._inner, param)
+            yield param, {key: _whole(_spread(value, param)) for key, value in state.items()}
 
     def _take_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
         for param, state in states.items():
-            mine = self._inner.state[param]
+            mine = {}
             for key, value in state.items():
                 if key == "master":
                     continue  # the weights themselves
                 is_whole = isinstance(value, Tensor) and value.shape == param.shape
                 mine[key] = _cut(value, param) if is_whole else value
+            set_state_of(self._inner, param, mine)
 
 
 def _shard_units(
@@ -133,6 +136,20 @@ def _is_apart(model: nn.Module, unit: nn.Module) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _spread(value: Any, param: Any) -> Any:
+    """A state that is this rank's shard alone, as one of all ranks."""
+    if isinstance(value, DTensor) or not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def _whole(value: Any) -> Any:

@@ -1,0 +1,59 @@
+"""Where an offloaded optimizer finds weights and gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Operands(ABC):
+    """Weights and gradients of a step, which need not be in memory all the time."""
+
+    @abstractmethod
+    def has_grad(self, param: Tensor) -> bool:
+        """Whether a parameter is to be updated."""
+
+    @abstractmethod
+    def start(self, param: Tensor) -> None:
+        """Called ahead of get()."""
+
+    @abstractmethod
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Its weights, which are written in place, and their gradient; one dimension each."""
+
+    @abstractmethod
+    def done(self, param: Tensor) -> None:
+        """Called after the last get() of a step."""
+
+
+class Resident(Operands):
+    """Both are in memory: the parameter itself and its `grad`."""
+
+    def has_grad(self, param: Tensor) -> bool:
+        """See Operands.
+
+        Raises:
+            ValueError: the gradient is sparse.
+        """
+        if param.grad is not None and param.grad.is_sparse:
+            raise ValueError("gradients are dense: an embedding with sparse=False")
+        return param.grad is not None
+
+    def start(self, param: Tensor) -> None:
+        """Nothing to do."""
+
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operands."""
+        grad = param if param.grad is None else param.grad
+        return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
+
+    def done(self, param: Tensor) -> None:
+        """Nothing to do."""
+
+
+def local_of(tensor: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

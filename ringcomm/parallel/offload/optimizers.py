@@ -1,0 +1,311 @@
+"""AdamW and SGD whose state is in host memory or in files: ZeRO-Offload's optimizer.
+
+Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al. 2021 (arXiv
+2104.07857, section 5.2) for files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringcomm import ops
+from ringcomm.parallel.offload.buffer_pool import BufferPool
+from ringcomm.parallel.offload.operands import Operands, Resident, local_of
+from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
+from ringcomm.parallel.update_rules import Rule, rule_of
+
+# Chunks that are read ahead: one is at work, one comes, one goes.
+NUM_AHEAD = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A part of a parameter, whose states are one row."""
+
+    param: Tensor
+    rule: Rule
+    begin: int
+    end: int
+    is_last: bool
+    key: str
+    step: int
+
+    @property
+    def names(self) -> list[str]:
+        """The states of the row, in its order."""
+        return _state_names(self.rule, self.param)
+
+
+class _Offloaded(torch.optim.Optimizer):
+    """What the optimizers here have in common; `state` stays empty."""
+
+    def _place(self, to: Literal["cpu", "nvme"], path: Any, chunk_elems: int) -> None:
+        if chunk_elems < 1:
+            raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
+        self._num_elems: dict[Tensor, int] = {}
+        for group in self.param_groups:
+            self._check_group(group)
+        self.to: Literal["cpu", "nvme"] = to
+        self.path, self._chunk_elems = path, chunk_elems
+        self.steps: dict[Tensor, int] = {}
+        self.tier = make_tier(to, path, keep=False, pool=BufferPool())
+        self._operands: Operands = Resident()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for name in ("maximize", "amsgrad", "differentiable", "capturable"):
+            if group.get(name):
+                raise ValueError(f"{name} is not to be had with offloaded state")
+        rule_of(self, {**group, "lr": float(group["lr"])})
+        for param in group["params"]:
+            local = local_of(param.detach())
+            self._num_elems[param] = local.numel()
+            if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise ValueError(f"weights are float32, float16 or bfloat16, got {local.dtype}")
+            if not local.is_contiguous():
+                raise ValueError(
+                    f"a weight of shape {tuple(param.shape)} is not contiguous: make it so first"
+                )
+
+    def over(
+        self,
+        groups: list[dict[str, Any]],
+        tier: Tier | None = None,
+        operands: Operands | None = None,
+    ) -> _Offloaded:
+        """The same optimizer over other parameters, such as shards; by default in the same place.
+
+        This one lets its place go, and is not to be used any more.
+        """
+        self.tier.close()
+        to, path = (self.to, self.path) if tier is None else ("cpu", None)
+        made: _Offloaded = type(self)(groups, to=to, path=path, chunk_elems=self._chunk_elems)  # type: ignore[call-arg]
+        made.tier = tier or made.tier
+        made._operands = operands or made._operands
+        return made
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch."""
+        super().add_param_group(param_group)
+        if hasattr(self, "tier"):
+            self._check_group(self.param_groups[-1])
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters that have a gradient, chunk by chunk.
+
+        While a chunk is at work the next is read and the one before is written.
+
+        Raises:
+            OSError: the file system failed: no room, no data. Parameters are updated up to some
+                chunk, and the optimizer is of no use any more: go on from a checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update(1.0)
+        return loss
+
+    @torch.no_grad()
+    def update(self, grad_scale: float) -> None:
+        """step() with gradients times a factor."""
+        chunks = list(self._chunks())
+        ahead: list[Loan] = []
+        for i, chunk in enumerate(chunks):
+            while len(ahead) <= NUM_AHEAD and i + len(ahead) < len(chunks):
+                ahead.append(self._start(chunks[i + len(ahead)]))
+            loan = ahead.pop(0)
+            self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
+            self.tier.give_back(loan, is_written=True)
+            if chunk.is_last:
+                self._operands.done(chunk.param)
+        for param, _ in self._params():
+            if self._operands.has_grad(param):
+                self.steps[param] = self.steps.get(param, 0) + 1
+
+    def _start(self, chunk: _Chunk) -> Loan:
+        if chunk.begin == 0:
+            self._operands.start(chunk.param)
+        return self._fetch(chunk)
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        for param_idx, (param, group) in enumerate(self._params()):
+            if not self._operands.has_grad(param):
+                continue
+            rule = rule_of(self, {**group, "lr": float(group["lr"])})
+            assert rule is not None
+            yield from self._chunks_of(param_idx, param, rule, self.steps.get(param, 0) + 1)
+
+    def _chunks_of(self, param_idx: int, param: Tensor, rule: Rule, step: int) -> Iterator[_Chunk]:
+        num_elems = self._num_elems[param]
+        for begin in range(0, num_elems, self._chunk_elems):
+            end = min(begin + self._chunk_elems, num_elems)
+            key = f"state.{param_idx}.{begin}"
+            yield _Chunk(param, rule, begin, end, end == num_elems, key, step)
+
+    def _fetch(self, chunk: _Chunk) -> Loan:
+        if chunk.key in self.tier:
+            return self.tier.fetch(chunk.key)
+        num_elems = (chunk.end - chunk.begin) * len(chunk.names)
+        loan = self.tier.new(chunk.key, num_elems, torch.float32)
+        row = split_row(loan.wait(), chunk.names)
+        if "master" in row:
+            weights, _ = self._operands.get(chunk.param)
+            row["master"].copy_(weights[chunk.begin : chunk.end])
+        return loan
+
+    def _update(self, chunk: _Chunk, state: dict[str, Tensor], grad_scale: float) -> None:
+        whole, grads = self._operands.get(chunk.param)
+        weights = whole[chunk.begin : chunk.end]
+        on_host = weights.to("cpu")
+        grad = grads[chunk.begin : chunk.end].to("cpu")
+        master = state.get("master")
+        if master is not None and not torch.equal(master.to(on_host.dtype), on_host):
+            master.copy_(on_host)  # somebody has written the weights, such as a loaded state_dict
+        ops.optimizer_update_(
+            on_host, grad, state, optimizer=chunk.rule, step=chunk.step, grad_scale=grad_scale
+        )
+        if on_host is not weights:
+            weights.copy_(on_host)
+
+    def _params(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield param, group
+
+    # ---- state
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        """A copy of a parameter's state in memory, as torch.optim keeps it; {} before a step.
+
+        Weights of 16 bits have "master" besides.
+        """
+        step = self.steps.get(param)
+        if step is None:
+            return {}
+        param_idx, rule = self._rule_for(param)
+        names = _state_names(rule, param)
+        rows: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in names}
+        for chunk in self._chunks_of(param_idx, param, rule, step):
+            loan = self.tier.fetch(chunk.key)
+            for name, part in split_row(loan.wait(), names).items():
+                rows[name].append(part.clone())
+            self.tier.give_back(loan, is_written=False)
+        shape = local_of(param).shape
+        state: dict[str, Any] = {name: torch.cat(row).view(shape) for name, row in rows.items()}
+        if step == 0:
+            return {"master": state["master"]} if "master" in state else {}
+        if isinstance(self, torch.optim.AdamW):
+            state["step"] = torch.tensor(float(step))
+        return state
+
+    def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Takes a parameter's state; the inverse of state_of()."""
+        if not state:
+            self.steps.pop(param, None)
+            return
+        # SGD counts no steps: it matters only whether there has been one.
+        step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
+        param_idx, rule = self._rule_for(param)
+        for chunk in self._chunks_of(param_idx, param, rule, step):
+            loan = self._fetch(chunk)
+            row = split_row(loan.wait(), chunk.names)
+            for name in row.keys() & state.keys():
+                row[name].copy_(local_of(state[name]).reshape(-1)[chunk.begin : chunk.end])
+            self.tier.give_back(loan, is_written=True)
+        self.steps[param] = step
+
+    def _rule_for(self, param: Tensor) -> tuple[int, Rule]:
+        for param_idx, (found, group) in enumerate(self._params()):
+            if found is param:
+                rule = rule_of(self, {**group, "lr": float(group["lr"])})
+                assert rule is not None
+                return param_idx, rule
+        raise ValueError(f"no parameter of this optimizer: a tensor {tuple(param.shape)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with copies of all states in memory."""
+        found = super().state_dict()
+        states = {i: self.state_of(param) for i, (param, _) in enumerate(self._params())}
+        return {**found, "state": {i: state for i, state in states.items() if state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes one of torch's optimizer, or of this one."""
+        super().load_state_dict({**state_dict, "state": {}})
+        for i, (param, _) in enumerate(self._params()):
+            self.set_state_of(param, state_dict["state"].get(i, {}))
+
+    def close(self) -> None:
+        """Lets memory and files go; the optimizer is not to be used any more."""
+        self.tier.close()
+
+
+class AdamW(_Offloaded, torch.optim.AdamW):
+    """torch.optim.AdamW with exp_avg and exp_avg_sq in host memory, or in files.
+
+        optimizer = offload.AdamW(model.parameters(), lr=1e-3, to="nvme", path="/mnt/nvme")
+
+    For zero.shard() as well, at any stage: the states of this rank's shards then go there. A step
+    reads and writes each state once, by chunks: 8 bytes each way per float32 weight, 12 per weight
+    of 16 bits, whose fp32 master is kept with them. State in files needs three chunks of memory.
+    The files have no names, and go with the process: state_dict() is what a checkpoint takes.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in torch; weights are contiguous, and float32,
+            float16 or bfloat16.
+        to: "cpu" or "nvme".
+        path: with "nvme" a folder on the disk to use.
+        chunk_elems: weights that are updated at a time.
+
+    Raises:
+        ValueError: an option is out of its range, or a weight is another one.
+        OSError: no file can be made at the path.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+    ) -> None:
+        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay)
+        self._place(to, path, chunk_elems)
+
+
+class SGD(_Offloaded, torch.optim.SGD):
+    """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+    ) -> None:
+        torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov)
+        self._place(to, path, chunk_elems)
+
+
+def _state_names(rule: Rule, param: Tensor) -> list[str]:
+    is_half = param.dtype != torch.float32
+    return [*rule.state_names, *(["master"] if is_half else [])]
