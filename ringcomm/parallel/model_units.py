@@ -84,8 +84,12 @@ def _checked_units(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Modu
     return list(checked.values())
 
 
-def check_params(model: nn.Module) -> None:
+def check_params(model: nn.Module, *, allow_meta: bool = False) -> None:
     """Whether each parameter can be cut into pieces.
+
+    Args:
+        model: whose parameters.
+        allow_meta: whether they may be on the meta device.
 
     Raises:
         TypeError: one is no plain tensor: a DTensor, another subclass, or not initialized.
@@ -101,6 +105,8 @@ def check_params(model: nn.Module) -> None:
             raise TypeError(f"weights to shard are plain tensors, but {name} is a {kind}")
         if param.layout != torch.strided or not param.is_contiguous():
             raise ValueError(f"weights to shard are dense and contiguous, but {name} is not")
+        if param.is_meta and allow_meta:
+            continue
         if param.is_meta:
             raise ValueError(f"weights to shard have values, but {name} is on the meta device")
         devices.add(param.device)

@@ -4,7 +4,11 @@ A parameter's memory is given back and taken again behind the tensor's back: who
 tensor, such as a graph that saved it for backward, finds the weights again, unchanged for autograd.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +20,23 @@ from ringcomm.parallel.flat_collectives import reduce_scatter_mean, shard_sizes,
 from ringcomm.parallel.packed_pieces import PackedPieces
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["ShardedUnit"]
+__all__ = ["ShardHome", "ShardedUnit"]
 
 # Whole parameters below this travel together: one copy more, and many calls less.
 PACKED_BYTES = 64 << 10
+
+
+class ShardHome(Protocol):
+    """Where the large shards of units are while nobody needs them. Without one they stay."""
+
+    def keep(self, unit: ShardedUnit) -> None:
+        """Takes the shards of a new unit."""
+
+    def bring(self, unit: ShardedUnit) -> None:
+        """Puts them into memory: `unit.shards` have their values."""
+
+    def let_go(self, unit: ShardedUnit, *, is_written: bool) -> None:
+        """Takes them back."""
 
 
 class ShardedUnit:
@@ -30,10 +47,13 @@ class ShardedUnit:
         params: dense and contiguous, on one device; equal in shapes and dtypes on all ranks. Their
             values become those of rank 0; they are full at first.
         group: the ranks that share them.
+        home: where large shards are between uses; None: in memory.
 
     Attributes:
         module: as given.
-        shards: this rank's piece of each parameter, of one dimension.
+        shards: this rank's piece of each parameter, of one dimension; of large ones with a home
+            only within shards_in_memory().
+        large: the parameters that travel alone, and can have a home.
         is_full: whether the parameters have their values.
         is_held: whether free() leaves them.
 
@@ -41,7 +61,11 @@ class ShardedUnit:
     """
 
     def __init__(
-        self, module: nn.Module, params: Sequence[nn.Parameter], group: dist.ProcessGroup
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        home: ShardHome | None = None,
     ) -> None:
         self.module = module
         self.is_full = True
@@ -55,10 +79,31 @@ class ShardedUnit:
         flats = [self._flats[param] for param in packed]
         self._packed = PackedPieces(flats, world_size, rank, is_padded=self._is_padded)
         self.shards = dict(zip(packed, self._packed.pieces, strict=True))
-        self._large = [param for param in params if param not in self.shards]
-        for param in self._large:
+        self.large = [param for param in params if param not in self.shards]
+        for param in self.large:
             self.shards[param] = torch.empty_like(self._flats[param][slice(*self.range_of(param))])
         self._take_values_of_rank0()
+        self._home = home
+        if home is not None:
+            self.free()
+            home.keep(self)
+
+    @property
+    def packed_row(self) -> Tensor:
+        """This rank's pieces of all parameters that are not large, as bytes."""
+        return self._packed.row
+
+    @contextmanager
+    def shards_in_memory(self, *, is_written: bool = False) -> Iterator[None]:
+        """All shards have their values inside, and keep what is written if that is said."""
+        if self._home is None:
+            yield
+            return
+        self._home.bring(self)
+        try:
+            yield
+        finally:
+            self._home.let_go(self, is_written=is_written)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -92,7 +137,8 @@ class ShardedUnit:
             flat.untyped_storage().resize_(flat.nbytes)
         self.is_full = True
         try:
-            self._exchange()
+            with self.shards_in_memory():
+                self._exchange()
         except BaseException:
             self.free()
             raise
@@ -116,10 +162,9 @@ class ShardedUnit:
     def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which come straight to their place."""
         world_size = self._group.size()
-        inputs = [self.shards[param] for param in self._large]
+        inputs = [self.shards[param] for param in self.large]
         outputs = [
-            self._flats[param].split(shard_sizes(param.numel(), world_size))
-            for param in self._large
+            self._flats[param].split(shard_sizes(param.numel(), world_size)) for param in self.large
         ]
         if rows.numel():
             inputs.append(self._packed.row)

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_units import check_params, default_units, params_of_units
-from ringcomm.parallel.sharded_unit import ShardedUnit
+from ringcomm.parallel.sharded_unit import ShardedUnit, ShardHome
 from ringcomm.parallel.unit_hooks import UnitHooks, in_backward, refuse_copy
 
 __all__ = ["WeightShards", "find_shards"]
@@ -61,6 +63,13 @@ class WeightShards:
             entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
             is no such list. The model itself is the unit of all other parameters, and of those that
             several units share. All ranks run the same units in the same order.
+        home: where large shards are while they are not at work: see ringcomm.parallel.zero's
+            offload_weights. The model may be on the meta device then: each unit gets its memory,
+            and its values by reset_parameters(), when its turn comes, and no two are whole at once.
+
+    Attributes:
+        group: as resolved.
+        units: what is gathered together; the model itself first, if it has parameters of its own.
 
     Raises:
         TypeError: a parameter is no plain tensor, a unit no module.
@@ -77,23 +86,28 @@ class WeightShards:
         group: dist.ProcessGroup | None = None,
         *,
         units: Iterable[nn.Module] | None = None,
+        home: ShardHome | None = None,
     ) -> None:
         resolved = resolve_group(group)
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is sharded already: close() its WeightShards first")
-        check_params(model)
+        check_params(model, allow_meta=home is not None)
+        check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)
         self.group = resolved
         self._model = model
         self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
-        units_made = [ShardedUnit(module, params, resolved) for module, params in found]
+        units_made = []
+        for module, params in found:
+            materialize(model, params, torch.device("cpu"))
+            units_made.append(ShardedUnit(module, params, resolved, home))
         for unit in units_made:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
             unit.free()
-        self._units = units_made
+        self.units = units_made
         self._handles = self._guard_state_dicts()
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
@@ -188,7 +202,7 @@ class WeightShards:
 
         Collective: one call for each unit.
         """
-        mine = [unit for unit in self._units if not unit.is_held]
+        mine = [unit for unit in self.units if not unit.is_held]
         freed = [unit for unit in mine if not unit.is_full]
         try:
             for unit in mine:
@@ -206,14 +220,14 @@ class WeightShards:
 
         Collective: one call for each unit.
         """
-        for unit in self._units:
+        for unit in self.units:
             unit.gather()
         for param, hooks in self._hooks.items():
             hooks.remove()
             del _shards_of_params[param], param.__deepcopy__, param.__reduce_ex__
         for handle in self._handles:
             handle.remove()
-        self._units, self._hooks, self._handles = [], {}, []
+        self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts
 
@@ -226,7 +240,7 @@ class WeightShards:
         """
         state = self._freed_state_dict()
         copies: dict[nn.Parameter, Tensor] = {}
-        for unit in self._units:
+        for unit in self.units:
             was_full = unit.is_full
             unit.gather()
             copies.update((param, _cpu_copy(param)) for param in unit.params)
@@ -254,7 +268,7 @@ class WeightShards:
 
         Not collective.
         """
-        if any(unit.is_held for unit in self._units):
+        if any(unit.is_held for unit in self.units):
             raise RuntimeError("load_full_state_dict() inside of gather(), which holds the weights")
         ours = self._freed_state_dict()
         missing, unknown = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
@@ -267,8 +281,10 @@ class WeightShards:
         others = {}
         for name, value in ours.items():
             if isinstance(value, nn.Parameter) and value in self._hooks:
-                piece = state[name].detach().reshape(-1)[slice(*self.range_of(value))]
-                self.shard_of(value).copy_(piece)
+                unit = self._hooks[value].unit
+                piece = state[name].detach().reshape(-1)[slice(*unit.range_of(value))]
+                with unit.shards_in_memory(is_written=True):
+                    unit.shards[value].copy_(piece)
             else:
                 others[name] = state[name]
         with self._reading_freed():

@@ -125,8 +125,8 @@ def train_sharded(rank: int, case: str, kind: str, options: dict[str, Any]) -> A
     shards = WeightShards(model)
     opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, LR if kind == "lomo" else 0.02, **options)
     whole = sum(param.nbytes for param in Stack().parameters())
-    unit = max(sum(p.nbytes for p in u.params) for u in shards._units)
-    root = sum(p.nbytes for p in shards._units[0].params)
+    unit = max(sum(p.nbytes for p in u.params) for u in shards.units)
+    root = sum(p.nbytes for p in shards.units[0].params)
     peak = 0
 
     def look(*_: Any) -> None:

@@ -100,7 +100,7 @@ def units_of(net: nn.Module, **options: Any) -> set[str]:
     """The names of the modules whose weights come together."""
     names = {id(module): name for name, module in net.named_modules()}
     shards = WeightShards(net, **options)
-    found = {names[id(unit.module)] for unit in shards._units}
+    found = {names[id(unit.module)] for unit in shards.units}
     shards.close()
     return found
 

@@ -2,5 +2,6 @@
 
 from ringcomm.parallel.offload.file_store import FileStore, Transfer
 from ringcomm.parallel.offload.optimizers import SGD, AdamW
+from ringcomm.parallel.offload.tiled_linear import TiledLinear
 
-__all__ = ["SGD", "AdamW", "FileStore", "Transfer"]
+__all__ = ["SGD", "AdamW", "FileStore", "TiledLinear", "Transfer"]

@@ -113,7 +113,7 @@ class FileStore:
                 f" {queue_depth} and {block_bytes}"
             )
         self.path = Path(path)
-        self.engine, self._engine = _make_engine(engine, queue_depth, block_bytes)
+        self.engine, self._engine = _find_engine(engine, queue_depth, block_bytes)
         self.path.mkdir(parents=True, exist_ok=True)
         self._keeps = keep
         self._fd, self.is_direct = _open(self.path / "data" if keep else self.path, keep, direct)
@@ -331,19 +331,31 @@ class FileStore:
         self._close()
 
 
-def _make_engine(
+# The stores of a process share their engines, whose threads have stacks. Weakly: the last ends it.
+_engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDictionary()
+
+
+def _shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngine:
+    key = os.getpid(), kind, queue_depth, block_bytes
+    found = _engines.get(key)
+    if found is None:
+        _engines[key] = found = _C.FileEngine(kind, queue_depth, block_bytes)
+    return found
+
+
+def _find_engine(
     name: str, queue_depth: int, block_bytes: int
 ) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
     if name not in ("auto", "io_uring", "threads"):
         raise ValueError(f'engine is "auto", "io_uring" or "threads", got {name!r}')
     if name != "threads":
         try:
-            return "io_uring", _C.FileEngine("io_uring", queue_depth, block_bytes)
+            return "io_uring", _shared_engine("io_uring", queue_depth, block_bytes)
         except RuntimeError as error:
             if name == "io_uring":
                 raise
             _log.info("ringcomm: files are read and written by threads: %s", error)
-    return "threads", _C.FileEngine("threads", queue_depth, block_bytes)
+    return "threads", _shared_engine("threads", queue_depth, block_bytes)
 
 
 def _open(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 class Operands(ABC):
     """Weights and gradients of a step, which need not be in memory all the time."""
+
+    @abstractmethod
+    def shape(self, param: Tensor) -> torch.Size:
+        """Of this rank's part of a parameter."""
 
     @abstractmethod
     def has_grad(self, param: Tensor) -> bool:
@@ -31,6 +36,10 @@ class Operands(ABC):
 
 class Resident(Operands):
     """Both are in memory: the parameter itself and its `grad`."""
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """See Operands."""
+        return local_of(param).shape
 
     def has_grad(self, param: Tensor) -> bool:
         """See Operands.

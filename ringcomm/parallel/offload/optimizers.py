@@ -48,7 +48,6 @@ class _Offloaded(torch.optim.Optimizer):
     def _place(self, to: Literal["cpu", "nvme"], path: Any, chunk_elems: int) -> None:
         if chunk_elems < 1:
             raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
-        self._num_elems: dict[Tensor, int] = {}
         for group in self.param_groups:
             self._check_group(group)
         self.to: Literal["cpu", "nvme"] = to
@@ -64,7 +63,6 @@ class _Offloaded(torch.optim.Optimizer):
         rule_of(self, {**group, "lr": float(group["lr"])})
         for param in group["params"]:
             local = local_of(param.detach())
-            self._num_elems[param] = local.numel()
             if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise ValueError(f"weights are float32, float16 or bfloat16, got {local.dtype}")
             if not local.is_contiguous():
@@ -145,7 +143,7 @@ class _Offloaded(torch.optim.Optimizer):
             yield from self._chunks_of(param_idx, param, rule, self.steps.get(param, 0) + 1)
 
     def _chunks_of(self, param_idx: int, param: Tensor, rule: Rule, step: int) -> Iterator[_Chunk]:
-        num_elems = self._num_elems[param]
+        num_elems = self._operands.shape(param).numel()
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
             key = f"state.{param_idx}.{begin}"
@@ -156,7 +154,7 @@ class _Offloaded(torch.optim.Optimizer):
             return self.tier.fetch(chunk.key)
         num_elems = (chunk.end - chunk.begin) * len(chunk.names)
         loan = self.tier.new(chunk.key, num_elems, torch.float32)
-        row = split_row(loan.wait(), chunk.names)
+        row = split_row(loan.wait().zero_(), chunk.names)
         if "master" in row:
             weights, _ = self._operands.get(chunk.param)
             row["master"].copy_(weights[chunk.begin : chunk.end])
@@ -199,7 +197,7 @@ class _Offloaded(torch.optim.Optimizer):
             for name, part in split_row(loan.wait(), names).items():
                 rows[name].append(part.clone())
             self.tier.give_back(loan, is_written=False)
-        shape = local_of(param).shape
+        shape = self._operands.shape(param)
         state: dict[str, Any] = {name: torch.cat(row).view(shape) for name, row in rows.items()}
         if step == 0:
             return {"master": state["master"]} if "master" in state else {}

@@ -49,7 +49,7 @@ class Tier(ABC):
 
     @abstractmethod
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
-        """A row of zeros, which is there from when it is given back as written."""
+        """A row that is to be written whole, and replaces an old one: its values are anything."""
 
     @abstractmethod
     def fetch(self, key: str) -> Loan:
@@ -98,7 +98,8 @@ class HostTier(Tier):
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
         """See Tier."""
         num_bytes = num_elems * dtype.itemsize
-        self._rows[key] = empty_aligned(num_bytes)[:num_bytes].view(dtype)
+        if key not in self._rows:
+            self._rows[key] = empty_aligned(num_bytes)[:num_bytes].view(dtype)
         return self.fetch(key)
 
     def fetch(self, key: str) -> Loan:
@@ -137,7 +138,7 @@ class FileTier(Tier):
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
         """See Tier."""
-        return Loan(key, self._pool.take(num_elems, dtype).zero_())
+        return Loan(key, self._pool.take(num_elems, dtype))
 
     def fetch(self, key: str) -> Loan:
         """See Tier."""

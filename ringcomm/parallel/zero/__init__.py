@@ -14,6 +14,7 @@ from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
 from ringcomm.parallel.zero.explain import Explanation, explain
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
 from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
+from ringcomm.parallel.zero.infinity import ZeroInfinity
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.prediction import Memory, predict_memory, predict_traffic
@@ -26,6 +27,7 @@ __all__ = [
     "Statistics",
     "Zero3",
     "ZeroAdamW",
+    "ZeroInfinity",
     "ZeroOptimizer",
     "ZeroSGD",
     "explain",
@@ -81,12 +83,18 @@ def shard(
             forward, are cast as well; buffers stay.
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
             finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
+        offload_weights: at stage 3 keep weights and gradients where an optimizer of
+            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model may be on the meta
+            device: each unit gets its values by reset_parameters() when it is sharded. It may be of
+            16 bits, and has float32 masters then. With a path, every step ends in a commit.
+        resume: with offload_weights go on after the last step whose files are complete.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
             ranks; without loss_scale, what is not finite is an error. This and loss_scale take two
             all_reduces, of 24 and 4 bytes.
 
     Returns:
-        A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3.
+        A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3, and
+        ZeroInfinity with offload_weights.
 
     Raises:
         TypeError: the optimizer is another one.
@@ -100,12 +108,16 @@ def shard(
     if units is not None and stage != 3:
         raise ValueError("units are gathered together at stage 3 alone")
     found = ShardOptions(**options)
+    if found.offload_weights and stage != 3:
+        raise ValueError("offload_weights is for stage 3")
     check_model(model, optimizer, found, is_flat=stage < 3)
     resolved = resolve_group(group)
     check_ranks(optimizer, stage, found, resolved)
     state = optimizer.state_dict()
     made: ZeroOptimizer
-    if stage == 3:
+    if found.offload_weights:
+        made = ZeroInfinity(model, optimizer, resolved, found, units)
+    elif stage == 3:
         made = Zero3(model, optimizer, resolved, found, units)
     else:
         kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.weight_shards import find_shards
-from ringcomm.parallel.zero.inner import KINDS
+from ringcomm.parallel.zero.inner import KINDS, is_offloaded
 from ringcomm.parallel.zero.options import ShardOptions
 
 # By parameter, weakly, a weak reference to the optimizer that has sharded it.
@@ -31,6 +31,8 @@ def check_model(
             "wants an AdamW or SGD of torch.optim or ringcomm.parallel.offload to shard, got"
             f" {type(optimizer).__name__}"
         )
+    if options.offload_weights and not is_offloaded(optimizer):
+        raise ValueError("offload_weights wants an optimizer of ringcomm.parallel.offload")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
     names = {param: name for name, param in model.named_parameters()}
@@ -62,11 +64,12 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat:
         raise ValueError(f"{name} is sharded already")
     if not param.requires_grad:
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
-    if param.is_meta:
+    if param.is_meta and not options.offload_weights:
         raise ValueError(f"{name} is on the meta device and has no values")
-    allowed = (torch.float32, torch.float16, torch.bfloat16) if is_flat else (torch.float32,)
+    takes_half = is_flat or options.offload_weights
+    allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)
     if param.dtype not in allowed:
-        kinds = "float32, float16 or bfloat16" if is_flat else "float32"
+        kinds = "float32, float16 or bfloat16" if takes_half else "float32"
         raise ValueError(f"{name} is {param.dtype}; weights to shard are {kinds}")
     if options.param_dtype is not None and param.dtype != torch.float32:
         raise ValueError(f"{name} is {param.dtype} already: param_dtype is for float32 weights")

@@ -16,6 +16,8 @@ class ShardArguments(TypedDict, total=False):
     param_dtype: torch.dtype | None
     loss_scale: float | Literal["dynamic"] | None
     clip_grad_norm: float | None
+    offload_weights: bool
+    resume: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class ShardOptions:
     param_dtype: torch.dtype | None = None
     loss_scale: float | str | None = None
     clip_grad_norm: float | None = None
+    offload_weights: bool = False
+    resume: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -41,6 +45,10 @@ class ShardOptions:
         norm = self.clip_grad_norm
         if norm is not None and not (norm > 0 and math.isfinite(norm)):
             raise ValueError(f"clip_grad_norm is a positive number or None, got {norm!r}")
+        if self.resume and not self.offload_weights:
+            raise ValueError("resume is for offload_weights; load a state_dict() elsewhere")
+        if self.offload_weights and self.param_dtype is not None:
+            raise ValueError("with offload_weights cast the model itself, in place of param_dtype")
 
     @property
     def looks_first(self) -> bool:

@@ -1,0 +1,253 @@
+"""ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857): stage 3, all of it elsewhere.
+
+Weights, gradients and states in shards over the ranks, each rank's in host memory or in files; a
+unit's weights come when it runs, and the next unit's are read meanwhile.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringcomm.parallel.flat_collectives import all_gather_shards, takes_uneven
+from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.offload.buffer_pool import BufferPool
+from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
+from ringcomm.parallel.offload.tiled_linear import tiles_of
+from ringcomm.parallel.offload.weight_home import WeightHome
+from ringcomm.parallel.weight_shards import WeightShards
+from ringcomm.parallel.zero.infinity_operands import FetchedOperands
+from ringcomm.parallel.zero.optimizer import ZeroOptimizer
+from ringcomm.parallel.zero.options import ShardOptions
+
+
+class ZeroInfinity(ZeroOptimizer):
+    """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
+
+    Every step ends in a commit, so that files hold the last complete step, whatever happens.
+    Weights below 64 KiB stay in memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        group: dist.ProcessGroup,
+        options: ShardOptions,
+        units: Iterable[nn.Module] | None,
+    ) -> None:
+        """Collective: a broadcast per unit."""
+        super().__init__(model, optimizer.param_groups, group, options)
+        if not takes_uneven(group, torch.device("cpu")):
+            raise ValueError("offload_weights wants a group of backend ringcomm")
+        pool = BufferPool()
+        path = optimizer.path
+        if path is not None:
+            path = Path(path) / f"rank{group.rank()}of{group.size()}"
+        self._tier = make_tier(optimizer.to, path, keep=True, pool=pool)
+        self._grads = make_tier(optimizer.to, path, keep=False, pool=pool)
+        self.num_steps = self._find_steps(self._tier)
+        self._home = WeightHome(self._tier, is_filled=self.num_steps > 0)
+        found = list(default_units(model) if units is None else units)
+        self._weights = WeightShards(
+            model, group, units=[*found, *tiles_of(model)], home=self._home
+        )
+        self._operands = FetchedOperands(self._home, self._tier, self._grads)
+        self._shard_of = {
+            param: self._weights.shard_of(param)
+            for param_group in self.param_groups
+            for param in param_group["params"]
+        }
+        groups = [
+            {**g, "params": [self._shard_of[p] for p in g["params"]]} for g in self.param_groups
+        ]
+        self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
+        if self.num_steps:
+            self._resume()
+        told = weakref.ref(self)
+        for param in self._shard_of:
+            param.register_post_accumulate_grad_hook(_hook(told))
+
+    # ---- files from before
+
+    def _find_steps(self, tier: Tier) -> int:
+        """The step to go on after, the same on all ranks. Collective."""
+        store = tier.store if isinstance(tier, FileTier) else None
+        mine = int(store.info.get("num_steps", 0)) if store is not None else 0
+        everyone: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        least, most = min(everyone), max(everyone)
+        if most > 0 and not self.options.resume:
+            raise ValueError(
+                f"the files are of a run that came to step {most}: resume=True goes on with it,"
+                " or give another folder"
+            )
+        if self.options.resume and least == 0:
+            raise ValueError(f"there is nothing to resume; the ranks' steps are {everyone}")
+        if most - least > 1:
+            raise ValueError(f"the ranks' files are of different runs: their steps are {everyone}")
+        if mine > least and store is not None:
+            store.roll_back()
+        return least
+
+    def _resume(self) -> None:
+        assert isinstance(self._tier, FileTier)
+        info = self._tier.store.info
+        shapes = [list(self._operands.shape(shard)) for shard in self._shard_of.values()]
+        if info["shapes"] != shapes:
+            raise ValueError("the files are of another model, or of other units")
+        for i, unit in enumerate(self._weights.units):
+            if unit.packed_row.numel():
+                loan = self._tier.fetch(f"packed.{i}")
+                unit.packed_row.copy_(loan.wait())
+                self._tier.give_back(loan, is_written=False)
+        self._inner.steps.update(zip(self._shard_of.values(), info["steps"], strict=True))
+        if self._scale is not None and info["loss_scale"] is not None:
+            self._scale.load(info["loss_scale"])
+
+    def _commit(self) -> None:
+        for i, unit in enumerate(self._weights.units):
+            row = unit.packed_row
+            if row.numel():
+                loan = self._tier.new(f"packed.{i}", row.numel(), row.dtype)
+                loan.wait().copy_(row)
+                self._tier.give_back(loan, is_written=True)
+        self.num_steps += 1
+        steps = [self._inner.steps.get(shard, 0) for shard in self._shard_of.values()]
+        self._tier.commit(
+            {
+                "num_steps": self.num_steps,
+                "steps": steps,
+                "shapes": [list(self._operands.shape(s)) for s in self._shard_of.values()],
+                "loss_scale": None if self._scale is None else self._scale.state(),
+            }
+        )
+
+    # ---- gradients
+
+    def grad_arrived(self, param: nn.Parameter) -> None:
+        """The hook after autograd has made a gradient, which leaves memory here. Collective."""
+        assert param.grad is not None
+        with torch.no_grad():
+            grad = self._weights.reduce_scatter(param, param.grad)
+            param.grad = None
+            self._operands.add_grad(self._shard_of[param], grad)
+
+    def _has_gradients(self) -> bool:
+        return self._operands.has_grads
+
+    def _reduce(self) -> None:
+        """The backward pass has reduced all."""
+
+    def _shards_with_grads(self) -> Iterator[Tensor]:
+        return (shard for shard in self._shard_of.values() if self._operands.has_grad(shard))
+
+    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for shard in self._shards_with_grads():
+            yield self._operands.read(shard)
+            self._operands.give_back(shard)
+
+    def _forget_gradients(self) -> None:
+        self._operands.forget_grads()
+        super().zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, whatever `set_to_none`; the model's does not."""
+        self._forget_gradients()
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """See ZeroOptimizer."""
+        return self._operands.small_grads
+
+    def state_tensors(self) -> list[Tensor]:
+        """See ZeroOptimizer: none is here."""
+        return []
+
+    # ---- the update
+
+    def _update(self, factor: float) -> None:
+        self._home.step_begins()
+        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._inner.update(factor)
+        self._commit()
+
+    def close(self) -> None:
+        """Ends with ordinary weights, whole in memory, and lets the files go. Collective."""
+        self._home.forget_ahead()
+        self._weights.close()
+        self._tier.close()
+        self._grads.close()
+
+    def range_of(self, param: Tensor) -> tuple[int, int]:
+        """The elements [begin, end) of a flat parameter that this rank keeps.
+
+        Raises:
+            ValueError: the parameter is not sharded here.
+        """
+        return self._weights.range_of(param)
+
+    @property
+    def io_bytes(self) -> tuple[int, int]:
+        """What this rank has read from files and written to them so far, in whole blocks."""
+        stores = [t.store for t in (self._tier, self._grads) if isinstance(t, FileTier)]
+        return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
+
+    @property
+    def packed_bytes(self) -> list[int]:
+        """Of the small weights of each unit, which stay in memory and are written at each step."""
+        return [unit.packed_row.numel() for unit in self._weights.units]
+
+    def full_model_state_dict(self) -> dict[str, Any]:
+        """The model's state_dict() with whole weights, in memory, on every rank. Collective."""
+        return self._weights.full_state_dict()
+
+    def load_full_model_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes one. See WeightShards.load_full_state_dict()."""
+        self._home.forget_ahead()
+        self._weights.load_full_state_dict(state)
+
+    # ---- state
+
+    def _shard_state(self) -> Any:
+        return self._inner.state_dict()
+
+    def _load_shard_state(self, state: Any) -> None:
+        self._inner.load_state_dict(state)
+
+    def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        for param, shard in self._shard_of.items():
+            state = self._inner.state_of(shard)
+            for key, value in state.items():
+                if value.dim() == 0:
+                    continue
+                whole = value.new_zeros(param.numel())
+                whole[slice(*self._weights.range_of(param))] = value
+                all_gather_shards(whole, self.group)
+                state[key] = whole.view(param.shape)
+            yield param, state
+
+    def _take_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        for param, state in states.items():
+            mine = {}
+            for key, value in state.items():
+                is_whole = isinstance(value, Tensor) and value.shape == param.shape
+                if is_whole:
+                    mine[key] = value.reshape(-1)[slice(*self._weights.range_of(param))]
+                else:
+                    mine[key] = value
+            self._inner.set_state_of(self._shard_of[param], mine)
+
+
+def _hook(told: weakref.ref[ZeroInfinity]) -> Callable[[Tensor], None]:
+    def grad_arrived(param: Any) -> None:
+        if (found := told()) is not None:
+            found.grad_arrived(param)
+
+    return grad_arrived

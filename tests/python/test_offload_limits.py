@@ -1,0 +1,156 @@
+"""Training that memory does not hold, and training that is killed: processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringcomm.parallel import offload
+
+JOB = Path(__file__).with_name("offload_job.py")
+TIMEOUT_S = 120
+# glibc would keep what is freed, by a threshold that grows, and count it against the limit.
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def start(folder: Path, *options: Any, rank: int = 0, world_size: int = 1) -> subprocess.Popen[str]:
+    common = ["--store", folder, "--rank", rank, "--world-size", world_size]
+    command = [sys.executable, JOB, *common, *options]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(*jobs: subprocess.Popen[str]) -> list[list[dict[str, Any]]]:
+    """Their lines; raises where one failed."""
+    found = []
+    try:
+        for job in jobs:
+            out, err = job.communicate(timeout=TIMEOUT_S)
+            assert job.returncode == 0, err
+            found.append([json.loads(line) for line in out.splitlines()])
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    return found
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+# ---- memory
+
+LAYERS, WIDTH = 24, 640
+NUM_WEIGHTS = LAYERS * WIDTH * WIDTH
+STATE_BYTES = 16 * NUM_WEIGHTS  # weights, gradients, two moments
+SIZES = ("--layers", LAYERS, "--width", WIDTH)
+
+
+def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
+    limit = ("--limit-bytes", STATE_BYTES // 4)
+    nvme = ("--to", "nvme", "--path", tmp_path / "files")
+    (plain,) = finish(start(tmp_path / "store1", *SIZES))
+    (limited,) = finish(start(tmp_path / "store2", *SIZES, *limit, *nvme))
+    assert len(losses(limited)) == 3
+    assert losses(limited) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_the_same_without_offload_dies_of_it(tmp_path: Path) -> None:
+    job = start(tmp_path / "store", *SIZES, "--limit-bytes", STATE_BYTES // 4)
+    _, err = job.communicate(timeout=TIMEOUT_S)
+    assert job.returncode != 0
+    assert "can't allocate memory" in err
+
+
+# ---- crashes
+
+
+def train(
+    folder: Path, name: str, world_size: int, steps: int, *options: Any
+) -> list[subprocess.Popen[str]]:
+    return [
+        start(
+            *(folder / f"store-{name}", "--steps", steps, "--digest"),
+            *("--to", "nvme", "--path", folder / "files", *options),
+            rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_runs_end_as_if_they_had_not_been(world_size: int, tmp_path: Path) -> None:
+    steps = 12
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    expected = finish(*train(whole, "all", world_size, steps))
+    generator = random.Random(world_size)
+    options: tuple[Any, ...] = ()
+    for kill in range(3):
+        jobs = train(tmp_path, f"{kill}", world_size, steps, *options)
+        try:
+            for job in jobs:
+                assert job.stdout is not None
+                job.stdout.readline()  # a step is done
+            time.sleep(generator.uniform(0, 0.05))
+        finally:
+            for job in jobs:
+                job.send_signal(signal.SIGKILL)
+                job.communicate(timeout=TIMEOUT_S)
+        options = ("--resume",)
+    found = finish(*train(tmp_path, "last", world_size, steps, "--resume"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine[-1] == theirs[-1]  # the digests
+        done = [line for line in mine if "loss" in line]
+        assert done == theirs[-1 - len(done) : -1]
+
+
+def test_a_rank_that_is_a_step_ahead_goes_back(tmp_path: Path) -> None:
+    first = finish(*train(tmp_path, "first", 2, 3))
+    store = offload.FileStore(tmp_path / "files" / "rank1of2")
+    assert store.info["num_steps"] == 3
+    store.roll_back()
+    store.close()
+    second = finish(*train(tmp_path, "second", 2, 4, "--resume"))
+    for before, after in zip(first, second, strict=True):
+        assert [line.get("step") for line in after] == [3, 4, None]
+        assert after[0] == before[2]
+
+
+def test_a_step_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE in place of a disk that is full."""
+    program = (
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    options = ["--store", tmp_path / "store", "--to", "nvme", "--path", tmp_path / "files"]
+    done = subprocess.run(
+        [str(word) for word in (sys.executable, "-c", program, JOB, *options)],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "OSError" in done.stderr
+    assert str(tmp_path / "files") in done.stderr

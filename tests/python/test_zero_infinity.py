@@ -1,0 +1,414 @@
+"""zero.shard(offload_weights=True): weights, gradients and states in host memory or in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ringcomm.parallel import offload, zero
+
+WIDTH, NUM_BLOCKS = 129, 3  # 66,564 bytes a weight: large ones are above 64 KiB
+STEPS = 4
+ROWS = 12
+# A bit in a gradient that is nearly 0 moves AdamW's weight by a part of lr.
+ATOL = {"adamw": 2e-3, "momentum": 1e-6}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, *, checkpoints: bool = False) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if checkpoints:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def batch(step: int, rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(ROWS, size, generator=generator) for size in (5, 3))
+    return x.chunk(world_size)[rank], y.chunk(world_size)[rank]
+
+
+def make_optimizer(model: nn.Module, kind: str, place: dict[str, Any] | None = None) -> Any:
+    if place is None:
+        if kind == "adamw":
+            return torch.optim.AdamW(model.parameters(), 1e-2)
+        return torch.optim.SGD(model.parameters(), 1e-2, 0.9 if kind == "momentum" else 0.0)
+    options = {"chunk_elems": 10_000, **place}
+    if kind == "adamw":
+        return offload.AdamW(model.parameters(), 1e-2, **options)
+    return offload.SGD(model.parameters(), 1e-2, 0.9 if kind == "momentum" else 0.0, **options)
+
+
+def infinity(model: nn.Module, optimizer: Any, **options: Any) -> zero.ZeroInfinity:
+    found = zero.shard(model, optimizer, 3, offload_weights=True, **options)
+    assert isinstance(found, zero.ZeroInfinity)
+    return found
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return nn.functional.mse_loss(model(x.to(dtype), **options).float(), y)
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    steps: range,
+    rank: int = 0,
+    world_size: int = 1,
+    num_micro_batches: int = 1,
+    **options: Any,
+) -> list[float]:
+    losses = []
+    for step in steps:
+        for part in range(num_micro_batches):
+            rows = batch(step * num_micro_batches + part, rank, world_size)
+            loss = loss_of(model, *rows, **options)
+            (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_alone(kind: str, clip: float | None, num_micro_batches: int) -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = make_optimizer(model, kind)
+    for step in range(STEPS):
+        for part in range(num_micro_batches):
+            loss_of(model, *batch(step * num_micro_batches + part)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"clip_grad_norm": 0.1},
+    "scaled": {"loss_scale": 1024.0},
+    "accumulated": {"num_micro_batches": 2},
+    "checkpointed": {"checkpoints": True},
+}
+
+
+def train_ranks(
+    rank: int, world_size: int, kind: str, place: dict[str, Any], case: str
+) -> dict[str, Tensor]:
+    options = dict(CASES[case])
+    num_micro_batches = options.pop("num_micro_batches", 1)
+    checkpoints = options.pop("checkpoints", False)
+    model = make_model()
+    optimizer = infinity(model, make_optimizer(model, kind, place), **options)
+    train(
+        model,
+        optimizer,
+        range(STEPS),
+        *(rank, world_size, num_micro_batches),
+        checkpoints=checkpoints,
+    )
+    found = optimizer.full_model_state_dict()
+    optimizer.close()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.detach(), found[name])
+    return found
+
+
+def place_of(to: str, folder: Path) -> dict[str, Any]:
+    return {"to": to, **({"path": folder} if to == "nvme" else {})}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_steps_are_those_of_one_process(
+    world_size: int, kind: str, to: str, case: str, tmp_path: Path
+) -> None:
+    results = run_ranks(world_size, train_ranks, world_size, kind, place_of(to, tmp_path), case)
+    options = CASES[case]
+    expected = train_alone(kind, options.get("clip_grad_norm"), options.get("num_micro_batches", 1))
+    for found in results:
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=ATOL[kind])
+            assert torch.equal(found[name], results[0][name])
+
+
+# ---- 16 bits, the meta device, tiles
+
+
+def train_half(rank: int, to: str, folder: Path) -> None:
+    """With masters in the tier: as torch on float32 weights that are rounded for every step."""
+    model = make_model(torch.bfloat16)
+    optimizer = infinity(model, make_optimizer(model, "momentum", place_of(to, folder)))
+    train(model, optimizer, range(STEPS), rank, 2)
+    whole = optimizer.full_model_state_dict()
+    states = zero.full_state_dict(optimizer)["state"]
+    for i, value in enumerate(whole.values()):
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(states[i]["master"].to(torch.bfloat16), value)
+    expected = run_alone_half()
+    for name, value in whole.items():
+        torch.testing.assert_close(value.float(), expected[name], rtol=0.02, atol=0.01)
+
+
+def run_alone_half() -> dict[str, Tensor]:
+    model, full = make_model(torch.bfloat16), make_model(torch.bfloat16).float()
+    optimizer = make_optimizer(full, "momentum")
+    for step in range(STEPS):
+        loss_of(model, *batch(step)).backward()
+        for half, whole in zip(model.parameters(), full.parameters(), strict=True):
+            assert half.grad is not None
+            whole.grad = half.grad.float()
+            half.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for half, whole in zip(model.parameters(), full.parameters(), strict=True):
+                half.copy_(whole)
+    return {name: param.detach() for name, param in full.named_parameters()}
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+def test_16_bit_weights_have_masters(to: str, tmp_path: Path) -> None:
+    run_ranks(2, train_half, to, tmp_path)
+
+
+def begin_on_meta(rank: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Net()
+    torch.manual_seed(rank)  # rank 0's values count
+    optimizer = infinity(model, make_optimizer(model, "sgd", {"to": "cpu"}))
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    train(model, optimizer, range(1), rank, 2)
+    return optimizer.full_model_state_dict()
+
+
+def test_a_model_on_the_meta_device_gets_its_values_by_units() -> None:
+    first, second = run_ranks(2, begin_on_meta)
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
+        assert value.isfinite().all()
+        assert name.endswith("bias") or "norm" in name or value.std() > 0.01
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def refuse_meta(rank: int) -> None:
+    model = nn.Sequential(NoReset()).to("meta")
+    with pytest.raises(ValueError, match=r"0, a NoReset, .* no reset_parameters"):
+        infinity(model, offload.SGD(model.parameters()))
+
+
+def test_meta_without_reset() -> None:
+    run_ranks(1, refuse_meta)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (1, 3), (2, 3), (7, 5)])
+def test_tiles_are_a_linear_layer(in_splits: int, out_splits: int, bias: bool) -> None:
+    linear = nn.Linear(7, 5, bias=bias, dtype=torch.float64)
+    tiled = offload.TiledLinear.from_linear(linear, in_splits=in_splits, out_splits=out_splits)
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    torch.testing.assert_close(tiled(x), linear(y))
+    tiled(x).square().sum().backward()
+    linear(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    assert sum(p.numel() for p in tiled.parameters()) == sum(p.numel() for p in linear.parameters())
+    with pytest.raises(ValueError, match="not to be cut"):
+        offload.TiledLinear(3, 3, out_splits=4)
+
+
+class Tiled(nn.Module):
+    def __init__(self, *, is_tiled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(2))
+        if is_tiled:
+            for i, block in enumerate(list(self.blocks)):
+                assert isinstance(block, nn.Linear)
+                self.blocks[i] = offload.TiledLinear.from_linear(block, out_splits=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def train_tiles(rank: int, folder: Path) -> None:
+    def steps(model: nn.Module, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(3):
+            x = torch.randn(4, 300, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    plain = Tiled(is_tiled=False)
+    expected = steps(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    model = Tiled(is_tiled=True)
+    optimizer = infinity(model, offload.SGD(model.parameters(), 0.1, to="nvme", path=folder))
+    most = 0
+
+    def look(*_: Any) -> None:
+        nonlocal most
+        sizes = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()
+        }
+        most = max(most, sum(sizes.values()))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(look)
+    found = steps(model, optimizer)
+    torch.testing.assert_close(found, expected)
+    # One tile's weights at a time: a quarter of a layer.
+    assert most == 75 * 300 * 4 + 75 * 4
+
+
+def test_one_tile_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    run_ranks(1, train_tiles, tmp_path)
+
+
+# ---- bytes, states
+
+
+def count_bytes(rank: int, world_size: int, folder: Path) -> None:
+    model = make_model()
+    place = {"to": "nvme", "path": folder, "chunk_elems": 1 << 20}
+    optimizer = infinity(model, make_optimizer(model, "adamw", place))
+    train(model, optimizer, range(2), rank, world_size)
+    before = optimizer.io_bytes
+    train(model, optimizer, range(2, 3), rank, world_size)
+    read, written = (now - then for now, then in zip(optimizer.io_bytes, before, strict=True))
+
+    def blocks(num_bytes: int) -> int:
+        return -(-num_bytes // 4096) * 4096
+
+    expected_read = expected_written = packed = 0
+    for param in model.parameters():
+        begin, end = optimizer.range_of(param)
+        elems = end - begin
+        if param.nbytes >= 64 << 10:
+            # Weights for forward, backward and step, gradients; weights and gradients back.
+            expected_read += 4 * blocks(4 * elems)
+            expected_written += 2 * blocks(4 * elems)
+        expected_read += blocks(8 * elems)
+        expected_written += blocks(8 * elems)
+    packed = sum(blocks(row) for row in optimizer.packed_bytes)
+    assert (read, written) == (expected_read, expected_written + packed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bytes_of_a_step(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, count_bytes, world_size, tmp_path)
+
+
+def states_travel(rank: int, folder: Path) -> None:
+    model = make_model()
+    optimizer = infinity(model, make_optimizer(model, "adamw", {"to": "nvme", "path": folder}))
+    train(model, optimizer, range(2), rank, 2)
+    full, values = zero.full_state_dict(optimizer), optimizer.full_model_state_dict()
+    own = optimizer.state_dict()
+    train(model, optimizer, range(2, 4), rank, 2)
+    expected = optimizer.full_model_state_dict()
+    for stage in (1, 3):  # zero's other stages
+        other = make_model()
+        other.load_state_dict(values)
+        theirs = zero.shard(other, make_optimizer(other, "adamw"), stage)
+        zero.load_full_state_dict(theirs, full)
+        train(other, theirs, range(2, 4), rank, 2)
+        whole = zero_weights(other)
+        for name, value in expected.items():
+            torch.testing.assert_close(whole[name], value, rtol=0, atol=2e-3)
+    again = make_model()
+    mine = infinity(again, make_optimizer(again, "adamw", {"to": "cpu"}))
+    mine.load_full_model_state_dict(values)
+    mine.load_state_dict(own)
+    train(again, mine, range(2, 4), rank, 2)
+    for name, value in expected.items():
+        assert torch.equal(mine.full_model_state_dict()[name], value)
+
+
+def zero_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+        for name, param in model.named_parameters()
+    }
+
+
+def test_states_go_to_other_stages_and_back(tmp_path: Path) -> None:
+    run_ranks(2, states_travel, tmp_path)
+
+
+# ---- what is refused
+
+
+def refuse(rank: int, folder: Path) -> None:
+    def check(words: str, kind: Any = None, stage: int = 3, **options: Any) -> None:
+        model = make_model()
+        optimizer = kind(model) if kind else offload.SGD(model.parameters())
+        with pytest.raises(ValueError, match=words):
+            zero.shard(model, optimizer, stage, **{"offload_weights": True, **options})
+
+    check("is for stage 3", stage=2)
+    check("wants an optimizer of ringcomm", lambda model: torch.optim.SGD(model.parameters()))
+    check("cast the model itself", param_dtype=torch.bfloat16)
+    check("resume is for offload_weights", offload_weights=False, resume=True)
+    check("nothing to resume", resume=True)
+    model = make_model()
+    optimizer = infinity(model, offload.SGD(model.parameters(), to="nvme", path=folder))
+    train(model, optimizer, range(1), rank, 2)
+    optimizer.close()
+
+    def in_folder(model: nn.Module) -> Any:
+        return offload.SGD(model.parameters(), to="nvme", path=folder)
+
+    check("resume=True goes on", in_folder)
+    other = nn.Sequential(nn.Linear(7, 7))
+    with pytest.raises(ValueError, match="of another model"):
+        zero.shard(other, in_folder(other), 3, offload_weights=True, resume=True)
+
+
+def test_errors(tmp_path: Path) -> None:
+    run_ranks(2, refuse, tmp_path)
