@@ -38,9 +38,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--world", type=int, default=None, help="ranks (default 2, or what torchrun says)")
-    add("--backend", default="ringcomm,gloo", metavar="A[,B]",
-        help="A trains, B is compared and raced against; of ringcomm, gloo, nccl")  # fmt: skip
-    add("--parallel", choices=PARALLELS, default="ddp", help="how the ranks share the work")
+    add("--backend", default=None, metavar="A[,B]", help="A trains, B is compared and raced "
+        "against; of ringcomm, gloo, nccl (default ringcomm,gloo)")  # fmt: skip
+    add("--parallel", choices=PARALLELS, default=None,
+        help="how the ranks share the work (default ddp)")  # fmt: skip
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), default=None,
+        help="the same as --parallel zero1, zero2, zero3; 0: ddp")  # fmt: skip
+    add("--offload", choices=("cpu", "nvme"), default=None,
+        help="optimizer state in host memory or files; at ZeRO stage 3 weights, too")  # fmt: skip
+    add("--offload-path", type=Path, default=None, metavar="DIR",
+        help="a folder on the disk for --offload nvme (default: the run's)")  # fmt: skip
+    add("--partition-activations", action="store_true",
+        help="recompute layers from their inputs, kept in shards under --parallel tp and in host "
+        "memory with --offload")  # fmt: skip
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="what updates the weights")
     add("--size", choices=SIZES, default="small", help="model that learns")
     add("--race-size", choices=SIZES, default="medium", help="model of the races")
@@ -72,6 +82,24 @@ def _world_size(asked: int | None, parallel: str) -> int:
             raise InputError("--parallel single is one process: leave --world out")
         return 1
     return world_size
+
+
+def _parallel(asked: str | None, zero_stage: int | None) -> str:
+    if zero_stage is None:
+        return asked or "ddp"
+    named = "ddp" if zero_stage == 0 else f"zero{zero_stage}"
+    if asked not in (None, named):
+        raise InputError(f"--zero-stage {zero_stage} is --parallel {named}, not {asked}")
+    return named
+
+
+def _check_offload(options: Options) -> None:
+    if options.offload_path is not None and options.offload != "nvme":
+        raise InputError("--offload-path is for --offload nvme")
+    if options.offload_path is not None and not options.offload_path.is_dir():
+        raise InputError(f"--offload-path {options.offload_path}: no such folder")
+    if options.offload and options.parallel == "zero3" and options.backends != ("ringcomm",):
+        raise InputError("--offload at ZeRO stage 3 runs over ringcomm: add --backend ringcomm")
 
 
 def _check_backend(name: str, device: str, world_size: int) -> None:
@@ -127,11 +155,16 @@ def read_options(argv: list[str]) -> Options:
     # Not torch.cuda.is_available: after that no forked process could use CUDA.
     if args.device == "cuda" and torch.cuda.device_count() == 0:
         raise InputError("--device cuda: this torch finds no GPU; leave it out to use the CPU")
-    world_size = _world_size(args.world, args.parallel)
+    parallel = _parallel(args.parallel, args.zero_stage)
+    world_size = _world_size(args.world, parallel)
+    if args.backend is None:
+        # ZeRO-Infinity knows no other backend to compare with.
+        is_alone = parallel == "zero3" and args.offload is not None
+        args.backend = "ringcomm" if is_alone else "ringcomm,gloo"
     options = Options(
         world_size=world_size,
-        backends=_backends(args.backend, args.device, args.parallel, world_size),
-        parallel=args.parallel,
+        backends=_backends(args.backend, args.device, parallel, world_size),
+        parallel=parallel,
         optimizer=args.optimizer,
         size=ALIASES.get(args.size, args.size),
         race_size=ALIASES.get(args.race_size, args.race_size),
@@ -145,8 +178,18 @@ def read_options(argv: list[str]) -> Options:
         tokens=args.tokens,
         out=args.out,
         seed=args.seed,
+        offload=args.offload,
+        offload_path=args.offload_path,
+        partition_activations=args.partition_activations,
     )
-    reason = why_impossible(options.parallel, options.optimizer, options.config, options.world_size)
+    _check_offload(options)
+    reason = why_impossible(
+        options.parallel,
+        options.optimizer,
+        options.config,
+        options.world_size,
+        offloads=options.offload is not None,
+    )
     if reason is not None:
         raise InputError(reason)
     return options

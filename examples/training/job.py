@@ -21,6 +21,7 @@ from training.corpus import Batches, Corpus
 from training.model import ModelConfig
 from training.options import CONTEXT_BYTES, Options
 from training.screen import Screen
+from training.updaters import Offload
 from training.wire import Wire
 
 # Longest wait for a peer. Rank 0 alone replays 20 steps in one process meanwhile.
@@ -106,6 +107,16 @@ class Job:
     def batches(self, context: int = CONTEXT_BYTES) -> Batches:
         """The training rows of this run."""
         return Batches(self.corpus.train, context, self.options.seed, self.device)
+
+    @property
+    def memory_options(self) -> dict[str, Any]:
+        """What ``build_system`` is told of offload and recomputation."""
+        options = self.options
+        offload = None
+        if options.offload is not None:
+            path = (options.offload_path or self.run_dir) if options.offload == "nvme" else None
+            offload = Offload(options.offload, path)
+        return {"offload": offload, "recompute": options.partition_activations}
 
     def agree(self, values: list[float]) -> list[float]:
         """Rank 0's ``values`` on every rank, over the first backend."""

@@ -21,7 +21,12 @@ SMOOTHED_STEPS = 20
 # What rank 0 tells before each step, since a signal reaches the ranks at different steps.
 GO_ON, ENOUGH, ASKED_TO_STOP = 0.0, 1.0, 2.0
 # What a system's own traffic consists of; the rest is control, DDP's set-up, barriers.
-SYSTEM_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+SYSTEM_COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "reduce_scatter_update_all_gather",
+)
 
 
 @dataclass
@@ -108,7 +113,13 @@ def learn(job: Job) -> Learned:
     options = job.options
     wire = job.wires[0] if job.wires else None
     system = build_system(
-        options.parallel, options.optimizer, job.config, wire, job.start.state, job.device
+        options.parallel,
+        options.optimizer,
+        job.config,
+        wire,
+        job.start.state,
+        job.device,
+        **job.memory_options,
     )
     batches = job.batches()
     clock = _Clock(job)
@@ -141,4 +152,5 @@ def learn(job: Job) -> Learned:
         now = wire.sent()
         done.sent = now.since(before) if now and before else None
         done.formula_bytes = wire.formula_bytes
+    system.close()
     return done

@@ -25,6 +25,7 @@ class Lomo:
         """With a ``wire``, averages gradients over its ranks; without, updates from its own."""
         self._wire = wire
         self._world_size = wire.world_size if wire else 1
+        self._named = named_params
         self._params = [p for _, p in named_params]
         self._lr = 0.0
         self.grad_bytes = 0
@@ -57,9 +58,16 @@ class Lomo:
         """See ``Updater``; there is no state."""
         return 0
 
+    def weights(self) -> dict[str, Tensor]:
+        """See ``Updater``."""
+        return {name: param.detach() for name, param in self._named}
+
     def moments(self) -> Moments:
         """See ``Updater``; there is no state."""
         return {}
 
     def load_moments(self, moments: Moments, num_updates: int) -> None:
         """See ``Updater``; there is no state."""
+
+    def close(self) -> None:
+        """See ``Updater``; there are no files."""

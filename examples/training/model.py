@@ -6,12 +6,16 @@ The model is written once. Where a tensor-parallel run needs a collective, it as
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ringcomm import ops
 
@@ -148,11 +152,16 @@ class Llama(nn.Module):
 
     With a ``Sharding`` of several ranks each holds its part of every split weight, and all ranks
     must call it together with the same rows.
+
+    Attributes:
+        saving: None, or a context for the layers, which are recomputed in the backward pass then:
+            of a layer nothing but its input is saved, in this context.
     """
 
     def __init__(self, config: ModelConfig, sharding: Whole | None = None) -> None:
         super().__init__()
         self.config = config
+        self.saving: Callable[[], AbstractContextManager[Any]] | None = None
         self.sharding = sharding or Whole()
         part = shard_range(config.vocab_size, self.sharding.world_size, self.sharding.rank)
         self.tok = nn.Parameter(torch.empty(len(part), config.dim))
@@ -163,8 +172,9 @@ class Llama(nn.Module):
     def logits(self, ids: Tensor) -> Tensor:
         """int64 [batch, time] -> fp32 [batch, time, vocab part of this rank]."""
         x = self.sharding.embed(ids, self.tok, self.config.vocab_size)
-        for layer in self.layers:
-            x = layer(x)
+        with self.saving() if self.saving else nullcontext():
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False) if self.saving else layer(x)
         out: Tensor = self.head(self.sharding.enter(self.norm(x)))
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from training.model import PRESETS, ModelConfig
 
@@ -41,6 +41,9 @@ class Options:
     tokens: str
     out: Path
     seed: int
+    offload: Literal["cpu", "nvme"] | None = None
+    offload_path: Path | None = None
+    partition_activations: bool = False
 
     @property
     def config(self) -> ModelConfig:

@@ -29,7 +29,13 @@ class Replays:
 def _again(job: Job, parallel: str, wire: Wire | None, learned: Learned) -> list[float]:
     options = job.options
     system = build_system(
-        parallel, options.optimizer, job.config, wire, job.start.state, job.device
+        parallel,
+        options.optimizer,
+        job.config,
+        wire,
+        job.start.state,
+        job.device,
+        **(job.memory_options if wire else {}),
     )
     batches = job.batches()
     losses = []
@@ -39,6 +45,7 @@ def _again(job: Job, parallel: str, wire: Wire | None, learned: Learned) -> list
             raise Interrupted
         rows = batches.rows(learned.first_step + i, options.learn_rows)
         losses.append(system.step(*rows, lr))
+    system.close()
     return losses
 
 

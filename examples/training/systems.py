@@ -6,21 +6,30 @@ One class for all of them; they differ in three choices, which ``build_system`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.parallel import activations
 from training.lomo import Lomo
 from training.model import Llama, ModelConfig, Whole, initial_weights, shard_range
 from training.tensor_parallel import TensorParallel
-from training.updaters import Moments, TorchUpdater, Updater, live_bytes
-from training.wire import Wire, all_reduce_bytes
-from training.zero1 import Zero1
+from training.updaters import Moments, Offload, TorchUpdater, Updater, live_bytes
+from training.wire import Wire, all_reduce_bytes, scatter_or_gather_bytes
+from training.zero import Zero
 
-PARALLELS = ("ddp", "tp", "zero1", "single")
+ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+PARALLELS = ("ddp", "tp", *ZERO_STAGES, "single")
 OPTIMIZERS = ("adamw", "sgd", "lomo")
 
 
@@ -48,11 +57,12 @@ class Memory:
 
 
 def why_impossible(
-    parallel: str, optimizer: str, config: ModelConfig, world_size: int
+    parallel: str, optimizer: str, config: ModelConfig, world_size: int, *, offloads: bool = False
 ) -> str | None:
     """The reason why a system cannot be built, for the user; None if it can."""
-    if parallel == "zero1" and optimizer == "lomo":
-        return "ZeRO-1 splits optimizer state, and LOMO has none: choose --optimizer adamw or sgd"
+    if optimizer == "lomo" and (parallel in ZERO_STAGES or offloads):
+        what = "ZeRO splits" if parallel in ZERO_STAGES else "--offload moves"
+        return f"{what} optimizer state, and LOMO has none: choose --optimizer adamw or sgd"
     if parallel == "tp" and world_size > config.num_kv_heads:
         return (
             f"tensor parallelism gives every rank whole key/value heads: at most "
@@ -79,13 +89,15 @@ def _split_of(name: str, config: ModelConfig, world_size: int, rank: int) -> tup
 class System:
     """One replica of one way of training; all ranks of its wire make each step together."""
 
-    def __init__(
-        self, config: ModelConfig, wire: Wire | None, model: Llama, updater: Updater
-    ) -> None:
+    updater: Updater
+    """Set once the model has its weights."""
+
+    def __init__(self, config: ModelConfig, wire: Wire | None, model: Llama) -> None:
         self.config = config
         self.wire = wire
         self.model = model
-        self.updater = updater
+        self._folder: Path | None = None
+        self._saved: list[activations.Partitioned] = []
         self._module: nn.Module = model
         self._num_updates = 0
         self._uncounted_bytes = 0.0
@@ -133,16 +145,23 @@ class System:
         self._num_updates += 1
         if self.wire is not None:
             self.wire.formula_bytes += self._uncounted_bytes
+            for saved in self._saved:
+                gathered = scatter_or_gather_bytes(saved.gathered_bytes, self.wire.world_size)
+                self.wire.formula_bytes += gathered if self._splits_weights else 0
+            self._saved.clear()
         return float(loss.detach())
 
     def memory(self) -> Memory:
         """Bytes of this rank's weights, gradients (at their peak) and optimizer state."""
-        params = live_bytes(self.model.parameters())
+        params = live_bytes(
+            param.to_local() if isinstance(param, DTensor) else param
+            for param in self.model.parameters()
+        )
         return Memory(params, self.updater.grad_bytes, self.updater.state_bytes())
 
     def state(self) -> TrainState:
         """The whole training state, as copies on the CPU. Collective unless nothing is sharded."""
-        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        weights = self.updater.weights()
         moments = self.updater.moments()
         if self._splits_weights:
             weights = {n: self._gather(n, t) for n, t in weights.items()}
@@ -156,11 +175,14 @@ class System:
             self._num_updates,
         )
 
-    def load(self, state: TrainState) -> None:
-        """Continues from ``state``; every rank passes the same one."""
+    def load_weights(self, state: TrainState) -> None:
+        """Begins with the weights of ``state``; every rank passes the same one."""
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.copy_(self._cut(name, state.weights[name]))
+
+    def load_moments(self, state: TrainState) -> None:
+        """Continues from ``state``, whose weights are there."""
         moments = {
             key: {n: self._cut(n, t) for n, t in by_name.items()}
             for key, by_name in state.moments.items()
@@ -187,6 +209,42 @@ class System:
         flat = wire.gather_uneven(moved.contiguous(), [n * width for n in lengths])
         return torch.cat(flat).view(sum(lengths), *moved.shape[1:]).movedim(0, dim).contiguous()
 
+    # ---- memory
+
+    def new_folder(self, inside: Path) -> Path:
+        """A folder for offloaded state, which close() removes."""
+        self._folder = Path(tempfile.mkdtemp(prefix="offload-", dir=inside))
+        return self._folder
+
+    def recompute_layers(self, *, to_host: bool) -> None:
+        """Keeps the inputs of layers alone, 1/N of each where all ranks have the same ones."""
+        if self.wire is None:
+            group = None
+        elif self._splits_weights:
+            group = self.wire.group
+        else:  # of this rank alone, whose rows nobody else has
+            group, _ = dist.new_subgroups(1, backend=self.wire.backend)
+
+        @contextmanager
+        def saving() -> Iterator[None]:
+            if group is None:
+                yield
+                return
+            with activations.partition(
+                group, offload="cpu" if to_host else None, min_elems=0
+            ) as saved:
+                self._saved.append(saved)
+                yield
+
+        self.model.saving = saving
+
+    def close(self) -> None:
+        """Lets files go; there are no more steps. Collective."""
+        self.updater.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder)
+            self._folder = None
+
 
 def _blocking_hook(wire: Wire, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's own average, but blocking, so that the time in communication can be read."""
@@ -207,8 +265,10 @@ def build_system(
     device: torch.device,
     *,
     overlap: bool = True,
+    offload: Offload | None = None,
+    recompute: bool = False,
 ) -> System:
-    """Builds a replica that continues from ``state``. Collective for ``ddp``.
+    """Builds a replica that continues from ``state``. Collective.
 
     Args:
         parallel: one of ``PARALLELS``; ``single`` ignores ``wire``.
@@ -218,6 +278,9 @@ def build_system(
         state: the same on every rank.
         device: where the model lives.
         overlap: False makes DDP's all-reduces blocking, to measure them.
+        offload: where optimizer state goes, and with ``zero3`` weights and gradients, too.
+        recompute: save inputs of layers alone, in shards under ``tp``, in host memory with
+            ``offload``.
 
     Raises:
         ValueError: the combination makes no sense; see ``why_impossible``.
@@ -232,16 +295,20 @@ def build_system(
     sharding = TensorParallel(wire) if parallel == "tp" and wire else Whole()
     with torch.device(device):
         model = Llama(config, sharding)
+    system = System(config, wire, model)
+    system.load_weights(state)
+    if offload is not None and offload.path is not None:
+        offload = replace(offload, path=system.new_folder(offload.path))
     named = list(model.named_parameters())
-    updater: Updater
-    if parallel == "zero1" and wire:
-        updater = Zero1(named, optimizer, wire)
+    if parallel in ZERO_STAGES and wire:
+        system.updater = Zero(model, optimizer, wire, ZERO_STAGES[parallel], offload)
     elif optimizer == "lomo":
-        updater = Lomo(named, wire if parallel == "ddp" else None)
+        system.updater = Lomo(named, wire if parallel == "ddp" else None)
     else:
-        updater = TorchUpdater(named, optimizer)
-    system = System(config, wire, model, updater)
-    system.load(state)
+        system.updater = TorchUpdater(named, optimizer, offload)
+    system.load_moments(state)
+    if recompute:
+        system.recompute_layers(to_host=offload is not None)
     if parallel == "ddp" and optimizer != "lomo":
         system.wrap_in_ddp(overlap)
     return system

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +88,7 @@ class Wire:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._aside = SentBytes({})
         self.reset()
 
     def reset(self) -> None:
@@ -147,5 +150,18 @@ class Wire:
             dist.barrier(group=self.group)
 
     def sent(self) -> SentBytes | None:
-        """The backend's counters now; see ``read_sent_bytes``."""
-        return read_sent_bytes(self.backend)
+        """The backend's counters now, without what was sent aside; see ``read_sent_bytes``."""
+        now = read_sent_bytes(self.backend)
+        return None if now is None else now.since(self._aside)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent inside is no part of a step: a checkpoint's, and not in ``sent``."""
+        before = self.sent()
+        yield
+        after = self.sent()
+        if before is not None and after is not None:
+            extra = after.since(before).by_collective
+            total = Counter(self._aside.by_collective)
+            total.update(extra)
+            self._aside = SentBytes(dict(total))

@@ -92,7 +92,7 @@ def test_everything_in_small(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert not log_of(run_dir, "failure")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "tp", "zero1"])
+@pytest.mark.parametrize("parallel", ["ddp", "tp", "zero1", "zero2", "zero3"])
 def test_resumed_run_has_the_losses_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str
 ) -> None:
@@ -116,9 +116,37 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--zero-stage 0 --offload nvme --partition-activations",
+        "--zero-stage 1 --offload cpu",
+        "--zero-stage 2 --offload nvme --partition-activations",
+        "--zero-stage 3 --partition-activations",
+        "--zero-stage 3 --offload cpu",
+        "--zero-stage 3 --offload nvme --partition-activations",
+        "--parallel tp --offload cpu --partition-activations",
+    ],
+)
+def test_memory_options_change_no_loss(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: str
+) -> None:
+    is_alone = "--zero-stage 3 --offload" in options
+    backends = ["--backend", "ringcomm"] if is_alone else []
+    run_dir = run(tmp_path / "runs", "--no-race", "--steps", "4", *options.split(), *backends)
+    said = capfd.readouterr().out
+    assert "in one process: losses equal within" in said
+    if not is_alone:
+        assert "all losses equal to the last bit" in said
+    assert not log_of(run_dir, "failure")  # such as bytes that are not the formula's
+    assert not list(run_dir.glob("offload-*"))
+
+
 @pytest.mark.slow
 def test_torchrun_starts_it_too(tmp_path: Path) -> None:
     argv = [*TINY, "--no-race", "--steps", "2", "--out", str(tmp_path)]
+    argv += ["--zero-stage", "3", "--offload", "nvme", "--partition-activations"]
+    argv += ["--backend", "ringcomm"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "--standalone", str(EXAMPLES / "train.py"), *argv],
@@ -128,7 +156,7 @@ def test_torchrun_starts_it_too(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "all losses equal to the last bit" in done.stdout
+    assert "in one process: losses equal within" in done.stdout
     assert len(list(tmp_path.glob("*/checkpoint.pt"))) == 1
 
 

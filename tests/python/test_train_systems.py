@@ -126,7 +126,8 @@ def test_tensor_parallel_equals_one_process(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("parallel", "world_size"), [("ddp", 2), ("zero1", 2), ("zero1", 3), ("ddp", 3)]
+    ("parallel", "world_size"),
+    [("ddp", 2), ("ddp", 3), *((f"zero{stage}", n) for stage in (1, 2, 3) for n in (2, 3))],
 )
 def test_data_parallel_equals_one_process(
     tmp_path: Path, backend: str, parallel: str, world_size: int

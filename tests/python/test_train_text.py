@@ -95,6 +95,11 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
         (["--backend", "gloo", "--parallel", "single", "--world", "2"], "one process"),
         (["--backend", "gloo", "--parallel", "zero1", "--optimizer", "lomo"], "LOMO has none"),
         (["--backend", "gloo", "--parallel", "tp", "--world", "3"], "at most 2 ranks"),
+        (["--backend", "gloo", "--parallel", "tp", "--zero-stage", "1"], "is --parallel zero1"),
+        (["--backend", "gloo", "--offload", "cpu", "--optimizer", "lomo"], "LOMO has none"),
+        (["--backend", "gloo", "--offload-path", "/tmp"], "is for --offload nvme"),
+        (["--backend", "gloo", "--offload", "nvme", "--offload-path", "/no"], "no such folder"),
+        (["--backend", "gloo", "--offload", "cpu", "--zero-stage", "3"], "runs over ringcomm"),
     ],
 )
 def test_contradicting_options_are_refused(argv: list[str], words: str) -> None:

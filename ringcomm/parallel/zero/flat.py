@@ -188,9 +188,22 @@ class FlatZeroOptimizer(ZeroOptimizer):
         assert bucket.shard_grad is not None
         grad = bucket.shard_grad.to(bucket.shard.dtype)
         bucket.shard_grad = None
-        bucket.shard.grad = grad.mul_(factor) if factor != 1 else grad
-        self._inner.step()
-        bucket.shard.grad = None
+        rule = rule_of(self._inner, self.param_groups[bucket.group_idx])
+        if rule is not None and grad.device.type == "cpu" and not is_offloaded(self._inner):
+            state = self._inner.state[bucket.shard]
+            num_steps = _begin_step(state, rule, bucket.shard)
+            ops.optimizer_update_(
+                bucket.shard,
+                grad,
+                {name: state[name] for name in rule.state_names},
+                optimizer=rule,
+                step=num_steps,
+                grad_scale=factor,
+            )
+        else:
+            bucket.shard.grad = grad.mul_(factor) if factor != 1 else grad
+            self._inner.step()
+            bucket.shard.grad = None
         bucket.gather()
 
     # ---- state

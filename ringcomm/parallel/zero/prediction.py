@@ -104,6 +104,14 @@ def predict_traffic(
     _check(stage, world_size, rank)
     if stage == 0:
         raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
+    if chosen.offload_weights:
+        total = 0
+        for param in model.parameters():
+            begin, end = shard_range(param.numel(), world_size, rank)
+            mine = end - begin
+            gradient = param.numel() - mine if param.requires_grad else 0
+            total += param.element_size() * (2 * (world_size - 1) * mine + gradient)
+        return total
     if stage == 3:
         itemsize = (chosen.param_dtype or torch.float32).itemsize
         # Two gathers, and a gradient's way back.
