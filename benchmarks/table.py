@@ -350,6 +350,40 @@ def _system_lines(runs: list[Run]) -> list[str]:
     ]
 
 
+def _offload_lines(runs: list[Run]) -> list[str]:
+    """Files beside fio, AdamW beside torch's, steps beside memory and the formula."""
+    rows = []
+    for record in runs[0]:
+        ratio = record["ratio"]
+        rows.append(
+            [
+                record["name"],
+                _amount_of(record, "p50"),
+                record["peer"],
+                _amount_of(record, "peer_p50"),
+                "–"
+                if ratio is None
+                else f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})",
+                f"{record['predicted_efficiency']:.2f}" if "predicted_efficiency" in record else "",
+            ]
+        )
+    headers = ["what", "ringcomm", "beside", "its", "how much of it (10–90 %)", "predicted"]
+    return [
+        "Offload. Files: rate over fio's on the same file system. AdamW: torch's time over"
+        " ringcomm's. Steps of ZeRO-Infinity in files: time in memory over time with files, and"
+        " the share that the formula predicts where nothing overlaps:",
+        *_grid(headers, 1, rows),
+    ]
+
+
+def _amount_of(record: Record, name: str) -> str:
+    rate = record.get(f"{name}_bytes_per_s")
+    if rate is not None:
+        return f"{rate / 1e9:.2f} GB/s"
+    time_us = record.get(f"{name}_us")
+    return "–" if time_us is None else f"{milliseconds(time_us)} ms"
+
+
 def _is_floor(record: Record | None) -> bool:
     return record is not None and record["way"] == "copy"
 
@@ -367,7 +401,7 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what README shows; some kinds do not say."""
-    if record["kind"] in ("cross_entropy", "lomo", "systems"):
+    if record["kind"] in ("cross_entropy", "lomo", "systems", "offload"):
         return True
     return (
         record.get("world_size") in README_WORLDS
@@ -408,6 +442,7 @@ LAYOUTS = {
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
     "systems": Layout("systems", _STEPS, (), _system_lines),
+    "offload": Layout("offload", (), (), _offload_lines),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False

@@ -1,7 +1,23 @@
 """Training state in host memory or in files: ZeRO-Offload and ZeRO-Infinity."""
 
+from ringcomm.parallel.offload.efficiency import (
+    checkpoint_intensity,
+    efficiency,
+    optimizer_intensity,
+    weight_intensity,
+)
 from ringcomm.parallel.offload.file_store import FileStore, Transfer
 from ringcomm.parallel.offload.optimizers import SGD, AdamW
 from ringcomm.parallel.offload.tiled_linear import TiledLinear
 
-__all__ = ["SGD", "AdamW", "FileStore", "TiledLinear", "Transfer"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "FileStore",
+    "TiledLinear",
+    "Transfer",
+    "checkpoint_intensity",
+    "efficiency",
+    "optimizer_intensity",
+    "weight_intensity",
+]

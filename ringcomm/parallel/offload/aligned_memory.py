@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 # What O_DIRECT asks of sizes, offsets and addresses on the file systems there are.
 ALIGNMENT = 4096
+# From here on huge pages: a block is one piece of memory for the disk, in place of 256.
+HUGE_BYTES = 2 << 20
 
 
 def aligned_size(num_bytes: int) -> int:
@@ -23,6 +26,9 @@ def empty_aligned(num_bytes: int) -> Tensor:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = mmap.mmap(-1, max(ALIGNMENT, aligned_size(num_bytes)), flags=flags)
+    if num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
