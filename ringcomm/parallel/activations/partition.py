@@ -92,7 +92,7 @@ def partition(
         yield saver.counters
 
 
-class _Part:
+class Part:
     """One saved tensor: this rank's shard, and how the whole looked."""
 
     def __init__(self, shard: Tensor, look: Look, device: torch.device, memory: Any) -> None:
@@ -102,7 +102,7 @@ class _Part:
         self._memory = memory
 
 
-class PartitionSaver(SavedTensors[_Part]):
+class PartitionSaver(SavedTensors[Part]):
     """What partition() does, of which it has the arguments."""
 
     def __init__(
@@ -133,14 +133,14 @@ class PartitionSaver(SavedTensors[_Part]):
             and (self._group.size() > 1 or self.offload is not None)
         )
 
-    def keep(self, tensor: Tensor) -> _Part:
+    def keep(self, tensor: Tensor) -> Part:
         """See SavedTensors."""
         flat, look = flatten(tensor)
         if self._checks:
             self._check_equal(flat, tensor.shape)
         begin, end = shard_range(flat.numel(), self._group.size(), self._group.rank())
         shard, memory = self._copy(flat[begin:end])
-        part = _Part(shard, look, tensor.device, memory)
+        part = Part(shard, look, tensor.device, memory)
         counters = self.counters
         counters.num_saved += 1
         counters.to_host_bytes += shard.nbytes if part.is_in_host else 0
@@ -159,7 +159,7 @@ class PartitionSaver(SavedTensors[_Part]):
             return room.flat, room
         return shard.clone(), None
 
-    def restore(self, part: _Part) -> Tensor:
+    def restore(self, part: Part) -> Tensor:
         """Collective; see SavedTensors."""
         num_elems = part.look.shape.numel()
         flat = torch.empty(num_elems, dtype=part.look.dtype, device=part.device)
