@@ -220,7 +220,7 @@ def auto(
         A context, which may be entered again and again, and gives partition()'s counters.
 
     Raises:
-        ValueError: an argument is out of its range, also on another rank; there is no limit on a CPU.
+        ValueError: an argument is out of its range, also another rank's; a CPU has no limit.
 
     Collective: an all_reduce of 24 bytes, one of 8 after a measured forward pass; in it as
     partition() is. The ranks decide alike.
