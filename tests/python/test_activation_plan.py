@@ -155,6 +155,19 @@ def test_the_highest_plan_counts() -> None:
     assert run_ranks(2, check_plans) == ["partition"] * 2
 
 
+def check_measured_differently(rank: int) -> str | None:
+    auto = activations.auto(limit_bytes=1000, min_elems=0)
+    x = torch.ones(200 + 100 * rank, requires_grad=True).mul(1)
+    with auto:
+        x.sin()  # no backward pass: it is not replicated
+    assert auto.saved_bytes == 1200
+    return auto.choice
+
+
+def test_the_highest_measured_plan_counts() -> None:
+    assert run_ranks(2, check_measured_differently) == ["partition"] * 2
+
+
 def check_one_rank(rank: int) -> None:
     blocks = make()
     run(blocks).sum().backward()

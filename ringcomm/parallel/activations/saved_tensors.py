@@ -43,7 +43,8 @@ class SavedTensors(ABC, Generic[Kept]):
     """
 
     def __init__(self) -> None:
-        # Weakly, by what makes it the same tensor.
+        # Weakly, by what makes it the same tensor. A storage's place is not used again as long as
+        # there is a weak reference to it.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
 
     @abstractmethod
@@ -69,11 +70,8 @@ class SavedTensors(ABC, Generic[Kept]):
             return whole, _Written(whole)
         place = tensor.untyped_storage()._cdata, tensor.storage_offset()
         key = *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        storage, known = self._known.get(key, (None, None))
-        kept: Any = None
-        # An address may have been used again: only a living storage is the same one.
-        if storage is not None and known is not None and not storage.expired():
-            kept = known()
+        entry = self._known.get(key)
+        kept: Any = None if entry is None else entry[1]()
         if kept is None:
             kept = self.keep(tensor.detach())
             entry = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept)
