@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.activations.arena import Arena, Room
 from ringcomm.parallel.activations.host_memory import HostMemory
+from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain
 from ringcomm.parallel.flat_collectives import all_gather_shards
 
 
@@ -50,6 +51,7 @@ def partition(
     offload: Literal["cpu"] | None = None,
     min_elems: int = 1 << 14,
     check: bool = False,
+    arena: Arena | None = None,
 ) -> Iterator[Partitioned]:
     """Has tensors that autograd saves inside of it kept in shards over a group, 1/N on each rank.
 
@@ -67,10 +69,11 @@ def partition(
     Args:
         group: None for the default group.
         offload: "cpu" keeps the shards in host memory, outside of the device's (pinned where that
-            is a GPU).
+            is a GPU); also those of a single rank, which are whole.
         min_elems: smaller tensors stay whole.
         check: compare a digest of each tensor over the ranks, one small all_gather each, and raise
             where it is not the same on all.
+        arena: where shards go that are kept on its device; this context alone is entered then.
 
     Yields:
         Counters.
@@ -78,104 +81,95 @@ def partition(
     Raises:
         ValueError: an option is out of its range; with `check`, a tensor differs between the ranks.
         RingcommError: in the backward pass, ranks gather different tensors: they ran other layers.
+        RuntimeError: torch's own, of a tensor that is written before its backward pass.
 
     Collective with `check`, and in the backward pass, in autograd's order, which is the same on all
     ranks if the forward passes were. A graph that is dropped gathers nothing. A checkpoint with
     use_reentrant=True saves its inputs here as well, as long as one of them requires grad.
     """
-    if offload not in (None, "cpu"):
-        raise ValueError(f'offload is None or "cpu", got {offload!r}')
-    if min_elems < 0:
-        raise ValueError(f"min_elems is 0 or more, got {min_elems}")
-    resolved = resolve_group(group)
-    saver = _Saver(resolved, offload is not None, min_elems, check)
-    with torch.autograd.graph.saved_tensors_hooks(saver.pack, saver.unpack):
+    saver = PartitionSaver(group, offload, min_elems=min_elems, check=check, arena=arena)
+    with saver.hooks():
         yield saver.counters
 
 
-class _Part:
+class Part:
     """One saved tensor: this rank's shard, and how the whole looked."""
 
-    def __init__(self, whole: Tensor, shard: Tensor, host: HostMemory | None) -> None:
-        self.shape, self.stride = whole.shape, whole.stride()
-        self.dtype, self.device = whole.dtype, whole.device
-        self.shard, self.host = shard, host
-        self.num_bytes = shard.nbytes
+    def __init__(self, shard: Tensor, look: Look, device: torch.device, memory: Any) -> None:
+        self.shard, self.look, self.device = shard, look, device
+        self.is_in_host = isinstance(memory, HostMemory)
+        # Lives as long as the shard.
+        self._memory = memory
 
 
-class _Saver:
+class PartitionSaver(SavedTensors[Part]):
+    """What partition() does, of which it has the arguments."""
+
     def __init__(
-        self, group: dist.ProcessGroup, offloads: bool, min_elems: int, checks: bool
+        self,
+        group: dist.ProcessGroup | None,
+        offload: str | None,
+        *,
+        min_elems: int,
+        check: bool = False,
+        arena: Arena | None = None,
     ) -> None:
+        super().__init__()
+        if offload not in (None, "cpu"):
+            raise ValueError(f'offload is None or "cpu", got {offload!r}')
+        if min_elems < 0:
+            raise ValueError(f"min_elems is 0 or more, got {min_elems}")
         self.counters = Partitioned()
-        self._group, self._offloads = group, offloads
-        self._min_elems, self._checks = min_elems, checks
-        # What is saved twice is kept once: weakly, by what makes it the same tensor.
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[_Part]]] = {}
+        self.offload = offload
+        self._group = resolve_group(group)
+        self._min_elems, self._checks, self._arena = min_elems, check, arena
 
-    def pack(self, tensor: Tensor) -> Any:
-        if not self._takes(tensor):
-            return tensor
-        key = self._key(tensor)
-        self._known = {k: v for k, v in self._known.items() if not v[0].expired() and v[1]()}
-        known = self._known.get(key)
-        if known is not None and (part := known[1]()) is not None:
-            return part
-        part = self._cut(tensor.detach())
-        self._known[key] = StorageWeakRef(tensor.untyped_storage()), weakref.ref(part)
-        return part
-
-    def unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        return self._gather(packed)
-
-    def _takes(self, tensor: Tensor) -> bool:
-        base = tensor._base if tensor._base is not None else tensor
+    def takes(self, tensor: Tensor) -> bool:
+        """See SavedTensors."""
         return (
-            type(tensor) is Tensor
-            and not isinstance(base, nn.Parameter)
+            is_plain(tensor)
             and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-            and tensor.numel() >= max(1, self._min_elems)
-            and self._group.size() > 1
+            and tensor.numel() >= self._min_elems
+            and (self._group.size() > 1 or self.offload is not None)
         )
 
-    def _key(self, tensor: Tensor) -> Any:
-        place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-        return *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-
-    def _cut(self, tensor: Tensor) -> _Part:
-        # Torch keeps the strides of what is dense, in any order of dimensions.
-        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-            tensor = tensor.contiguous()
-        flat = tensor.as_strided([tensor.numel()], [1])
+    def keep(self, tensor: Tensor) -> Part:
+        """See SavedTensors."""
+        flat, look = flatten(tensor)
         if self._checks:
             self._check_equal(flat, tensor.shape)
         begin, end = shard_range(flat.numel(), self._group.size(), self._group.rank())
-        mine = flat[begin:end]
+        shard, memory = self._copy(flat[begin:end])
+        part = Part(shard, look, tensor.device, memory)
         counters = self.counters
         counters.num_saved += 1
-        if self._offloads:
-            host = HostMemory(mine)
-            part = _Part(tensor, host.tensor, host)
-            counters.to_host_bytes += part.num_bytes
-        else:
-            part = _Part(tensor, mine.clone(), None)
-        counters.add(part.num_bytes, in_host=self._offloads)
-        weakref.finalize(part, counters.add, -part.num_bytes, in_host=self._offloads)
+        counters.to_host_bytes += shard.nbytes if part.is_in_host else 0
+        counters.add(shard.nbytes, in_host=part.is_in_host)
+        forget = weakref.finalize(part, counters.add, -shard.nbytes, in_host=part.is_in_host)
+        forget.atexit = False
         return part
 
-    def _gather(self, part: _Part) -> Tensor:
-        num_elems = part.shape.numel()
-        flat = torch.empty(num_elems, dtype=part.dtype, device=part.device)
+    def _copy(self, shard: Tensor) -> tuple[Tensor, HostMemory | Room | None]:
+        """A copy, and what holds its memory if that is not torch."""
+        if self.offload is not None:
+            host = HostMemory(shard)
+            return host.tensor, host
+        if self._arena is not None and self._arena.device == shard.device:
+            room = self._arena.copy(shard)
+            return room.flat, room
+        return shard.clone(), None
+
+    def restore(self, part: Part) -> Tensor:
+        """Collective; see SavedTensors."""
+        num_elems = part.look.shape.numel()
+        flat = torch.empty(num_elems, dtype=part.look.dtype, device=part.device)
         begin, end = shard_range(num_elems, self._group.size(), self._group.rank())
         flat[begin:end].copy_(part.shard)
-        if part.host is not None:
-            self.counters.to_device_bytes += part.num_bytes
+        if part.is_in_host:
+            self.counters.to_device_bytes += part.shard.nbytes
         all_gather_shards(flat, self._group)
         self.counters.gathered_bytes += flat.nbytes
-        return flat.as_strided(part.shape, part.stride)
+        return part.look.over(flat)
 
     def _check_equal(self, flat: Tensor, shape: torch.Size) -> None:
         mine = hashlib.sha256(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()

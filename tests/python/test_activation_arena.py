@@ -1,0 +1,644 @@
+"""activations.arena() and gradient_arena(): the same bits, from memory that was set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ringcomm.parallel import activations
+from ringcomm.parallel.activations import Allocation
+
+ROWS = 24
+LINE = 64
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, out: int | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, out or width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+        return out
+
+
+def make() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block(20) for _ in range(4))
+
+
+def run(blocks: nn.ModuleList, seed: int = 1, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, 20, requires_grad=True).mul(1)
+    for block in blocks:
+        x = checkpoint(block, x, **{"use_reentrant": False, **options})
+    return x
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def expect(model: nn.Module, step: Callable[[], Tensor]) -> list[Tensor]:
+    """Gradients without an arena."""
+    step().square().sum().backward()
+    return gradients(model)
+
+
+def lines(*num_bytes: int) -> int:
+    return sum(-(-size // LINE) * LINE for size in num_bytes)
+
+
+SAVED = lines(*[4 * ROWS * 20] * 4)
+
+
+# ---- what comes back, and where it was
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_same_bits_in_one_block(reentrant: bool) -> None:
+    blocks = make()
+    expected = expect(blocks, lambda: run(blocks, use_reentrant=reentrant))
+    arena = activations.arena(SAVED)
+    used = []
+    for _ in range(3):
+        with arena:
+            out = run(blocks, use_reentrant=reentrant)
+        used.append(arena.used_bytes)
+        out.square().sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+        assert arena.used_bytes == 0  # places are free after the backward pass
+    assert used == [SAVED] * 3
+    assert (arena.num_blocks, arena.reserved_bytes) == (1, SAVED)
+
+
+def test_a_full_arena_grows_once_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = make()
+    expected = expect(blocks, lambda: run(blocks))
+    arena = activations.arena(SAVED // 4 + 60)
+    counts = []
+    with caplog.at_level(logging.WARNING, "ringcomm"):
+        for _ in range(3):
+            with arena:
+                out = run(blocks)
+            out.square().sum().backward()
+            counts.append(arena.num_blocks)
+            assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+    assert counts == [4, 4, 4]  # none after the first step
+    (said,) = caplog.messages
+    assert said.startswith(f"an arena of {SAVED // 4 + 60} bytes has no room for {SAVED // 4} more")
+    with activations.arena(1) as tiny:  # one tensor larger than a block
+        run(blocks)
+    assert tiny.num_blocks == 5
+
+
+def test_a_dropped_graph_gives_its_places_back() -> None:
+    blocks = make()
+    arena = activations.arena(SAVED)
+    for _ in range(5):
+        with arena:
+            out = run(blocks)
+        assert arena.used_bytes == SAVED
+        del out
+        gc.collect()
+        assert arena.used_bytes == 0
+    assert arena.num_blocks == 1
+
+
+def test_an_output_that_its_own_node_saves_is_freed() -> None:
+    with activations.arena(1 << 12) as arena:
+        y = torch.ones(100, requires_grad=True).exp()
+    assert arena.used_bytes == lines(400)
+    with activations.arena(1 << 12, min_elems=1000):  # kept whole
+        z = torch.ones(100, requires_grad=True).exp()
+    storages = [
+        torch.multiprocessing.reductions.StorageWeakRef(t.untyped_storage()) for t in (y, z)
+    ]
+    gc.disable()
+    del y, z
+    gc.enable()
+    assert arena.used_bytes == 0
+    assert all(storage.expired() for storage in storages)
+
+
+# ---- views, aliases, dtypes
+
+
+def looks() -> Iterator[Tensor]:
+    base = torch.randn(6, 8)
+    yield from (base.t(), base[:, ::2], base[1:, 3:5], base[2, 3], base.expand(2, 6, 8))
+    yield torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    yield torch.randn(2, 3, 4).permute(2, 0, 1)
+    yield from (base.double(), base.bfloat16(), base.half(), torch.complex(base, base))
+    yield torch.complex(base, base).conj()
+    yield torch.tensor([float("nan"), -0.0, float("inf")])
+
+
+@pytest.mark.parametrize("idx", range(len(list(looks()))))
+def test_looks(idx: int) -> None:
+    like = list(looks())[idx]
+    back = []
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+            ctx.save_for_backward(saved)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            back.extend(ctx.saved_tensors)
+            return grad, None
+
+    with activations.arena(1 << 12) as arena:
+        out = Save.apply(torch.ones(2, requires_grad=True), like)
+    assert arena.used_bytes == lines(like.numel() * like.element_size())
+    out.sum().backward()
+    (found,) = back
+    assert found.dtype == like.dtype
+    assert found.shape == like.shape
+    assert torch.equal(torch.nan_to_num(found, nan=7), torch.nan_to_num(like, nan=7))
+    if torch.empty_like(like).stride() == like.stride():
+        assert found.stride() == like.stride()
+    assert found.untyped_storage().data_ptr() != like.untyped_storage().data_ptr()
+
+
+def test_what_is_saved_twice_is_kept_once_and_parameters_stay() -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(5, 8).mul(1)
+    with activations.arena(1 << 12) as arena:
+        y = (x @ weight.t()).relu()  # saves x, a view of the weight, and the output
+    assert arena.used_bytes == lines(x.nbytes, y.nbytes)
+    with activations.arena(1 << 12) as arena:
+        z = x.clone().requires_grad_()
+        out = (z * z).sum() + z.sin().sum() + z.view(-1).cos().sum()
+    assert arena.used_bytes == 2 * lines(z.nbytes)  # z, and z in another shape
+    out.backward(retain_graph=True)
+    out.backward()
+    torch.testing.assert_close(z.grad, 2 * (2 * z + z.cos() - z.sin()).detach())
+    with activations.arena(1 << 12, min_elems=41) as arena:
+        (x.requires_grad_() * weight[0]).sin()
+    assert arena.used_bytes == 0
+
+
+def test_a_place_is_not_given_away_while_it_is_in_use() -> None:
+    """Old graphs stay as they are while new ones come and go."""
+    blocks = make()
+    expected = expect(blocks, lambda: run(blocks, seed=1))
+    arena = activations.arena(2 * SAVED + SAVED // 4)  # square() saves the last output
+    with arena:
+        old = run(blocks, seed=1)
+    for seed in range(2, 6):
+        with arena:
+            run(blocks, seed=seed).square().sum().backward()
+    blocks.zero_grad()
+    assert arena.used_bytes == SAVED
+    old.square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+    assert arena.num_blocks == 1
+
+
+def test_memory_that_is_used_again_is_no_tensor_that_is_known() -> None:
+    arena = activations.arena(1 << 14)
+    x = torch.ones(100, requires_grad=True)
+    sums = []
+    with arena:
+        for factor in range(20):
+            y = x.mul(factor)
+            sums.append((y * y).sum())
+            del y  # its graph is kept, its memory is not
+    assert arena.used_bytes == 20 * lines(400)
+    grads = [float(torch.autograd.grad(total, x)[0][0]) for total in sums]
+    assert grads == [2.0 * factor**2 for factor in range(20)]
+
+
+# ---- autograd's own rules
+
+
+def test_retain_graph_and_double_backward() -> None:
+    blocks = make()
+
+    def second_order(context: contextlib.AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        x = torch.randn(ROWS, 20, requires_grad=True)
+        with context:
+            out = x.mul(1)
+            for block in blocks:
+                out = checkpoint(block, out, use_reentrant=False)
+            loss = out.square().sum()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            again = grad.square().sum()
+        again.backward(retain_graph=True)
+        again.backward()
+        return [grad.detach(), *gradients(blocks)]
+
+    expected = second_order(contextlib.nullcontext())
+    found = second_order(activations.arena(1 << 20))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["saved", "its view", "parameter", "small"])
+def test_written_after_it_was_saved(kind: str) -> None:
+    def step(context: contextlib.AbstractContextManager[Any]) -> None:
+        weight = nn.Parameter(torch.randn(20))
+        x = torch.randn(ROWS, 20, requires_grad=True).mul(1)
+        view = x.view(-1)
+        with context:
+            out = (x * x * weight).sum()
+        with torch.no_grad():
+            {"saved": x, "its view": view, "parameter": weight, "small": x}[kind].add_(1)
+        if kind == "its view":
+            del x  # the tensor is gone, its memory is not
+        out.backward()
+
+    message = "modified by an inplace operation.*is at version 1; expected version 0 instead"
+    min_elems = 1 << 20 if kind == "small" else 0
+    for context in (
+        contextlib.nullcontext(),  # so does torch
+        activations.arena(1 << 14, min_elems=min_elems),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            step(context)
+
+
+def test_in_place_before_it_is_saved_is_fine() -> None:
+    x = torch.randn(ROWS, 20, requires_grad=True)
+    with activations.arena(1 << 14):
+        y = x.mul(2)
+        y.add_(1)
+        out = (y * y).sum()
+        y = y.mul(3).exp_()
+        (out + y.sum()).backward()
+    z = (2 * x + 1).detach()
+    torch.testing.assert_close(x.grad, 4 * z + 6 * (3 * z).exp())
+
+
+# ---- together with others
+
+
+def test_16_bits_by_autocast() -> None:
+    blocks = make()
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return run(blocks)
+
+    expected = expect(blocks, step)
+    with activations.arena(SAVED) as arena:
+        out = step()
+    # The first input has 32 bits, those after it 16.
+    assert arena.used_bytes == lines(4 * ROWS * 20, *[2 * ROWS * 20] * 3)
+    out.square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+
+
+def test_loss_scaling() -> None:
+    def train(blocks: nn.ModuleList, context: contextlib.AbstractContextManager[Any]) -> None:
+        optimizer = torch.optim.SGD(blocks.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)  # the first steps are skipped
+        for step in range(6):
+            with context, torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = run(blocks, seed=step).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(blocks.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    plain, ours = make(), make()
+    train(plain, contextlib.nullcontext())
+    activations.gradient_arena(ours.parameters())
+    train(ours, activations.arena(SAVED))
+    before = make()
+    for a, b, c in zip(plain.parameters(), ours.parameters(), before.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
+def test_selective_checkpoints() -> None:
+    blocks = make()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def step() -> Tensor:
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        return run(blocks, context_fn=contexts)
+
+    expected = expect(blocks, step)
+    with activations.arena(SAVED) as arena:
+        out = step()
+    assert arena.used_bytes == SAVED
+    out.square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation(set_to_none: bool) -> None:
+    def train(blocks: nn.ModuleList, context: contextlib.AbstractContextManager[Any]) -> None:
+        optimizer = torch.optim.SGD(blocks.parameters(), 0.1, momentum=0.9)
+        for step in range(3):
+            with context:  # a backward pass inside, and outside of it
+                run(blocks, seed=2 * step).square().mean().backward()
+                loss = run(blocks, seed=2 * step + 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    plain, ours = make(), make()
+    train(plain, contextlib.nullcontext())
+    grads = activations.gradient_arena(ours.parameters())
+    arena = activations.arena(SAVED + SAVED // 4)  # square() saves the last output
+    train(ours, arena)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True)
+    )
+    assert arena.num_blocks == 1
+    assert grads.num_bytes == sum(param.nbytes for param in ours.parameters())
+
+
+def test_without_checkpoints_any_model_works() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+    net.append(nn.Flatten()).append(nn.Linear(8 * 7 * 7, 5))
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
+    nn.functional.cross_entropy(net(x), y).backward()
+    expected = gradients(net)
+    arena = activations.arena(1 << 18)
+    blocks = []
+    for _ in range(3):
+        with arena:
+            loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(net), expected, strict=True))
+        blocks.append(arena.num_blocks)
+        del loss
+    assert blocks == [1, 1, 1]
+    assert arena.used_bytes == 0
+
+
+def test_nested_and_left_by_an_error() -> None:
+    arena = activations.arena(1 << 14)
+    x = torch.ones(50, requires_grad=True)
+    with contextlib.suppress(KeyError), arena:
+        raise KeyError
+    with arena:
+        a = x.sin()
+        with arena:
+            b = x.mul(2).sin()
+        c = x.mul(3).sin()
+    assert arena.used_bytes == 3 * lines(200)  # the first one, a leaf, as well
+    d = x.mul(4).sin()
+    assert arena.used_bytes == 3 * lines(200)
+    (a + b + c + d).sum().backward()
+    with pytest.raises(ValueError, match="block_bytes is 1 or more, got 0"):
+        activations.arena(0)
+    with pytest.raises(ValueError, match="min_elems is 0 or more, got -1"):
+        activations.arena(64, min_elems=-1)
+
+
+# ---- shards of a group
+
+
+def check_partition(rank: int) -> None:
+    torch.set_num_threads(1)
+    blocks = make()
+    size, world_size = ROWS * 20, dist.get_world_size()
+    expected = expect(blocks, lambda: run(blocks))
+    begin, end = rank * size // world_size, (rank + 1) * size // world_size
+    arena = activations.arena(4 * lines(4 * (size // world_size + 1)))
+    for _ in range(3):
+        with activations.partition(min_elems=0, arena=arena) as held:
+            out = run(blocks)
+        assert held.saved_bytes == pytest.approx(16 * (end - begin), abs=16)
+        assert arena.used_bytes >= held.saved_bytes
+        out.square().sum().backward()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+        assert arena.used_bytes == held.saved_bytes == 0
+    assert arena.num_blocks == 1
+    one = torch.ones(1, requires_grad=True).mul(1)  # some ranks have no element of it
+    with activations.partition(min_elems=0, arena=arena):
+        loss = (one * one).sum()
+    loss.backward()
+    written = torch.ones(50, requires_grad=True).mul(1)
+    with activations.partition(min_elems=0):
+        loss = written.square().sum()
+    with torch.no_grad():
+        written.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shards_go_to_the_arena(world_size: int) -> None:
+    run_ranks(world_size, check_partition)
+
+
+# ---- gradients
+
+
+def test_gradients_are_views_for_good() -> None:
+    torch.manual_seed(0)
+    each = [Block(20) for _ in range(4)]
+    blocks = nn.ModuleList(each)
+    each[1].up.requires_grad_(False)
+    each[2].down.to(torch.float64)
+    each[0].norm.weight.grad = torch.ones(20)
+    arena = activations.gradient_arena([*blocks.parameters(), *each[0].parameters()])
+    trained = [param for param in blocks.parameters() if param.requires_grad]
+    assert [buffer.dtype for buffer in arena.buffers] == [torch.float32, torch.float64]
+    assert arena.num_bytes == sum(param.nbytes for param in trained)
+    assert bool((each[0].norm.weight.grad == 1).all())  # it has moved
+
+    def places() -> list[int]:
+        return [param.grad.data_ptr() for param in trained if param.grad is not None]
+
+    def backward() -> None:
+        torch.manual_seed(1)
+        for block in each:
+            x = torch.randn(3, 20)
+            h = torch.tanh(block.up(block.norm(x)))
+            block.down(h.to(block.down.weight.dtype)).sum().backward()
+
+    blocks.zero_grad()
+    assert all(param.grad is None for param in blocks.parameters())
+    backward()
+    first = places()
+    inside = [range(b.data_ptr(), b.data_ptr() + b.nbytes) for b in arena.buffers]
+    assert len(first) == len(trained)
+    assert all(any(place in of for of in inside) for place in first)
+    once = [buffer.clone() for buffer in arena.buffers]
+    backward()
+    assert places() == first  # summed up there
+    assert all(torch.equal(b, 2 * o) for b, o in zip(arena.buffers, once, strict=True))
+    blocks.zero_grad()
+    backward()
+    assert places() == first
+    assert all(torch.equal(b, o) for b, o in zip(arena.buffers, once, strict=True))
+    arena.remove()
+    blocks.zero_grad()
+    backward()
+    assert not set(places()) & set(first)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_that_stay_where_they_are() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    activations.gradient_arena(table.parameters())
+    table(torch.tensor([1, 2])).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
+    conv = nn.Conv2d(3, 4, 2)
+    conv.weight.data = conv.weight.data.to(memory_format=torch.channels_last)
+    activations.gradient_arena(conv.parameters())
+    conv(torch.randn(1, 3, 5, 5)).sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.stride() == conv.weight.stride()
+    w = nn.Parameter(torch.ones(3))
+    activations.gradient_arena([w])
+    w.pow(3).sum().backward(create_graph=True)
+    assert w.grad is not None
+    w.grad.sum().backward()
+    assert w.grad.tolist() == [9.0] * 3  # 3 and 6
+    with pytest.raises(TypeError, match="plain parameters"):
+        activations.gradient_arena([w * 2])  # type: ignore[list-item]
+
+
+def check_ddp(rank: int) -> None:
+    torch.set_num_threads(1)
+    plain, ours = make(), make()
+    results = []
+    for blocks, is_ours in ((plain, False), (ours, True)):
+        net = nn.Sequential(*blocks)
+        if is_ours:
+            arena = activations.gradient_arena(net.parameters())
+        replica = DistributedDataParallel(net)
+        for step in range(3):
+            net.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            replica(torch.randn(ROWS, 20)).square().mean().backward()
+        results.append(gradients(net))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert sum(int(buffer.count_nonzero()) for buffer in arena.buffers) == sum(
+        int(grad.count_nonzero()) for grad in results[1]
+    )
+
+
+def test_gradients_under_ddp() -> None:
+    run_ranks(2, check_ddp)
+
+
+# ---- fragmentation
+
+
+def growing_step(*, has_arenas: bool) -> list[Allocation]:
+    """Two micro-batches through blocks that get wider: what is freed is too small for the next."""
+    torch.manual_seed(0)
+    widths = [16 + 8 * idx for idx in range(10)]
+    pairs = itertools.pairwise(widths)
+    blocks = nn.ModuleList(Block(width, out) for width, out in pairs)
+    saved = lines(*(4 * 1024 * width for width in widths[:-1]))
+    with activations.record_allocations() as trace:
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if has_arenas:
+            activations.gradient_arena(blocks.parameters())
+            context = activations.arena(saved)
+        for _ in range(2):
+            x = torch.randn(1024, widths[0])
+            with context:
+                for block in blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+                loss = x.sum()
+            del x
+            loss.backward()
+            del loss
+    return trace
+
+
+@pytest.mark.parametrize("policy", ["first_fit", "best_fit"])
+def test_a_step_fits_in_less_memory(policy: Literal["first_fit", "best_fit"]) -> None:
+    without, within = growing_step(has_arenas=False), growing_step(has_arenas=True)
+    before = activations.replay(without, policy=policy)
+    after = activations.replay(within, policy=policy)
+    # Arenas hold their bytes all the time, and yet end up lower, for want of holes.
+    assert after.peak_bytes > before.peak_bytes
+    assert after.extent_bytes < before.extent_bytes
+    assert after.lost_share < 0.01 < 0.05 < before.lost_share
+    heap_bytes = after.extent_bytes
+    assert activations.replay(within, heap_bytes, policy).failed_at is None
+    failed = activations.replay(without, heap_bytes, policy)
+    assert failed.failed_at is not None
+    assert failed.free_bytes > failed.wanted_bytes > failed.largest_bytes
+
+
+def interleaved(*, has_arena: bool) -> list[Allocation]:
+    """Activations of 4 KiB and checkpoints of 1, in turn; then all activations go, and 16 come."""
+    trace = [Allocation(1000, 8 << 10)] if has_arena else []
+    for idx in range(8):
+        trace += [Allocation(idx, 4 << 10), Allocation(100 + idx, 1 << 10)]
+        if has_arena:  # copied, and gone
+            trace.append(Allocation(100 + idx, -(1 << 10)))
+    trace += [Allocation(idx, -(4 << 10)) for idx in range(8)]
+    return [*trace, Allocation(2000, 16 << 10)]
+
+
+@pytest.mark.parametrize("policy", ["first_fit", "best_fit"])
+def test_an_adversary(policy: Literal["first_fit", "best_fit"]) -> None:
+    heap_bytes = 41 << 10
+    failed = activations.replay(interleaved(has_arena=False), heap_bytes, policy)
+    assert failed.failed_at == 24
+    assert (failed.wanted_bytes, failed.free_bytes) == (16 << 10, 33 << 10)
+    assert failed.largest_bytes == 4 << 10
+    assert failed.fragmentation == 1 - 4 / 33
+    passed = activations.replay(interleaved(has_arena=True), heap_bytes, policy)
+    assert passed.failed_at is None
+    assert passed.extent_bytes == heap_bytes
+    assert passed.fragmentation == 0
+    # No byte less would do.
+    assert activations.replay(interleaved(has_arena=True), heap_bytes - 1, policy).failed_at
+
+
+def test_replay_knows_what_it_replays() -> None:
+    a, b, c = Allocation(1, 100), Allocation(2, 64), Allocation(3, 64)
+    free_a, free_b = Allocation(1, -100), Allocation(2, -64)
+    # A hole of two lines, and one at the end of one line.
+    trace = [a, b, c, free_a, Allocation(4, 64)]
+    first = activations.replay(trace, 320)
+    assert (first.peak_bytes, first.extent_bytes, first.largest_bytes) == (256, 256, 64)
+    best = activations.replay(trace, 320, "best_fit")
+    assert (best.extent_bytes, best.largest_bytes, best.free_bytes) == (320, 128, 128)
+    joined = activations.replay([a, b, c, free_a, free_b], 256)
+    assert (joined.free_bytes, joined.largest_bytes, joined.fragmentation) == (192, 192, 0)
+    assert activations.replay([]).lost_share == 0
+    with pytest.raises(ValueError, match="event 0 frees 2"):
+        activations.replay([free_b])
+
+
+def test_what_a_gpu_says_wants_one() -> None:
+    if torch.cuda.is_available():
+        assert activations.device_fragmentation().num_alloc_retries >= 0
+    else:
+        with pytest.raises(RuntimeError, match="there is no CUDA device"):
+            activations.device_fragmentation()

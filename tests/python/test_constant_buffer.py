@@ -1,0 +1,204 @@
+"""Collectives through a buffer of a constant size: exact results, bytes on the wire, memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankFailure, run_ranks
+from torch import Tensor, nn
+
+import ringcomm
+from ringcomm.parallel.activations import record_allocations
+from ringcomm.parallel.constant_buffer import all_reduce_mean_, broadcast_
+
+# Nothing fits by chance: neither a tensor nor a row of one fills a buffer of these exactly.
+BUFFER_BYTES = [16, 100, 4096, 1 << 20]
+
+
+def make(rank: int) -> list[Tensor]:
+    """Whole numbers, so that means are exact where they are multiples of the number of ranks."""
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = torch.arange(torch.Size(shape).numel()).remainder(40).add(rank)
+        return (12 * values).view(shape).to(dtype)
+
+    return [
+        numbers(7, 5),
+        numbers(0, 3),
+        numbers(1),
+        numbers(3, 333, dtype=torch.float64),
+        numbers(13, 11).t(),
+        numbers(9, dtype=torch.bfloat16),
+        numbers(4, 6, 5, 3).to(memory_format=torch.channels_last),
+        numbers(6, 10)[:, ::3],
+        numbers(5, 4, 3).permute(1, 2, 0)[:, 1:, :4],
+        numbers(70, dtype=torch.bfloat16)[1:],
+        numbers(),
+        torch.complex(numbers(5), -numbers(5)),
+        torch.complex(numbers(3), numbers(3)).conj(),
+        nn.Parameter(numbers(1001)),
+    ]
+
+
+def mean(num_ranks: int) -> list[Tensor]:
+    by_rank = [make(rank) for rank in range(num_ranks)]
+    wide = [
+        [t.detach().to(torch.complex128) for t in alike] for alike in zip(*by_rank, strict=True)
+    ]
+    means = [torch.stack(alike).sum(0) / num_ranks for alike in wide]
+    return [m if t.is_complex() else m.real for m, t in zip(means, by_rank[0], strict=True)]
+
+
+def sent_bytes() -> int:
+    return sum(entry["sent_bytes"] for entry in ringcomm.stats().values())
+
+
+def check_mean(rank: int, buffer_bytes: int) -> tuple[int, int]:
+    tensors = make(rank)
+    strides = [tensor.stride() for tensor in tensors]
+    before = sent_bytes()
+    all_reduce_mean_(tensors, None, buffer_bytes)
+    for tensor, expected in zip(tensors, mean(dist.get_world_size()), strict=True):
+        assert torch.equal(tensor.detach(), expected.to(tensor.dtype))
+    assert [tensor.stride() for tensor in tensors] == strides
+    return sent_bytes() - before, sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("buffer_bytes", BUFFER_BYTES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_mean(world_size: int, buffer_bytes: int) -> None:
+    options = ringcomm.Options(algorithm="two_shot")
+    by_rank = run_ranks(world_size, check_mean, buffer_bytes, pg_options=options)
+    # Each byte is reduced once and gathered once, whatever the buffer.
+    assert sum(sent for sent, _ in by_rank) == 2 * (world_size - 1) * by_rank[0][1]
+
+
+def check_broadcast(rank: int, buffer_bytes: int, source: int) -> tuple[int, int]:
+    def more(of: int) -> list[Tensor]:
+        ints = torch.arange(30).view(5, 6).t() * (of + 1)
+        return [*make(of), ints, ints > 40, ints.to(torch.uint8)[1:]]
+
+    tensors = more(rank)
+    before = sent_bytes()
+    broadcast_(tensors, None, buffer_bytes, group_src=source)
+    for tensor, expected in zip(tensors, more(source), strict=True):
+        assert torch.equal(tensor, expected)
+    return sent_bytes() - before, sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("buffer_bytes", BUFFER_BYTES)
+@pytest.mark.parametrize(("world_size", "source"), [(1, 0), (2, 1), (3, 2), (4, 0)])
+def test_broadcast(world_size: int, source: int, buffer_bytes: int) -> None:
+    by_rank = run_ranks(world_size, check_broadcast, buffer_bytes, source)
+    assert sum(sent for sent, _ in by_rank) == (world_size - 1) * by_rank[0][1]
+
+
+def test_another_backend() -> None:
+    run_ranks(3, check_gloo, backend="gloo")
+
+
+def check_gloo(rank: int) -> None:
+    tensors = [t for t in make(rank) if t.dtype != torch.bfloat16]
+    expected = [m for m, t in zip(mean(3), make(0), strict=True) if t.dtype != torch.bfloat16]
+    all_reduce_mean_(tensors, None, 100)
+    assert all(
+        torch.equal(t.detach(), m.to(t.dtype)) for t, m in zip(tensors, expected, strict=True)
+    )
+    broadcast_(tensors, None, 100)
+
+
+# ---- memory
+
+
+def check_memory(rank: int, num_elems: int, buffer_bytes: int) -> tuple[int, int, int]:
+    """Peaks of both, and of the plain way: one copy of everything."""
+    # Few sizes, none of which divides the buffer; one is not contiguous.
+    sizes = [num_elems // 2, num_elems // 3]
+    sizes += [num_elems - sum(sizes) - 1011 * 7, 1011 * 7]
+    tensors = [torch.full([size], float(rank)) for size in sizes[:-1]]
+    tensors.append(torch.full([1011, 9], float(rank))[:, :7])
+    peaks = []
+    for run in (
+        lambda: all_reduce_mean_(tensors, None, buffer_bytes),
+        lambda: broadcast_(tensors, None, buffer_bytes),
+        lambda: torch.cat([tensor.reshape(-1) for tensor in tensors]),
+    ):
+        with record_allocations() as trace:
+            run()
+        now = peak = 0
+        for event in trace:
+            now += event.num_bytes
+            peak = max(peak, now)
+        assert now == 0
+        peaks.append(peak)
+    assert all(bool((tensor == 0.5).all()) for tensor in tensors)
+    return peaks[0], peaks[1], peaks[2]
+
+
+def test_memory_is_that_of_the_buffer() -> None:
+    small = run_ranks(2, check_memory, 5_000_000, 1 << 20)
+    large = run_ranks(2, check_memory, 60_000_000, 1 << 20)
+    for peaks in small + large:
+        assert peaks[:2] == (1 << 20, 1 << 20)
+    # Otherwise it is that of the model, which this way of counting sees.
+    assert small[0][2] >= 4 * 5_000_000
+    assert large[0][2] >= 4 * 60_000_000
+
+
+def check_one_large_tensor(rank: int) -> int:
+    tensor = torch.full([1_000_003], float(rank))
+    with record_allocations() as trace:
+        all_reduce_mean_([tensor], None, 1 << 16)
+    assert bool((tensor == 0.5).all())
+    return len(trace)
+
+
+def test_slices_travel_from_where_they_are() -> None:
+    assert run_ranks(2, check_one_large_tensor) == [0, 0]
+
+
+# ---- what is refused, and what costs nothing
+
+
+def check_edges(rank: int) -> None:
+    def calls() -> int:
+        return sum(entry["num_calls"] for entry in ringcomm.stats().values())
+
+    before = calls()
+    for nothing in ([], [torch.empty(0), torch.empty(3, 0)]):
+        all_reduce_mean_(nothing)
+        broadcast_(nothing)
+    assert calls() == before
+    good = torch.full([3], float(rank))
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (torch.ones(2, dtype=torch.int64), TypeError, "floating point or complex .* torch.int64"),
+        (torch.ones(1).expand(4), ValueError, "elements that share memory"),
+        (torch.eye(2).to_sparse(), ValueError, "are strided"),
+        (torch.ones(2, dtype=torch.float64), ValueError, "an element of torch.float64 has no room"),
+    ]
+    for tensor, kind, match in wrong:
+        with pytest.raises(kind, match=match):
+            all_reduce_mean_([good, tensor], None, 7 if tensor.dtype == torch.float64 else 8)
+    with pytest.raises(ValueError, match="group_src is a rank of 2, got 2"):
+        broadcast_([good], group_src=2)
+    assert calls() == before
+    assert bool((good == rank).all())
+    all_reduce_mean_([good, good[:2].clone()], None, 8)  # calls of 2, 2 and 1 elements
+    assert calls() == before + 3
+    assert bool((good == 0.5).all())
+
+
+def test_edges() -> None:
+    run_ranks(2, check_edges)
+
+
+def check_other_tensors(rank: int) -> None:
+    all_reduce_mean_([torch.ones(5 + rank)])
+
+
+def test_other_tensors_on_a_rank_are_an_error() -> None:
+    with pytest.raises(RankFailure, match="MismatchError"):
+        run_ranks(2, check_other_tensors, fresh=True)
