@@ -32,7 +32,7 @@ def workers_of(layout: str, world_size: int) -> list[int]:
 
 def make_of(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """The optimizer that zero_models.make_optimizer() makes, of given groups."""
-    momentum = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
+    momentum: dict[str, Any] = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, 0.05, weight_decay=0.01, **momentum)
@@ -72,8 +72,8 @@ def train(
         nn.init.zeros_(model.last.weight)  # rank 0's count
     workers = workers_of(layout, world_size)
     losses: list[float] = []
+    before = sent_bytes()  # others may pull as soon as there is a server
     with make_server(model, layout, kind, **(options or {})) as server:
-        before = sent_bytes()
         if rank in workers:
             place = workers.index(rank)
             for step in range(STEPS):

@@ -31,7 +31,7 @@ def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The same ranks over ringcomm: messages that meet no others. Collective."""
     backend: Any = group._get_backend(torch.device("cpu"))
     is_whole = group.size() == dist.get_world_size()
-    made: Any = dist.new_group(
+    return dist.new_group(
         dist.get_process_group_ranks(group),
         backend="ringcomm",
         timeout=backend.options._timeout,
@@ -39,8 +39,6 @@ def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=not is_whole,
         group_desc="ringcomm parameter server",
     )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 def start_from_first(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:

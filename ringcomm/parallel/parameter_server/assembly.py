@@ -30,6 +30,7 @@ from ringcomm.parallel.parameter_server.ports import LocalPort, Port, RemotePort
 from ringcomm.parallel.parameter_server.replicas import Replicas
 from ringcomm.parallel.parameter_server.serving import Serving
 from ringcomm.parallel.parameter_server.shard import Shard
+from ringcomm.parallel.parameter_server.worker import Worker
 
 __all__ = ["Assembly"]
 
@@ -109,13 +110,6 @@ class Assembly:
         start_from_first(self.replicas.modules, group)
         return group
 
-    def worker_optimizer(self, rank: int) -> torch.optim.Optimizer | None:
-        """The one of updates_at="worker"."""
-        if self.options.updates_at == "server" or rank not in self.workers:
-            return None
-        params = dict(enumerate(self.replicas.params))
-        return optimizer_of(self.make_optimizer, self.groups, params)
-
     def serving(self, group: dist.ProcessGroup) -> Serving | None:
         """This rank's server, if it has keys."""
         rank = group.rank()
@@ -138,11 +132,11 @@ class Assembly:
         remote = [worker for worker in self.workers if worker != rank]
         return Serving(shard, Channel(group), packing, remote)
 
-    def ports(self, group: dist.ProcessGroup, serving: Serving | None) -> list[Port]:
-        """A worker's, to every server; none on a dedicated server."""
+    def worker(self, group: dist.ProcessGroup, serving: Serving | None) -> Worker | None:
+        """This rank's working part; None on a dedicated server."""
         rank = group.rank()
         if rank not in self.workers:
-            return []
+            return None
         ports: list[Port] = []
         for server, indices in self.owned.items():
             packing = self._packing(indices)
@@ -150,7 +144,11 @@ class Assembly:
                 ports.append(LocalPort(serving, rank, indices, packing))
             else:
                 ports.append(RemotePort(Channel(group), server, indices, packing))
-        return ports
+        optimizer = None
+        if self.options.updates_at == "worker":
+            params = dict(enumerate(self.replicas.params))
+            optimizer = optimizer_of(self.make_optimizer, self.groups, params)
+        return Worker(ports, self.replicas, self.keys, optimizer, serving)
 
     def _packing(self, indices: Sequence[int]) -> Packing:
         return Packing.of_keys(self.keys[index] for index in indices)

@@ -55,6 +55,7 @@ class Header:
 
     @staticmethod
     def decode(words: Tensor) -> Header:
+        """What encode() has made."""
         kind, version, has_version, count = words.tolist()
         return Header(Kind(kind), version, has_version, count)
 
@@ -69,18 +70,21 @@ class Channel:
         """Returns a Work at once; the message leaves, and keeps its tensor, without a wait too."""
         return dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
 
-    def send_header(self, peer: int, tag: Tag, header: Header) -> None:
-        self.send(peer, tag, header.encode())
+    def send_header(self, peer: int, tag: Tag, header: Header) -> Any:
+        """As send()."""
+        return self.send(peer, tag, header.encode())
 
     def start_receive(self, peer: int, tag: Tag, tensor: Tensor) -> Any:
         """Returns a Work; the tensor is filled when it is done."""
         return dist.irecv(tensor, group=self.group, group_src=peer, tag=tag)
 
     def receive(self, peer: int, tag: Tag, tensor: Tensor) -> Tensor:
+        """Fills a tensor, waits, and returns it."""
         self.start_receive(peer, tag, tensor).wait()
         return tensor
 
     def receive_header(self, peer: int, tag: Tag) -> Header:
+        """Waits for one."""
         return Header.decode(self.receive(peer, tag, torch.empty(4, dtype=torch.int64)))
 
     def abort(self) -> None:

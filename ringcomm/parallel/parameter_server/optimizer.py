@@ -52,6 +52,7 @@ class ServerOptimizer:
         return [param.detach() for param in self._params.values()]
 
     def step(self, gradient: Sequence[Tensor]) -> None:
+        """One update, with a gradient by key; cast to its parameter's dtype and device."""
         for param, part in zip(self._params.values(), gradient, strict=True):
             param.grad = part.to(param.device, param.dtype)
         self._optimizer.step()

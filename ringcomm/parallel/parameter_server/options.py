@@ -23,6 +23,7 @@ class Options:
     wire_dtype: torch.dtype | None
 
     def workers(self, world_size: int) -> tuple[int, ...]:
+        """Their ranks."""
         ranks = range(world_size)
         return tuple(rank for rank in ranks if not (self.is_dedicated and rank in self.servers))
 

@@ -25,7 +25,7 @@ def groups_of_keys(
     """
     if param_groups is None:
         return [{"params": list(range(len(keys)))}]
-    names = {param: name for name, param in model.named_parameters()}
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
     index_of = {key.name: index for index, key in enumerate(keys)}
     given = list(param_groups)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]

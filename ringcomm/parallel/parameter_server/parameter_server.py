@@ -14,10 +14,10 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.parameter_server.assembly import Assembly
-from ringcomm.parallel.parameter_server.messages import Header, Kind
 from ringcomm.parallel.parameter_server.options import Options
 from ringcomm.parallel.parameter_server.param_groups import MakeOptimizer
 from ringcomm.parallel.parameter_server.saved_state import check_state, copied, merged, unpacked
+from ringcomm.parallel.parameter_server.worker import Worker
 
 __all__ = ["ParameterServer"]
 
@@ -72,8 +72,6 @@ class ParameterServer:
 
     Attributes:
         group: a group of its own.
-        version: how many updates the weights of this worker have, of each key at least; of a
-            dedicated server how many it has made.
         servers: ranks that have keys.
         keys: by server the names of its parameters.
 
@@ -110,22 +108,19 @@ class ParameterServer:
             ),
         )
         self._options, self._keys, self._groups = parts.options, parts.keys, parts.groups
-        self._replicas = parts.replicas
         self.group = parts.meet()
-        rank = self.group.rank()
         self.servers = list(parts.owned)
         self.keys = {
             server: [self._keys[index].name for index in indices]
             for server, indices in parts.owned.items()
         }
-        self._is_worker = rank in parts.workers
-        self._optimizer = parts.worker_optimizer(rank)
         self._serving = parts.serving(self.group)
-        self._ports = parts.ports(self.group, self._serving)
-        self._turns = deque(kind for kind, worker in self._options.schedule or () if worker == rank)
-        self._num_pushes = 0
+        self._worker = parts.worker(self.group, self._serving)
+        self._turns = deque(
+            kind for kind, worker in self._options.schedule or () if worker == self.group.rank()
+        )
         self._is_closed = False
-        if self._is_worker and self._serving is not None:
+        if self._worker is not None and self._serving is not None:
             self._serving.start()
 
     # ---- what a rank does
@@ -136,7 +131,7 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is a worker, which serves beside its work.
         """
-        if self._is_worker:
+        if self._worker is not None:
             raise RuntimeError("serve() is for dedicated servers; a worker that serves does so")
         if self._serving is not None:
             self._serving.run()
@@ -151,25 +146,12 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed; the schedule has another turn.
         """
-        self._check_turn("pull")
-        wanted = self._num_pushes - (0 if fresh else self._options.staleness or 0)
-        if self._options.staleness is None:
-            wanted = 0
-        for port in self._ports:
-            port.ask(Header(Kind.PULL, max(0, wanted), port.version))
-        versions = [port.begin_answer().version for port in self._ports]
-        updates: dict[int, dict[str, torch.Tensor]] = {}
-        for port, version in zip(self._ports, versions, strict=True):
-            names = [self._keys[index].name for index in port.key_indices]
-            for place, buffer in enumerate(port.end_answer()):
-                views = port.packing.views(buffer)
-                updates.setdefault(port.version + place, {}).update(zip(names, views, strict=True))
-            port.version = version
-        for _, values in sorted(updates.items()):
-            if self._optimizer is None:
-                self._replicas.write(values)
-            else:
-                self._replicas.step(self._optimizer, values)
+        worker = self._worker_at("pull")
+        staleness = self._options.staleness
+        if staleness is None:
+            worker.pull(0)
+        else:
+            worker.pull(worker.num_pushes - (0 if fresh else staleness))
 
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
@@ -181,14 +163,7 @@ class ParameterServer:
             RuntimeError: as from pull().
             ValueError: a gradient is sparse, or the model has other parameters than it had.
         """
-        self._check_turn("push")
-        self._replicas.check_unchanged()
-        gradients = self._replicas.gradients(self._keys)
-        for port in self._ports:
-            header = Header(Kind.PUSH, has_version=port.version)
-            port.push(header, [gradients[index] for index in port.key_indices])
-        self._replicas.clear_gradients()
-        self._num_pushes += 1
+        self._worker_at("push").push()
 
     def replay(self, compute: Callable[[], Any]) -> None:
         """Does this worker's events of the schedule: pull(); compute() and push()."""
@@ -201,25 +176,30 @@ class ParameterServer:
                 compute()
                 self.push()
 
-    def _check_turn(self, kind: str) -> None:
-        self._check_worker(f"{kind}()")
+    def _worker_at(self, kind: str) -> Worker:
+        """Takes this worker's next turn of the schedule."""
+        worker = self._checked_worker(f"{kind}()")
         if self._options.schedule is not None:
-            turn = self._turns.popleft() if self._turns else "nothing more"
+            turn = self._turns[0] if self._turns else "nothing more"
             if turn != kind:
                 raise RuntimeError(f"the schedule has {turn} for this worker, not a {kind}()")
+            self._turns.popleft()
+        return worker
 
-    def _check_worker(self, what: str) -> None:
-        if not self._is_worker:
+    def _checked_worker(self, what: str) -> Worker:
+        if self._worker is None:
             raise RuntimeError(f"{what} is for workers; a dedicated server calls serve()")
         if self._is_closed:
             raise RuntimeError(f"{what} after close()")
+        return self._worker
 
     # ---- what there is to see
 
     @property
     def version(self) -> int:
-        if self._ports:
-            return min(port.version for port in self._ports)
+        """How many updates a worker's weights have had; of a dedicated server, how many it made."""
+        if self._worker is not None:
+            return self._worker.version
         return 0 if self._serving is None else self._serving.shard.version
 
     @property
@@ -241,14 +221,10 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        self._check_worker("full_state_dict()")
-        if self._optimizer is not None:
-            return copied(self._optimizer.state_dict())
-        for port in self._ports:
-            port.ask(Header(Kind.STATE))
-        for port in self._ports:
-            port.begin_answer()
-        return merged([unpacked(port.end_answer()[0]) for port in self._ports], self._groups)
+        worker = self._checked_worker("full_state_dict()")
+        if worker.optimizer is not None:
+            return copied(worker.optimizer.state_dict())
+        return merged([unpacked(state) for state in worker.states()], self._groups)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes a whole state, of any number of servers or of torch's optimizer; before step 0.
@@ -264,8 +240,8 @@ class ParameterServer:
         Collective: a barrier, also of dedicated servers, before they serve().
         """
         check_state(state, self._groups, self._keys)
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(dict(state))
+        if self._worker is not None and self._worker.optimizer is not None:
+            self._worker.optimizer.load_state_dict(dict(state))
         elif self._serving is not None and self._serving.shard.optimizer is not None:
             optimizer = self._serving.shard.optimizer
             self._serving.call(lambda: optimizer.load_state_dict(state))
@@ -281,13 +257,14 @@ class ParameterServer:
         """
         if self._is_closed:
             return
-        for port in self._ports:
-            port.flush()
-            port.ask(Header(Kind.CLOSE))
         self._is_closed = True
-        if self._is_worker and self._serving is not None:
-            self._serving.join()
-        dist.destroy_process_group(self.group)
+        try:
+            if self._worker is not None:
+                self._worker.close()
+            elif self._serving is not None:
+                self._serving.join()
+        finally:
+            dist.destroy_process_group(self.group)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringcomm.parallel.parameter_server.keys import Packing
 from ringcomm.parallel.parameter_server.messages import Channel, Header, Kind, Tag
@@ -40,11 +41,11 @@ class Port(Protocol):
     def end_answer(self) -> list[Tensor]:
         """Waits for what follows it; to be read before the next one."""
 
-    def flush(self) -> None:
-        """Waits until what was pushed has left."""
+    def close(self) -> None:
+        """Says that nothing more comes, and waits until all has left."""
 
 
-class RemotePort:
+class RemotePort(Port):
     """To a server in another process."""
 
     def __init__(
@@ -58,21 +59,30 @@ class RemotePort:
         self._receiving: list[tuple[Any, Tensor]] = []
         self._is_state = False
 
+    @override
     def ask(self, header: Header) -> None:
         self._is_state = header.kind == Kind.STATE
         self._channel.send_header(self._server, Tag.REQUEST, header)
 
+    @override
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        self.flush()
+        self._flush()
         self._pushed = self.packing.pack(gradient, self._pushed)
         self._channel.send_header(self._server, Tag.REQUEST, header)
         self._pushing = self._channel.send(self._server, Tag.GRADIENT, self._pushed)
 
-    def flush(self) -> None:
+    @override
+    def close(self) -> None:
+        self._flush()
+        self._channel.send_header(self._server, Tag.REQUEST, Header(Kind.CLOSE)).wait()
+
+    def _flush(self) -> None:
+        """The buffer of the last push is free then."""
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
             pushing.wait()
 
+    @override
     def begin_answer(self) -> Header:
         header = self._channel.receive_header(self._server, Tag.ANSWER)
         if self._is_state:
@@ -87,6 +97,7 @@ class RemotePort:
         ]
         return header
 
+    @override
     def end_answer(self) -> list[Tensor]:
         receiving, self._receiving = self._receiving, []
         for work, _ in receiving:
@@ -94,7 +105,7 @@ class RemotePort:
         return [buffer for _, buffer in receiving]
 
 
-class LocalPort:
+class LocalPort(Port):
     """To the server in this process: nothing travels, and values are rounded as if it did."""
 
     def __init__(
@@ -104,22 +115,27 @@ class LocalPort:
         self._serving, self._worker = serving, worker
         self._messages: list[Tensor] = []
 
+    @override
     def ask(self, header: Header) -> None:
         self._serving.submit(Request(self._worker, header, self._serving.answer_here))
 
+    @override
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
         packed = self.packing.pack(gradient)
         self._serving.submit(Request(self._worker, header, self._serving.answer_here, packed))
 
-    def flush(self) -> None:
-        """Nothing is under way."""
+    @override
+    def close(self) -> None:
+        self.ask(Header(Kind.CLOSE))
 
+    @override
     def begin_answer(self) -> Header:
-        header, messages = self._serving.next_answer()
+        answer: tuple[Header, Sequence[Tensor]] = self._serving.next_answer()
+        header, messages = answer
         self._messages = list(messages)
-        assert isinstance(header, Header)
         return header
 
+    @override
     def end_answer(self) -> list[Tensor]:
         messages, self._messages = self._messages, []
         return messages

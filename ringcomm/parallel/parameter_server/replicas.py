@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.parameter_server.keys import Key
-
 __all__ = ["Replicas"]
 
 
@@ -49,15 +47,15 @@ class Replicas:
                         " was made: close() it, and make another one of the changed model"
                     )
 
-    def gradients(self, keys: Sequence[Key]) -> list[Tensor | None]:
-        """By key, summed over the replicas on the device of the first; None where none has any."""
-        sums: list[Tensor | None] = []
-        for key in keys:
-            parts = [params[key.name].grad for params in self._params]
+    def gradients(self) -> dict[str, Tensor | None]:
+        """By name, summed over the replicas on the device of the first; None where none has any."""
+        sums: dict[str, Tensor | None] = {}
+        for name in self._params[0]:
+            parts = [params[name].grad for params in self._params]
             present = [part for part in parts if part is not None]
             if any(part.is_sparse for part in present):
                 raise ValueError(
-                    f"the gradient of {key.name} is sparse, and a parameter server sends dense"
+                    f"the gradient of {name} is sparse, and a parameter server sends dense"
                     " ones: give the embedding sparse=False"
                 )
             total = present[0] if present else None
@@ -65,10 +63,11 @@ class Replicas:
                 total = total.clone()
                 for part in present[1:]:
                     total += part.to(total.device)
-            sums.append(total)
+            sums[name] = total
         return sums
 
     def clear_gradients(self) -> None:
+        """None, in every replica."""
         for params in self._params:
             for param in params.values():
                 param.grad = None

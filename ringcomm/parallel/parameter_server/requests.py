@@ -28,8 +28,10 @@ class Request:
 
     @property
     def is_scheduled(self) -> bool:
+        """Whether it has a turn in a schedule."""
         return self.header.kind in (Kind.PULL, Kind.PUSH)
 
     @property
     def is_last(self) -> bool:
+        """Whether the worker says nothing after it."""
         return self.header.kind == Kind.CLOSE

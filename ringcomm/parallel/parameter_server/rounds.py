@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from ringcomm.parallel.parameter_server.requests import Request
 
@@ -31,7 +32,8 @@ class Gradient:
 class Collected(Protocol):
     """Gradients that wait for being applied."""
 
-    def push(self, gradient: Gradient) -> None: ...
+    def push(self, gradient: Gradient) -> None:
+        """Adds one."""
 
     def leave(self, worker: int) -> None:
         """The worker pushes no more; what it has pushed counts."""
@@ -40,37 +42,43 @@ class Collected(Protocol):
         """Those of the next update, in the order of workers; None while some are missing."""
 
 
-class Rounds:
+class Rounds(Collected):
     """Update t has the t-th gradient of every worker that has not left before."""
 
     def __init__(self, workers: Iterable[int]) -> None:
         self._queues: dict[int, deque[Gradient]] = {worker: deque() for worker in sorted(workers)}
         self._present = set(self._queues)
 
+    @override
     def push(self, gradient: Gradient) -> None:
         self._queues[gradient.worker].append(gradient)
 
+    @override
     def leave(self, worker: int) -> None:
         self._present.discard(worker)
 
+    @override
     def next_update(self) -> list[Gradient] | None:
         if any(not self._queues[worker] for worker in self._present):
             return None
         return [queue.popleft() for queue in self._queues.values() if queue] or None
 
 
-class Arrivals:
+class Arrivals(Collected):
     """Every gradient is an update of its own."""
 
     def __init__(self) -> None:
         self._queue: deque[Gradient] = deque()
 
+    @override
     def push(self, gradient: Gradient) -> None:
         self._queue.append(gradient)
 
+    @override
     def leave(self, worker: int) -> None:
         """Nobody waits for it."""
 
+    @override
     def next_update(self) -> list[Gradient] | None:
         return [self._queue.popleft()] if self._queue else None
 
@@ -87,6 +95,7 @@ class Schedule:
         self._requests: dict[int, deque[Request]] = {}
 
     def arrive(self, request: Request) -> None:
+        """Keeps a request for its turn."""
         self._requests.setdefault(request.worker, deque()).append(request)
 
     def next_due(self) -> Request | None:

@@ -51,6 +51,11 @@ class Serving:
         if self._error is not None:
             raise self._error
 
+    def raise_cause(self) -> None:
+        """Raises what has ended the loop, if that was no failure of the group."""
+        if self._error is not None and not isinstance(self._error, RingcommError):
+            raise self._error
+
     def run(self) -> None:
         """The loop. What ends it before its time ends the group, so that nobody waits for it."""
         try:
@@ -96,7 +101,12 @@ class Serving:
         if self._thread is None:
             function()
             return
-        self._inbox.put(lambda: self._answers.put(function()))
+
+        def run() -> None:
+            function()
+            self._answers.put(None)
+
+        self._inbox.put(run)
         self.next_answer()
 
     # ---- the others

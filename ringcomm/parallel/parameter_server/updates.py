@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringcomm.parallel.parameter_server.keys import Packing
 from ringcomm.parallel.parameter_server.optimizer import ServerOptimizer
@@ -22,7 +23,7 @@ def mean_of(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     for parts in zip(*gradients, strict=True):
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
         for part in parts[1:]:
-            total += part
+            total.add_(part)
         means.append(total.div_(len(gradients)))
     return means
 
@@ -40,7 +41,7 @@ class Updates(Protocol):
         """The worker pulls no more."""
 
 
-class Weights:
+class Weights(Updates):
     """updates_at="server": an optimizer here, and workers pull weights.
 
     Args:
@@ -52,6 +53,7 @@ class Weights:
         self._version = 0
         self._packed: dict[int, Tensor] = {}
 
+    @override
     def apply(self, gradient: Sequence[Tensor]) -> None:
         if self._num_kept:
             self._pack()  # while these weights are there
@@ -66,6 +68,7 @@ class Weights:
         if self._version not in self._packed:
             self._packed[self._version] = self._packing.pack(self._optimizer.weights)
 
+    @override
     def news(self, worker: int, has_version: int, version: int) -> list[Tensor]:
         if has_version == version:
             return []
@@ -73,11 +76,12 @@ class Weights:
             self._pack()
         return [self._packed[version]]
 
+    @override
     def leave(self, worker: int) -> None:
         """Nothing is kept for it."""
 
 
-class UpdatesForWorkers:
+class UpdatesForWorkers(Updates):
     """updates_at="worker" in rounds: each worker pulls every mean gradient once."""
 
     def __init__(self, packing: Packing, workers: Sequence[int]) -> None:
@@ -86,16 +90,19 @@ class UpdatesForWorkers:
         self._version = 0
         self._packed: dict[int, Tensor] = {}  # by the version that the update starts from
 
+    @override
     def apply(self, gradient: Sequence[Tensor]) -> None:
         self._packed[self._version] = self._packing.pack(gradient)
         self._version += 1
 
+    @override
     def news(self, worker: int, has_version: int, version: int) -> list[Tensor]:
         found = [self._packed[update] for update in range(has_version, version)]
         self._has[worker] = version
         self._drop()
         return found
 
+    @override
     def leave(self, worker: int) -> None:
         self._has.pop(worker, None)
         self._drop()
@@ -107,7 +114,7 @@ class UpdatesForWorkers:
         }
 
 
-class SumsForWorkers:
+class SumsForWorkers(Updates):
     """updates_at="worker" without rounds: a worker pulls the sum of what it has not had.
 
     One sum a worker is kept, however slow it is.
@@ -117,6 +124,7 @@ class SumsForWorkers:
         self._packing = packing
         self._sums: dict[int, list[Tensor] | None] = dict.fromkeys(workers)
 
+    @override
     def apply(self, gradient: Sequence[Tensor]) -> None:
         for worker, sums in self._sums.items():
             if sums is None:
@@ -126,11 +134,13 @@ class SumsForWorkers:
                 ]
             else:
                 for total, part in zip(sums, gradient, strict=True):
-                    total += part
+                    total.add_(part)
 
+    @override
     def news(self, worker: int, has_version: int, version: int) -> list[Tensor]:
         sums, self._sums[worker] = self._sums[worker], None
         return [] if sums is None else [self._packing.pack(sums)]
 
+    @override
     def leave(self, worker: int) -> None:
         self._sums.pop(worker, None)
