@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from zero_models import Net, batch, loss_of, make_optimizer, weights
+from torch import nn
+from zero_models import Net, batch, loss_of, weights
 
 import ringcomm
 from ringcomm.parallel import ParameterServer
@@ -57,6 +57,12 @@ def sent_bytes() -> int:
     return sum(entry["sent_bytes"] for (op, _), entry in ringcomm.stats().items() if op == "send")
 
 
+def step_once(server: Any, model: nn.Module, step: int, place: int, num_workers: int) -> None:
+    server.pull()
+    loss_of(model, *batch(step, place, num_workers)).backward()
+    server.push()
+
+
 def train(
     rank: int,
     world_size: int,
@@ -97,18 +103,43 @@ def train(
     }
 
 
-def train_alone(
-    kind: str, num_micro_batches: int = 1, **model_options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same steps in one process, on all rows."""
-    model = Net(**model_options)
-    optimizer = make_optimizer(model, kind)
-    losses = []
-    for step in range(STEPS):
-        for part in range(num_micro_batches):
-            loss = loss_of(model, *batch(num_micro_batches * step + part))
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, weights(model)
+# ---- bytes
+
+WIDTH = {None: 4, torch.bfloat16: 2}
+
+
+def key_bytes(keys: dict[int, list[str]], wire_dtype: torch.dtype | None) -> dict[int, int]:
+    """By server."""
+    model = Net()
+    return {
+        server: sum(WIDTH[wire_dtype] * model.get_parameter(name).numel() for name in names)
+        for server, names in keys.items()
+    }
+
+
+def check_sent(
+    results: list[dict[str, Any]],
+    world_size: int,
+    layout: str,
+    num_steps: int,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """num_steps gradients of every worker, as much down, and one pull more, to the byte.
+
+    A pull that finds nothing new is headers alone.
+    """
+    workers = workers_of(layout, world_size)
+    keys = key_bytes(results[0]["keys"], wire_dtype)
+    whole = sum(WIDTH[wire_dtype] * param.numel() for param in Net().parameters())
+    assert sum(keys.values()) == whole
+    num_pulls = num_steps + 1
+    for rank, result in enumerate(results):
+        expected = 0
+        if rank in workers:
+            others = [server for server in keys if server != rank]
+            headers = (num_steps + num_pulls + 1) * HEADER_BYTES  # the last one closes
+            expected += sum(num_steps * keys[server] + headers for server in others)
+        if rank in keys:
+            clients = len(workers) - (rank in workers)
+            expected += clients * (num_steps * keys[rank] + num_pulls * HEADER_BYTES)
+        assert result["sent"] == expected, rank

@@ -1,4 +1,4 @@
-"""ParameterServer in step: the training of one process and of DDP, wherever parameters are."""
+"""ParameterServer in step: the training of one process and of DDP, and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from ps_runs import STEPS, groups_of, make_of, train, train_alone, workers_of
-from ranks import RankFailure, run_ranks
+from ps_oracles import train_alone
+from ps_runs import (
+    HEADER_BYTES,
+    STEPS,
+    check_sent,
+    groups_of,
+    make_of,
+    make_server,
+    sent_bytes,
+    train,
+    workers_of,
+)
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import Net, batch, loss_of, weights
@@ -47,6 +58,7 @@ def test_steps_are_those_of_one_process(world_size: int, layout: str, updates_at
         world_size, train, world_size, layout, "momentum", {"updates_at": updates_at}
     )
     check(results, world_size, layout, "momentum")
+    check_sent(results, world_size, layout, STEPS)
 
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], int, float]] = {
@@ -70,6 +82,8 @@ def test_models_and_options(case: str, updates_at: str) -> None:
         *(model_options, num_micro_batches),
     )
     check(results, 3, "all", "sgd", num_micro_batches, atol, **model_options)
+    if not model_options:
+        check_sent(results, 3, "all", STEPS, options.get("wire_dtype"))
 
 
 def train_both(rank: int, world_size: int, layout: str, updates_at: str) -> None:
@@ -196,20 +210,38 @@ def test_a_worker_may_end_early(layout: str, updates_at: str) -> None:
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-def train_wrongly(rank: int) -> None:
-    """Every worker has rank 0's rows, so that its mean is another one."""
-    _, expected = train_alone("sgd")
-    model = Net()
-    with ParameterServer(model, make_of("sgd"), param_groups=groups_of(model)) as server:
-        for step in range(STEPS):
-            server.pull()
-            loss_of(model, *batch(step, 0, 2)).backward()
+def test_a_dedicated_server() -> None:
+    """N Phi each way a step, and the headers."""
+    phi = 4 * sum(param.numel() for param in Net().parameters())
+    server, *workers = (result["sent"] for result in run_ranks(4, train, 4, "dedicated"))
+    assert server == 3 * STEPS * phi + 3 * (STEPS + 1) * HEADER_BYTES
+    assert workers == [STEPS * phi + (STEPS + STEPS + 1 + 1) * HEADER_BYTES] * 3
+
+
+def send_as_formulas(rank: int, world_size: int, num_steps: int) -> None:
+    """(N-1)/N Phi up and as much down a step, where keys divide."""
+    model = torch.nn.ParameterList([torch.ones(12) for _ in range(12)])
+    phi = 12 * 12 * 4
+    others = world_size - 1
+    before = sent_bytes()
+    with make_server(model, "all") as server:
+        for _ in range(num_steps):
+            torch.stack(list(model)).sum().backward()
             server.push()
-        server.pull()
-    for name, value in weights(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+            server.pull()
+    headers = others * (3 * num_steps + 1) * HEADER_BYTES  # push, pull, answer; and the last
+    assert sent_bytes() - before == 2 * num_steps * others * phi // world_size + headers
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shards_that_divide(world_size: int) -> None:
+    run_ranks(world_size, send_as_formulas, world_size, 5)
 
 
 def test_the_cases_can_fail() -> None:
-    with pytest.raises(RankFailure, match="Mismatched elements"):
-        run_ranks(2, train_wrongly, fresh=True)
+    results = run_ranks(2, train, 2, "all")
+    with pytest.raises(AssertionError, match="not close"):
+        check(results, 2, "all", "momentum")
+    results[1]["sent"] -= 1
+    with pytest.raises(AssertionError):
+        check_sent(results, 2, "all", STEPS)

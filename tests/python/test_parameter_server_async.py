@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ps_runs import LAYOUTS, groups_of, make_of, make_server, train, train_alone, workers_of
+from ps_oracles import delayed_sgd, random_schedule, recurrence, train_alone
+from ps_runs import (
+    HEADER_BYTES,
+    LAYOUTS,
+    STEPS,
+    check_sent,
+    make_of,
+    make_server,
+    sent_bytes,
+    train,
+    workers_of,
+)
 from ranks import run_ranks
 from torch import Tensor
 from zero_models import Net, batch, loss_of, weights
@@ -42,6 +53,7 @@ def log_steps(
             server.push()
         server.pull(fresh=True)
         assert server.version == num_steps
+    assert max(server.staleness_histogram, default=0) <= staleness
     return log
 
 
@@ -70,7 +82,7 @@ def test_a_fast_worker_is_ahead_by_the_bound(
     world_size: int, layout: str, staleness: int, updates_at: str
 ) -> None:
     """Never by more; and by so much at some time, since it is ten times as fast."""
-    logs = run_ranks(world_size, log_steps, world_size, layout, staleness, updates_at, 25)
+    logs = run_ranks(world_size, log_steps, world_size, layout, staleness, updates_at, 12)
     assert steps_ahead([log for log in logs if log]) == staleness
 
 
@@ -82,27 +94,6 @@ def test_the_log_can_fail() -> None:
 
 
 # ---- lockstep
-
-
-def delayed_sgd(staleness: int, num_workers: int, num_steps: int) -> dict[str, Tensor]:
-    """w[t+1] = w[t] - lr g(w[t-s]), w[t] = w[0] before, in one process."""
-    model = Net()
-    names = {param: name for name, param in model.named_parameters()}
-    groups = groups_of(model)
-    optimizer = make_of("sgd")(groups)
-    history = [weights(model)]
-    for step in range(num_steps):
-        now = weights(model)
-        model.load_state_dict(history[max(0, step - staleness)])
-        for worker in range(num_workers):
-            (loss_of(model, *batch(step, worker, num_workers)) / num_workers).backward()
-        with torch.no_grad():
-            for param, name in names.items():
-                param.copy_(now[name])
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(weights(model))
-    return history[-1]
 
 
 def train_lockstep(
@@ -151,45 +142,6 @@ def test_another_delay_is_another_result() -> None:
 
 
 # ---- schedules
-
-
-def random_schedule(workers: list[int], num_pushes: int, seed: int) -> list[tuple[str, int]]:
-    """Workers in any order; some pull twice, or push twice at the same weights."""
-    draw = random.Random(seed)
-    events = []
-    for _ in range(num_pushes):
-        worker = draw.choice(workers)
-        events += [("pull", worker)] * draw.choice([0, 1, 1, 1, 2])
-        events += [("push", worker)]
-    return events + [("pull", worker) for worker in workers]
-
-
-def recurrence(
-    schedule: list[tuple[str, int]], workers: list[int]
-) -> tuple[dict[str, Tensor], dict[int, int]]:
-    """w <- w - lr g_k(w as worker k pulled it), one push after the other, in one process."""
-    model = Net()
-    optimizer = make_of("momentum")(groups_of(model))
-    pulled = {worker: (0, weights(model)) for worker in workers}
-    num_pushes = dict.fromkeys(workers, 0)
-    version = 0
-    histogram: dict[int, int] = {}
-    for kind, worker in schedule:
-        if kind == "pull":
-            pulled[worker] = version, weights(model)
-            continue
-        at, values = pulled[worker]
-        other = Net()
-        other.load_state_dict(values)
-        rows = batch(num_pushes[worker], workers.index(worker), len(workers))
-        loss_of(other, *rows).backward()
-        for param, source in zip(model.parameters(), other.parameters(), strict=True):
-            param.grad = source.grad
-        optimizer.step()
-        num_pushes[worker] += 1
-        histogram[version - at] = histogram.get(version - at, 0) + 1
-        version += 1
-    return weights(model), histogram
 
 
 def replay(
@@ -248,7 +200,7 @@ def break_schedule(rank: int) -> None:
 
 
 def test_a_schedule_is_kept() -> None:
-    run_ranks(2, break_schedule, fresh=True)
+    run_ranks(2, break_schedule)
 
 
 # ---- without a bound
@@ -314,6 +266,38 @@ def sum_of_pushes(rank: int) -> list[float]:
 
 def test_workers_pull_sums() -> None:
     assert run_ranks(2, sum_of_pushes) == [[11.0, 21.0], [21.0]]
+
+
+# ---- bytes
+
+
+def test_delayed_updates_are_sent_once() -> None:
+    """The steps before the first update pull nothing; the last pull brings all that is left."""
+    options = {"staleness": 2, "lockstep": True, "updates_at": "worker"}
+    check_sent(run_ranks(3, train, 3, "all", "sgd", options), 3, "all", STEPS)
+
+
+def send_free(rank: int) -> int:
+    """Two workers without a bound."""
+    model = Net()
+    before = sent_bytes()
+    with make_server(model, "dedicated", staleness=None) as server:
+        if rank == 0:
+            server.serve()
+        else:
+            for step in range(STEPS):
+                loss_of(model, *batch(step, rank - 1, 2)).backward()
+                server.push()
+                server.pull()
+    return sent_bytes() - before
+
+
+def test_without_a_bound() -> None:
+    """Each pull follows a push of its own, and so brings something."""
+    phi = 4 * sum(param.numel() for param in Net().parameters())
+    server, *workers = run_ranks(3, send_free)
+    assert workers == [STEPS * (phi + 2 * HEADER_BYTES) + HEADER_BYTES] * 2
+    assert server == 2 * STEPS * (phi + HEADER_BYTES)
 
 
 # ---- what is recorded
