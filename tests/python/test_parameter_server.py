@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import Net, batch, loss_of, weights
 
+import ringcomm
 from ringcomm.parallel import ParameterServer
 
 CASES = [(1, "all"), (2, "dedicated")]
@@ -115,9 +116,18 @@ def train_both(rank: int, world_size: int, layout: str, updates_at: str) -> None
     server.close()
 
 
-@pytest.mark.parametrize("updates_at", ["server", "worker"])
-@pytest.mark.parametrize("layout", ["all", "one that works"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "updates_at"),
+    [
+        (2, "all", "server"),
+        (2, "all", "worker"),
+        (2, "one that works", "server"),
+        (2, "one that works", "worker"),
+        (3, "all", "server"),
+        (3, "one that works", "worker"),
+        (4, "all", "worker"),
+    ],
+)
 def test_equals_ddp(world_size: int, layout: str, updates_at: str) -> None:
     """To the bit with two ranks; with more, sums differ in their order."""
     run_ranks(world_size, train_both, world_size, layout, updates_at)
@@ -236,6 +246,14 @@ def send_as_formulas(rank: int, world_size: int, num_steps: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_shards_that_divide(world_size: int) -> None:
     run_ranks(world_size, send_as_formulas, world_size, 5)
+
+
+def test_over_messages() -> None:
+    """The default group's options are those of the server's own group."""
+    options = ringcomm.Options(transport="p2p")
+    results = run_ranks(2, train, 2, "all", pg_options=options)
+    check(results, 2, "all", "sgd")
+    check_sent(results, 2, "all", STEPS)
 
 
 def test_the_cases_can_fail() -> None:

@@ -118,9 +118,16 @@ def train_lockstep(
     return (weights(model) if rank in workers else None), dict(server.staleness_histogram)
 
 
-@pytest.mark.parametrize("updates_at", ["server", "worker"])
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize(("world_size", "layout"), [(2, "all"), (3, "all"), (3, "dedicated")])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "staleness", "updates_at"),
+    [
+        (2, "all", 1, "server"),
+        (2, "all", 3, "worker"),
+        (3, "all", 3, "server"),
+        (3, "dedicated", 1, "worker"),
+        (4, "one that works", 2, "server"),
+    ],
+)
 def test_lockstep_is_delayed_sgd(
     world_size: int, layout: str, staleness: int, updates_at: str
 ) -> None:

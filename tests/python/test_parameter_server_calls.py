@@ -215,6 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a word": ({"servers": "some"}, "list of different ranks"),
     "no worker": ({"dedicated": True}, "leaves no worker"),
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
+    "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
     "updates_at": ({"updates_at": "home"}, '"server" or "worker", got \'home\''),
     "lockstep": ({"staleness": None, "lockstep": True}, "wants a bound"),
     "schedule": ({"schedule": [("pull", 0)]}, "give staleness=None with it"),

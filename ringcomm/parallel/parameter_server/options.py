@@ -51,13 +51,15 @@ class Options:
         )
         if dedicated and len(options.servers) == world_size:
             raise ValueError("dedicated=True leaves no worker: give fewer servers, or more ranks")
-        if staleness is not None and (isinstance(staleness, bool) or staleness < 0):
+        is_number = isinstance(staleness, int) and not isinstance(staleness, bool)
+        if staleness is not None and not (is_number and staleness >= 0):
             raise ValueError(f"staleness is None or a number of steps >= 0, got {staleness!r}")
         if updates_at not in ("server", "worker"):
             raise ValueError(f'updates_at is "server" or "worker", got {updates_at!r}')
         if lockstep and staleness is None:
             raise ValueError("lockstep=True wants a bound: give staleness a number of steps")
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
+        is_dtype = isinstance(wire_dtype, torch.dtype)
+        if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
         options._check_schedule(world_size)
         return options
