@@ -1,6 +1,7 @@
 """What several ranks hold of one model."""
 
 from ringcomm.parallel import activations, zero
+from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
-__all__ = ["WeightShards", "activations", "find_shards", "zero"]
+__all__ = ["ParameterServer", "WeightShards", "activations", "find_shards", "zero"]

@@ -1,0 +1,55 @@
+"""What all ranks of a parameter server must have alike, and a group of its own for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ringcomm.parallel.parameter_server.keys import Packing
+
+__all__ = ["check_agreement", "group_of_its_own", "start_from_first"]
+
+
+def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks where they disagree. Collective."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
+                    f" {theirs[name]}"
+                )
+
+
+def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks over ringcomm: messages that meet no others. Collective."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    is_whole = group.size() == dist.get_world_size()
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="ringcomm",
+        timeout=backend.options._timeout,
+        pg_options=backend.options if backend.name() == "ringcomm" else None,
+        use_local_synchronization=not is_whole,
+        group_desc="ringcomm parameter server",
+    )
+
+
+def start_from_first(modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Parameters and buffers of rank 0 into all modules of all ranks. Collective: one broadcast."""
+    of_modules = [[*module.parameters(), *module.buffers()] for module in modules]
+    values = of_modules[0]
+    packing = Packing([value.shape for value in values], [value.dtype for value in values])
+    buffer = packing.pack([value.detach() for value in values])
+    if buffer.numel():
+        dist.broadcast(buffer, group=group, group_src=0)
+    with torch.no_grad():
+        for others in of_modules:
+            for value, sent in zip(others, packing.views(buffer), strict=True):
+                value.copy_(sent)

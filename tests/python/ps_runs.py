@@ -1,0 +1,145 @@
+"""Training through a parameter server, for its tests, and what one process makes of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from zero_models import Net, batch, loss_of, weights
+
+import ringcomm
+from ringcomm.parallel import ParameterServer
+
+STEPS = 4
+HEADER_BYTES = 32
+
+# By name: how many ranks of a world serve, and whether they work.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "all": {"servers": "all"},
+    "dedicated": {"servers": [0], "dedicated": True},
+    "two dedicated": {"servers": [0, 2], "dedicated": True},
+    "one that works": {"servers": [1]},
+}
+
+
+def workers_of(layout: str, world_size: int) -> list[int]:
+    options = LAYOUTS[layout]
+    servers = options["servers"] if options.get("dedicated") else []
+    return [rank for rank in range(world_size) if rank not in servers]
+
+
+def make_of(kind: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """The optimizer that zero_models.make_optimizer() makes, of given groups."""
+    momentum: dict[str, Any] = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, 0.05, weight_decay=0.01, **momentum)
+
+    return make
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Two, of which the second has a learning rate and a weight decay of its own."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.02, "weight_decay": 0.1}]
+
+
+def make_server(model: nn.Module, layout: str, kind: str = "sgd", **options: Any) -> Any:
+    return ParameterServer(
+        model, make_of(kind), param_groups=groups_of(model), **{**LAYOUTS[layout], **options}
+    )
+
+
+def sent_bytes() -> int:
+    """Of sends, by this process so far."""
+    return sum(entry["sent_bytes"] for (op, _), entry in ringcomm.stats().items() if op == "send")
+
+
+def step_once(server: Any, model: nn.Module, step: int, place: int, num_workers: int) -> None:
+    server.pull()
+    loss_of(model, *batch(step, place, num_workers)).backward()
+    server.push()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    layout: str,
+    kind: str = "sgd",
+    options: dict[str, Any] | None = None,
+    model_options: dict[str, Any] | None = None,
+    num_micro_batches: int = 1,
+) -> dict[str, Any]:
+    """STEPS steps; every worker has rows of its own."""
+    model = Net(**(model_options or {}))
+    if rank != 0:
+        nn.init.zeros_(model.last.weight)  # rank 0's count
+    workers = workers_of(layout, world_size)
+    losses: list[float] = []
+    before = sent_bytes()  # others may pull as soon as there is a server
+    with make_server(model, layout, kind, **(options or {})) as server:
+        if rank in workers:
+            place = workers.index(rank)
+            for step in range(STEPS):
+                server.pull()
+                for part in range(num_micro_batches):
+                    rows = batch(num_micro_batches * step + part, place, len(workers))
+                    loss = loss_of(model, *rows)
+                    loss.backward()
+                    losses.append(float(loss.detach()))
+                server.push()
+            server.pull(fresh=True)
+        else:
+            server.serve()
+    return {
+        "losses": losses,
+        "weights": weights(model) if rank in workers else None,
+        "version": server.version,
+        "sent": sent_bytes() - before,
+        "keys": server.keys,
+        "staleness": dict(server.staleness_histogram),
+    }
+
+
+# ---- bytes
+
+WIDTH = {None: 4, torch.bfloat16: 2}
+
+
+def key_bytes(keys: dict[int, list[str]], wire_dtype: torch.dtype | None) -> dict[int, int]:
+    """By server."""
+    model = Net()
+    return {
+        server: sum(WIDTH[wire_dtype] * model.get_parameter(name).numel() for name in names)
+        for server, names in keys.items()
+    }
+
+
+def check_sent(
+    results: list[dict[str, Any]],
+    world_size: int,
+    layout: str,
+    num_steps: int,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """num_steps gradients of every worker, as much down, and one pull more, to the byte.
+
+    A pull that finds nothing new is headers alone.
+    """
+    workers = workers_of(layout, world_size)
+    keys = key_bytes(results[0]["keys"], wire_dtype)
+    whole = sum(WIDTH[wire_dtype] * param.numel() for param in Net().parameters())
+    assert sum(keys.values()) == whole
+    num_pulls = num_steps + 1
+    for rank, result in enumerate(results):
+        expected = 0
+        if rank in workers:
+            others = [server for server in keys if server != rank]
+            headers = (num_steps + num_pulls + 1) * HEADER_BYTES  # the last one closes
+            expected += sum(num_steps * keys[server] + headers for server in others)
+        if rank in keys:
+            clients = len(workers) - (rank in workers)
+            expected += clients * (num_steps * keys[rank] + num_pulls * HEADER_BYTES)
+        assert result["sent"] == expected, rank

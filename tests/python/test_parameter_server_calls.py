@@ -1,0 +1,313 @@
+"""ParameterServer: states to resume from, odd models and groups, and its errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ps_oracles import train_alone
+from ps_runs import STEPS, groups_of, make_of, make_server, step_once, workers_of
+from ranks import run_ranks
+from torch import Tensor, nn
+from zero_models import Net, batch, loss_of, weights
+
+from ringcomm.parallel import ParameterServer
+
+# ---- states
+
+
+def resume(
+    rank: int, layout: str, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Half of the steps, and the others by other servers, of a state and the weights."""
+    workers = workers_of(layout, 3)
+    model = Net()
+    saved: list[Any] = [None, None]
+    for begin in (0, STEPS // 2):
+        if begin:
+            dist.broadcast_object_list(saved, src=workers[0])
+            model.load_state_dict(saved[0])
+        with make_server(model, layout, "momentum", **options) as server:
+            if begin:
+                server.load_full_state_dict(saved[1])
+            if rank not in workers:
+                server.serve()
+                continue
+            for step in range(begin, begin + STEPS // 2):
+                step_once(server, model, step, workers.index(rank), len(workers))
+            server.pull()
+            saved = [weights(model), server.full_state_dict()]
+    return (weights(model), saved[1]) if rank in workers else None
+
+
+@pytest.mark.parametrize("updates_at", ["server", "worker"])
+@pytest.mark.parametrize("layout", ["all", "one that works", "dedicated"])
+def test_a_state_resumes(layout: str, updates_at: str) -> None:
+    """And is the one of torch's own optimizer."""
+    _, expected = train_alone("momentum")
+    model = Net()
+    optimizer = make_of("momentum")(groups_of(model))
+    results = run_ranks(3, resume, layout, {"updates_at": updates_at})
+    for found, state in (results[rank] for rank in workers_of(layout, 3)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        optimizer.load_state_dict(state)
+        for param in model.parameters():
+            assert optimizer.state[param]["momentum_buffer"].shape == param.shape
+        assert state["param_groups"][1]["lr"] == 0.02
+        assert "master" not in state["state"][0]
+
+
+def keep_masters(rank: int) -> None:
+    """Weights travel in 16 bits; the state has those that the servers add to."""
+    model = nn.Linear(3, 5)
+    make = make_of("sgd")
+    with ParameterServer(model, make, wire_dtype=torch.bfloat16) as server:
+        for _ in range(3):
+            server.pull()
+            model(torch.ones(1, 3)).sum().backward()
+            server.push()
+        server.pull()
+        state = server.full_state_dict()
+    for number, param in enumerate(model.parameters()):
+        master = state["state"][number]["master"]
+        assert master.dtype == torch.float32
+        assert torch.equal(param, master.bfloat16().float())
+        assert not torch.equal(param, master)
+    with ParameterServer(model, make, wire_dtype=torch.bfloat16) as server:
+        server.load_full_state_dict(state)
+        again = server.full_state_dict()
+        for number in range(2):
+            assert torch.equal(again["state"][number]["master"], state["state"][number]["master"])
+        with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters"):
+            server.load_full_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+        wrong = {"state": {1: {"master": torch.ones(4)}}, "param_groups": [{"params": [0, 1]}]}
+        with pytest.raises(ValueError, match=r"master of parameter 1 is \(4,\), and bias \(5,\)"):
+            server.load_full_state_dict(wrong)
+
+
+def test_masters_are_kept() -> None:
+    run_ranks(2, keep_masters)
+
+
+# ---- edges
+
+
+def train_small(rank: int, num_params: int) -> None:
+    """Fewer parameters than ranks: some serve nothing."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.full((2,), float(i + rank)) for i in range(num_params)])
+    groups = [{"params": []}, {"params": list(model)}, {"params": [], "lr": 3.0}]
+    with ParameterServer(model, make_of("sgd"), param_groups=groups) as server:
+        assert len(server.servers) == num_params
+        for _ in range(2):
+            server.pull()
+            torch.stack([(param * rank).sum() for param in model]).sum().backward()
+            server.push()
+        server.pull()
+        assert len(server.full_state_dict()["param_groups"]) == 3
+    for i, param in enumerate(model):
+        value = float(i)
+        for _ in range(2):
+            value -= 0.05 * (1.0 + 0.01 * value)  # the mean of ranks 0 to 2
+        torch.testing.assert_close(param.detach(), torch.full((2,), value))
+
+
+@pytest.mark.parametrize("num_params", [1, 2])
+def test_fewer_parameters_than_ranks(num_params: int) -> None:
+    run_ranks(3, train_small, num_params)
+
+
+def train_odd(rank: int) -> None:
+    """Dtypes of all widths, a scalar, nothing at all, strides, a weight without a gradient."""
+    model = nn.ParameterDict(
+        {
+            "narrow": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+            "wide": nn.Parameter(torch.ones((), dtype=torch.float64)),
+            "turned": nn.Parameter(torch.ones(2, 3).t()),
+            "nothing": nn.Parameter(torch.ones(0, 4)),
+            "unused": nn.Parameter(torch.ones(5)),
+            "frozen": nn.Parameter(torch.full((2,), float(rank)), requires_grad=False),
+        }
+    )
+    model.register_buffer("buffer", torch.tensor(rank))
+    with ParameterServer(model, lambda params: torch.optim.SGD(params, lr=0.5)) as server:
+        server.pull()
+        total = model["narrow"].sum() + model["wide"] + model["turned"].sum()
+        (total + model["nothing"].sum()).backward()
+        server.push()
+        server.pull()
+    for name, value in {"narrow": 0.5, "wide": 0.5, "turned": 0.5, "unused": 1.0}.items():
+        assert (model[name] == value).all(), name
+    assert model["frozen"].tolist() == [0, 0]
+    assert model.buffer == 0
+
+
+def test_odd_parameters() -> None:
+    run_ranks(3, train_odd)
+
+
+def train_in_subgroup(rank: int) -> None:
+    """Ranks 0 and 2 of three, twice, over Gloo's group; two servers at once."""
+    group = dist.new_group([0, 2], backend="gloo")
+    if rank != 1:
+        for _ in range(2):
+            models = [Net(), Net()]
+            servers = [
+                ParameterServer(
+                    model,
+                    make_of("sgd"),
+                    group=group,
+                    servers=[1],
+                    param_groups=groups_of(model),
+                )
+                for model in models
+            ]
+            assert servers[0].servers == [1]
+            for step in range(STEPS):
+                for server, model in zip(servers, models, strict=True):
+                    step_once(server, model, step, rank // 2, 2)
+            for server, model in zip(servers, models, strict=True):
+                server.pull()
+                server.close()
+                server.close()
+                for name, value in train_alone("sgd")[1].items():
+                    torch.testing.assert_close(weights(model)[name], value, rtol=0, atol=1e-6)
+    dist.barrier()
+
+
+def test_in_a_subgroup() -> None:
+    run_ranks(3, train_in_subgroup)
+
+
+def schedule_rate(rank: int) -> None:
+    """A scheduler of torch's, on a server, by a hook of the optimizer."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+    with ParameterServer(model, make) as server:
+        for _ in range(3):
+            server.pull()
+            (model[0].sum() + model[1].sum()).backward()
+            server.push()
+        server.pull()
+    assert torch.cat(list(model)).tolist() == [-1.75] * 6
+
+
+def test_a_schedule_of_learning_rates() -> None:
+    run_ranks(2, schedule_rate)
+
+
+# ---- errors
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "servers": ({"servers": [0, 5]}, r"ranks of a group of 2, got \[0, 5\]"),
+    "no servers": ({"servers": []}, "list of different ranks"),
+    "twice": ({"servers": [1, 1]}, "list of different ranks"),
+    "a word": ({"servers": "some"}, "list of different ranks"),
+    "no worker": ({"dedicated": True}, "leaves no worker"),
+    "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
+    "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
+    "updates_at": ({"updates_at": "home"}, '"server" or "worker", got \'home\''),
+    "lockstep": ({"staleness": None, "lockstep": True}, "wants a bound"),
+    "schedule": ({"schedule": [("pull", 0)]}, "give staleness=None with it"),
+    "events": ({"staleness": None, "schedule": [("jump", 0)]}, "one of the workers"),
+    "wire_dtype": ({"wire_dtype": torch.int8}, "a floating dtype"),
+    "devices": ({"server_devices": []}, "at least the CPU"),
+}
+
+
+def raise_value_errors(rank: int) -> None:
+    make = make_of("sgd")
+    for options, text in WRONG.values():
+        with pytest.raises(ValueError, match=text):
+            ParameterServer(Net(), make, **options)
+    for wrong in ([], nn.ReLU, ["a"]):
+        with pytest.raises(TypeError, match=r"a model, or a list of replicas|not iterable"):
+            ParameterServer(wrong, make)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got a SGD"):
+        ParameterServer(Net(), make(groups_of(Net())))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameter requires grad"):
+        ParameterServer(nn.ReLU(), make)
+    with pytest.raises(ValueError, match="is missing or frozen, and of replica 0"):
+        ParameterServer([Net(), Net(is_frozen=True)], make)
+    model = Net()
+    for groups, text in (
+        (groups_of(model)[:1], "in no parameter group"),
+        (groups_of(Net()), "another's"),
+        (groups_of(model) * 2, "there twice"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ParameterServer(model, make, param_groups=groups)
+    with pytest.raises(ValueError, match=re.escape("ranks disagree on the options: rank 0 has")):
+        ParameterServer(model, make, staleness=rank)
+    with pytest.raises(ValueError, match="ranks disagree on the parameters"):
+        ParameterServer(nn.Linear(2, 2 + rank), make)
+    for step in range(2):  # the model is as it was
+        with ParameterServer(model, make, servers=[step], dedicated=True) as server:
+            if rank == step:
+                with pytest.raises(RuntimeError, match="a dedicated server calls serve"):
+                    server.pull()
+                server.serve()
+                continue
+            with pytest.raises(RuntimeError, match="for dedicated servers"):
+                server.serve()
+            loss_of(model, *batch(0)).backward()
+            server.push()
+            server.pull()
+        with pytest.raises(RuntimeError, match=re.escape("pull() after close()")):
+            server.pull()
+
+
+def test_value_errors() -> None:
+    run_ranks(2, raise_value_errors)
+
+
+def change_models(rank: int) -> None:
+    """On both ranks, so that they go on together."""
+    model = Net()
+    with ParameterServer(model, make_of("sgd")) as server:
+        for change in (
+            lambda: model.first.register_parameter("bias", nn.Parameter(torch.zeros(13))),
+            lambda: model.first.weight.requires_grad_(False),
+            lambda: model.register_parameter("more", nn.Parameter(torch.zeros(1))),
+        ):
+            bias, weight = model.first.bias, model.first.weight
+            change()
+            with pytest.raises(ValueError, match="close\\(\\) it, and make another one"):
+                server.push()
+            model.first.bias = bias
+            weight.requires_grad_(True)
+        del model.more
+        step_once(server, model, 0, rank, 2)
+        embedding = model.first.weight
+        embedding.grad = torch.zeros(13, 7).to_sparse()
+        with pytest.raises(ValueError, match=r"the gradient of first\.weight is sparse"):
+            server.push()
+        embedding.grad = None
+        step_once(server, model, 1, rank, 2)
+        assert server.version == 1
+
+
+def test_changed_models() -> None:
+    run_ranks(2, change_models)
+
+
+def make_others(rank: int) -> None:
+    model, strangers = Net(), list(Net().parameters())
+    with pytest.raises(ValueError, match="other parameters than it was given"):
+        ParameterServer(model, lambda _: torch.optim.SGD(strangers, lr=0.1))
+    with pytest.raises(TypeError, match="returns a torch optimizer, got a list"):
+        ParameterServer(model, lambda groups: groups)  # type: ignore[arg-type,return-value]
+
+
+def test_wrong_optimizers() -> None:
+    run_ranks(2, make_others)
