@@ -148,9 +148,10 @@ def measure_files(options: argparse.Namespace, folder: Path) -> list[dict[str, A
     records = []
     engines: tuple[Literal["io_uring", "threads"], ...] = ("io_uring", "threads")
     for engine in engines:
-        sizes = {"block_bytes": BLOCK_BYTES, "queue_depth": QUEUE_DEPTH}
         try:
-            store = offload.FileStore(folder, keep=False, engine=engine, **sizes)
+            store = offload.FileStore(
+                folder, keep=False, engine=engine, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH
+            )
         except RuntimeError as error:
             print(f"without {engine}: {error}")
             continue

@@ -7,6 +7,8 @@ their tensors keep alive.
 
 from __future__ import annotations
 
+import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +34,7 @@ from ringcomm.bench.ranks import Team
 from ringcomm.bench.records import percentiles
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.optim import Lomo
-from ringcomm.parallel import WeightShards, find_shards, zero
+from ringcomm.parallel import ParameterServer, WeightShards, find_shards, offload, zero
 
 BACKWARD = "backward alone"
 # Steps whose losses are compared with one process's, which sees all rows.
@@ -48,7 +50,7 @@ class Trainee:
 
     model: nn.Module
     call: Callable[[Tensor], Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
 
     def step(self, ids: Tensor) -> float:
         """Trains a step; the loss of these rows before it."""
@@ -84,7 +86,7 @@ class Trainee:
 
     def state_bytes(self) -> int:
         """What this rank keeps of the optimizer's state."""
-        if isinstance(self.optimizer, zero.ZeroOptimizer):
+        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served):
             return live_bytes(self.optimizer.state_tensors())
         inner = getattr(self.optimizer, "optim", self.optimizer)
         states = inner.state.values()
@@ -100,12 +102,14 @@ class System:
         num_parts: what a rank sends in a step, in (N-1)/N of the weights' bytes.
         like: whose losses it has to have.
         backend: of its group.
+        is_counted: whether what a rank sends belongs to one step; a server answers when asked.
     """
 
     make: Callable[[Decoder, dist.ProcessGroup], Trainee]
     num_parts: int
     like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
     backend: str = "ringcomm"
+    is_counted: bool = True
 
 
 def _adamw(params: Any) -> torch.optim.AdamW:
@@ -140,6 +144,50 @@ def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, model, optimizer)
 
 
+def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    """All of it in files, in a folder that goes with the trainee."""
+    folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
+    adamw = offload.AdamW(model.parameters(), ADAMW, to="nvme", path=folder.name)
+    optimizer = zero.shard(model, adamw, 3, group=group, offload_weights=True)
+    weakref.finalize(optimizer, folder.cleanup)
+    return Trainee(model, model, optimizer)
+
+
+class _Served:
+    """A parameter server as an optimizer: pull() comes before the next forward pass."""
+
+    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+        self.made: list[torch.optim.Optimizer] = []
+        self.server = ParameterServer(model, self._make, group=group)
+
+    def _make(self, groups: Any) -> torch.optim.Optimizer:
+        self.made.append(_adamw(groups))
+        return self.made[-1]
+
+    def step(self) -> None:
+        self.server.push()
+
+    def zero_grad(self) -> None:
+        """push() has dropped them."""
+
+    def state_tensors(self) -> list[Tensor]:
+        """Of the keys that this rank serves: its copies of them, and the optimizer's state."""
+        copies = [p for made in self.made for group in made.param_groups for p in group["params"]]
+        states = [state for made in self.made for state in made.state.values()]
+        return [*copies, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
+
+def _served(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    served = _Served(model, group)
+
+    def call(ids: Tensor) -> Tensor:
+        served.server.pull()
+        loss: Tensor = model(ids)
+        return loss
+
+    return Trainee(model, call, served)
+
+
 def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
     return Trainee(model, model, Lomo(model, LOMO, group=group))
 
@@ -156,6 +204,8 @@ SYSTEMS: dict[str, System] = {
     "zero-1": System(partial(_zero, 1), 2),
     "zero-2": System(partial(_zero, 2), 2),
     "zero-3": System(partial(_zero, 3), 3),
+    "zero-3 in files": System(_offloaded, 3),
+    "parameter server": System(_served, 2, is_counted=False),
     "lomo": System(_lomo, 2, like=_sgd),
     "lomo on shards": System(_lomo_on_shards, 3, like=_sgd),
 }
@@ -234,7 +284,7 @@ def _train_checked(
     expected = systems.expected_losses(system)
     wrong = sum(abs(a - b) > TOLERANCE * b for a, b in zip(losses, expected, strict=True))
     held = max(held, watch.stop())
-    is_counted = system.backend == "ringcomm"
+    is_counted = system.backend == "ringcomm" and system.is_counted
     by_rank = team.share((trainee.param_bytes(), held, trainee.state_bytes(), sent))
     params, grads, states, _ = (max(values) for values in zip(*by_rank, strict=True))
     return trainee, {
