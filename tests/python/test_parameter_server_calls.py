@@ -257,6 +257,7 @@ def raise_value_errors(rank: int) -> None:
                 with pytest.raises(RuntimeError, match="a dedicated server calls serve"):
                     server.pull()
                 server.serve()
+                server.serve()  # there is nobody any more
                 continue
             with pytest.raises(RuntimeError, match="for dedicated servers"):
                 server.serve()

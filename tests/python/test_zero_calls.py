@@ -105,6 +105,26 @@ def check_overflow(rank: int, stage: int, where: str) -> None:
     assert not torch.equal(weights(model)[where], before[where])
 
 
+def check_overflow_of_a_loss(rank: int) -> None:
+    model, optimizer = make(3, "adamw", loss_scale="dynamic")
+    train(model, optimizer, rank, 2, range(2))
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["shards"])
+    scale = optimizer.loss_scale
+    x, y = batch(2, rank, 2)
+    optimizer.scale(loss_of(model, x, y * (float("inf") if rank == 1 else 1))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.loss_scale == scale / 2
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert str(optimizer.state_dict()["shards"]) == str(state)
+    train(model, optimizer, rank, 2, range(3, 4))
+    assert not torch.equal(weights(model)["first.weight"], before["first.weight"])
+
+
+def test_an_overflow_at_stage_3_changes_nothing() -> None:
+    run_ranks(2, check_overflow_of_a_loss)
+
+
 def check_nan_without_scale(rank: int, stage: int) -> None:
     model, optimizer = make(stage, clip_grad_norm=1.0)
     before = weights(model)

@@ -310,6 +310,28 @@ def test_one_tile_is_in_memory_at_a_time(tmp_path: Path) -> None:
     run_ranks(1, train_tiles, tmp_path)
 
 
+def overflow(rank: int, folder: Path) -> None:
+    model = make_model()
+    own = make_optimizer(model, "adamw", {"to": "nvme", "path": folder})
+    optimizer = infinity(model, own, loss_scale="dynamic")
+    train(model, optimizer, range(2), rank, 2)
+    before, states = optimizer.full_model_state_dict(), zero.full_state_dict(optimizer)
+    scale = optimizer.loss_scale
+    x, y = batch(2, rank, 2)
+    optimizer.scale(loss_of(model, x, y * (float("inf") if rank == 1 else 1))).backward()
+    optimizer.step()
+    assert (optimizer.loss_scale, optimizer.num_steps) == (scale / 2, 2)
+    for name, value in optimizer.full_model_state_dict().items():
+        assert torch.equal(value, before[name])
+    assert str(zero.full_state_dict(optimizer)) == str(states)
+    train(model, optimizer, range(3, 4), rank, 2)
+    assert optimizer.num_steps == 3
+
+
+def test_an_overflow_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    run_ranks(2, overflow, tmp_path)
+
+
 # ---- bytes, states
 
 

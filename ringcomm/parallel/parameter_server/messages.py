@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "Channel", "Header", "Kind", "Tag"]
-
-HEADER_BYTES = 32
+__all__ = ["Channel", "Header", "Kind", "Tag"]
 
 
 class Kind(IntEnum):
@@ -36,7 +34,7 @@ class Tag(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """Four numbers of 64 bits.
+    """Four numbers of 64 bits: 32 bytes, which the formulas count.
 
     Attributes:
         version: of a pull, the lowest that will do; of an answer, the one that the worker then has.

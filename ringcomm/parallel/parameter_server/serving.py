@@ -58,6 +58,8 @@ class Serving:
 
     def run(self) -> None:
         """The loop. What ends it before its time ends the group, so that nobody waits for it."""
+        if self.shard.is_done:
+            return
         try:
             for worker in self._remote_workers:
                 self._listen(worker)
