@@ -94,7 +94,7 @@ class Ring {
     transfer->finish_block(error);
   }
 
-  // The kernel takes no entries: nothing of theirs is under way that could still be written to.
+  // The ring itself is broken, which a kernel that made it does not do: nothing but to say so.
   void fail_all(int error) {
     while (!blocks_.empty()) finish(blocks_.begin(), error);
   }

@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import json
 import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--digest", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    signal.alarm(100)
     if args.limit_bytes is not None:
         limit = data_bytes() + args.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -38,6 +38,10 @@ class Transfer:
         self.is_read = is_read
         self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
 
+    def end(self) -> int:
+        """Blocks until it ends; 0, or what went wrong: an errno, -1 at the end of the file."""
+        return self._handle.wait()
+
     def is_done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
         return self._handle.is_done()
@@ -48,7 +52,7 @@ class Transfer:
         Raises:
             OSError: the file system failed, with its errno; the file ends too early (EIO).
         """
-        code = self._handle.wait()
+        code = self.end()
         if code == -1:
             raise OSError(errno.EIO, f"{self._what}: the file ends before it; it was truncated")
         if code == errno.ENOSPC:
@@ -117,14 +121,14 @@ class FileStore:
         self.path.mkdir(parents=True, exist_ok=True)
         self._keeps = keep
         self._fd, self.is_direct = _open(self.path / "data" if keep else self.path, keep, direct)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._pending: dict[str, Transfer] = {}
+        self._close = weakref.finalize(self, _finish, self._fd, self._pending)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._close()
             raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
         self.read_bytes = self.written_bytes = 0
-        self._pending: dict[str, Transfer] = {}
         self._failed: dict[str, OSError] = {}  # writes, until the next of the same name
         self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
         self._files = IndexFiles(self.path)
@@ -329,6 +333,14 @@ class FileStore:
             _log.warning("ringcomm: %s", error)
         self._failed = {}
         self._close()
+
+
+def _finish(fd: int, pending: dict[str, Transfer]) -> None:
+    """Closes a file behind its last transfer: its number may be another file's then."""
+    for transfer in pending.values():
+        transfer.end()
+    pending.clear()
+    os.close(fd)
 
 
 # The stores of a process share their engines, whose threads have stacks. Weakly: the last ends it.

@@ -1,0 +1,476 @@
+"""FileStore: tensors in files, by every engine; commits, crashes, and disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringcomm import _C
+from ringcomm.parallel.offload import FileStore, file_store
+from ringcomm.parallel.offload.aligned_memory import empty_aligned, is_aligned
+
+
+def has_uring() -> bool:
+    try:
+        _C.FileEngine("io_uring", 1, 4096)
+    except RuntimeError:
+        return False
+    return True
+
+
+ENGINES = ["threads", *(["io_uring"] if has_uring() else [])]
+BLOCK = 8192
+SIZES = [0, 1, 511, 513, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 3]
+
+
+def values(num_elems: int, seed: int = 0, dtype: torch.dtype = torch.uint8) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_elems,), generator=generator).to(dtype)
+
+
+def read(store: FileStore, key: str) -> Tensor:
+    dtype, shape = store.spec(key)
+    return store.get(key, torch.empty(shape, dtype=dtype)).wait()
+
+
+# ---- tensors
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_was_put_is_got(engine: Any, direct: bool, keep: bool, tmp_path: Path) -> None:
+    options = {"engine": engine, "direct": direct, "block_bytes": BLOCK, "queue_depth": 3}
+    store = FileStore(tmp_path, keep=keep, **options)
+    assert (store.engine, store.is_direct) == (engine, direct)
+    for size in SIZES:
+        for seed in range(3):  # written over
+            store.put(f"size {size}", values(size, seed))
+        assert torch.equal(read(store, f"size {size}"), values(size, 2))
+    for size in SIZES:
+        assert torch.equal(read(store, f"size {size}"), values(size, 2))
+    store.close()
+    assert (tmp_path / "data").exists() == keep
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.randn(3, 0, 2),
+        torch.randn(5, 7, dtype=torch.bfloat16),
+        torch.randn(9, 4, dtype=torch.complex64),
+        torch.randn(6, 8).t(),
+        torch.randn(40)[::3],
+        torch.arange(5) > 2,
+    ],
+    ids=lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}",
+)
+def test_shapes_dtypes_and_strides(tensor: Tensor, tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("x", tensor)
+    assert torch.equal(read(store, "x"), tensor)
+
+
+def test_aligned_memory_is_used_as_it_is(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, direct=True)
+    row = store.empty(5000, torch.float32)
+    assert is_aligned(row)
+    assert not is_aligned(row[1:])
+    row.copy_(torch.arange(5000.0))
+    store.put("x", row[1:]).wait()  # through a copy
+    assert torch.equal(store.get("x", row[:4999]).wait(), torch.arange(1.0, 5000.0))
+    assert empty_aligned(0).numel() == 4096
+
+
+def test_transfers_of_one_name_come_in_order(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, block_bytes=4096)
+    for i in range(50):
+        store.put("x", torch.full([3000], i))
+    out = torch.empty(3000, dtype=torch.int64)
+    transfer = store.get("x", out)
+    store.put("x", torch.full([3000], 99))
+    assert torch.equal(transfer.wait(), torch.full([3000], 49))
+    assert torch.equal(read(store, "x"), torch.full([3000], 99))
+
+
+def test_memory_goes_with_the_transfers(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("x", torch.ones(1 << 20)).wait()
+    store.put("y", torch.ones(1)).wait()
+    store.put("z", torch.ones(1)).wait()
+    gc.collect()
+    assert "x" not in store._pending
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_store_that_is_dropped_ends_well(engine: Any, tmp_path: Path) -> None:
+    num_threads = len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        store = FileStore(tmp_path, engine=engine, block_bytes=4096)
+        for i in range(8):
+            store.put(f"{i}", values(1 << 20, i))
+        del store
+        gc.collect()
+    assert len(os.listdir("/proc/self/task")) <= num_threads
+    with pytest.raises(KeyError):
+        read(FileStore(tmp_path), "0")  # nothing was committed
+
+
+# ---- commits
+
+
+def test_a_commit_is_found_again(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(1000, 1))
+    store.put("b", values(10, 2))
+    store.commit({"step": 1})
+    store.put("a", values(1000, 3)).wait()
+    assert torch.equal(read(store, "a"), values(1000, 3))
+    store.close()
+    store.close()
+    store = FileStore(tmp_path)
+    assert (store.info, store.generation, sorted(store.keys())) == ({"step": 1}, 1, ["a", "b"])
+    assert torch.equal(read(store, "a"), values(1000, 1))
+    store.put("b", values(10, 4))
+    store.commit()
+    store.close()
+    store = FileStore(tmp_path)
+    assert (store.info, store.generation) == ({}, 2)
+    assert torch.equal(read(store, "a"), values(1000, 1))
+    assert torch.equal(read(store, "b"), values(10, 4))
+
+
+def test_roll_back(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    for step in range(3):
+        store.put("a", values(1000, step))
+        if step == 1:
+            store.put("b", values(10, step))
+        store.commit({"step": step})
+    store.roll_back()
+    assert store.info == {"step": 1}
+    assert torch.equal(read(store, "a"), values(1000, 1))
+    with pytest.raises(ValueError, match="no commit before 2"):
+        store.roll_back()
+    store.put("a", values(1000, 7))
+    store.commit({"step": 7})
+    store.put("b", values(10, 7))
+    with pytest.raises(ValueError, match="no commit before 3"):
+        store.roll_back()
+    store.close()
+    store = FileStore(tmp_path)
+    assert torch.equal(read(store, "a"), values(1000, 7))
+    assert torch.equal(read(store, "b"), values(10, 1))
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 3), st.integers(0, 255)),
+        st.sampled_from([("commit",), ("reopen",)]),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(operations=OPERATIONS)
+def test_it_is_a_dict_with_commits(
+    operations: list[Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    store = FileStore(folder)
+    now: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    for name, *arguments in operations:
+        if name == "put":
+            key, value = f"{arguments[0]}", arguments[1]
+            store.put(key, torch.full([700 * arguments[0]], value, dtype=torch.uint8))
+            now[key] = value
+        elif name == "commit":
+            store.commit()
+            kept = dict(now)
+        else:
+            store.close()
+            store, now = FileStore(folder), dict(kept)
+        assert sorted(store.keys()) == sorted(now)
+        for key, value in now.items():
+            assert (read(store, key) == value).all()
+    store.close()
+
+
+# ---- crashes
+
+WRITER = """
+import signal, sys, torch
+signal.alarm(60)
+from ringcomm.parallel.offload import FileStore
+store = FileStore(sys.argv[1], engine=sys.argv[2], block_bytes=4096)
+step = store.info.get("step", 0)
+while True:
+    step += 1
+    for i in range(4):
+        store.put(f"{i}", torch.full([50_000], step + i))
+    store.commit({"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_process_leaves_its_last_commit(engine: str, tmp_path: Path) -> None:
+    for kill in range(4):
+        job = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), engine], stdout=subprocess.PIPE
+        )
+        try:
+            assert job.stdout is not None
+            assert job.stdout.readline()  # at least one step; a bound is the test's own
+            time.sleep(0.007 * kill)
+        finally:
+            job.send_signal(signal.SIGKILL)
+            out, _ = job.communicate(timeout=30)
+        store = FileStore(tmp_path)
+        step = store.info["step"]
+        said = [int(line) for line in out.split()]
+        assert not said or step >= max(said)
+        for i in range(4):
+            assert torch.equal(read(store, f"{i}"), torch.full([50_000], step + i))
+        store.close()
+
+
+def test_a_crash_between_the_renames_leaves_the_older_name(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(10, 1))
+    store.commit({"step": 1})
+    store.close()
+    (tmp_path / "index.json").rename(tmp_path / "index.previous.json")
+    (tmp_path / "index.draft.json").write_text("{")
+    store = FileStore(tmp_path)
+    assert store.info == {"step": 1}
+    store.put("a", values(10, 2))
+    store.commit({"step": 2})
+    store.close()
+    assert torch.equal(read(FileStore(tmp_path), "a"), values(10, 2))
+
+
+# ---- what fails
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(10_000, 1))
+    store.commit()
+    store.close()
+    os.truncate(tmp_path / "data", 5000)
+    with pytest.raises(ValueError, match=r"data has 5000 bytes and its index 24576: .*truncated"):
+        FileStore(tmp_path)
+    for text in ("{", "[]", '{"format": 7}', '{"format": 1}'):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index.json is damaged .* empty folder"):
+            FileStore(tmp_path)
+
+
+def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(100_000, 1)).wait()
+    os.truncate(tmp_path / "data", 4096)
+    with pytest.raises(OSError, match=r"reading a at .*truncated") as caught:
+        read(store, "a")
+    assert caught.value.errno == errno.EIO
+
+
+def test_two_stores_in_a_folder(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    with pytest.raises(OSError, match=r"in use by another FileStore"):
+        FileStore(tmp_path)
+    FileStore(tmp_path, keep=False).close()  # a file of its own
+    store.close()
+    FileStore(tmp_path).close()
+
+
+class FailingTransfer:
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        return self._code
+
+
+class LateTransfer(FailingTransfer):
+    """Notes whether its file is open when it ends."""
+
+    def __init__(self, fd: int, found: list[int]) -> None:
+        super().__init__(0)
+        self._fd, self._found = fd, found
+
+    def is_done(self) -> bool:
+        return False
+
+    def wait(self) -> int:
+        self._found.append(os.fstat(self._fd).st_size)
+        return 0
+
+
+class LateEngine:
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def start(self, is_write: bool, fd: int, *_: Any) -> LateTransfer:
+        return LateTransfer(fd, self.found)
+
+
+def test_a_dropped_store_waits_before_its_file_is_closed(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    engine = LateEngine()
+    store._engine = engine  # type: ignore[assignment]
+    fd = store._fd
+    store.put("a", values(100))
+    store.put("b", values(100))
+    assert not engine.found
+    del store
+    gc.collect()
+    assert len(engine.found) == 2
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+class FailingEngine:
+    """The disk is out of order."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def start(self, *_: Any) -> FailingTransfer:
+        return FailingTransfer(self.code)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.EIO, "Input/output error"), (errno.ENOSPC, "disk is full")]
+)
+def test_a_disk_that_fails(code: int, words: str, tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(100, 1))
+    store.commit({"step": 1})
+    engine, store._engine = store._engine, FailingEngine(code)  # type: ignore[assignment]
+    with pytest.raises(OSError, match=f"writing a at .*{words}") as caught:
+        store.put("a", values(100, 2)).wait()
+    assert caught.value.errno == code
+    store.put("b", values(100, 3))  # nobody waits for it
+    with pytest.raises(OSError, match=f"writing . at .*{words}"):
+        store.commit({"step": 2})
+    store._engine = engine
+    with pytest.raises(OSError, match="writing"):  # still
+        store.commit({"step": 2})
+    with pytest.raises(OSError, match="writing a"):
+        read(store, "a")
+    assert store.info == {"step": 1}
+    store.put("a", values(100, 4))
+    store.put("b", values(100, 5))
+    store.commit({"step": 2})
+    store.close()
+    store = FileStore(tmp_path)
+    assert torch.equal(read(store, "a"), values(100, 4))
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = FileStore(tmp_path)
+    monkeypatch.setattr(file_store.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"no room for a, 8192 bytes, at .*No space left"):
+        store.put("a", values(100))
+    assert "a" not in store
+
+
+def test_a_limit_of_the_files_size(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+        store = FileStore(tmp_path)
+        with pytest.raises(OSError, match="no room for a"):
+            store.put("a", values(1 << 17))
+        store.put("a", values(1 << 10)).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for options in ({"queue_depth": 0}, {"block_bytes": 0}, {"block_bytes": 5000}):
+        with pytest.raises(ValueError, match="positive multiple of 4096"):
+            FileStore(tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='engine is "auto"'):
+        FileStore(tmp_path, engine="aio")  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        FileStore(tmp_path / "file")
+    store = FileStore(tmp_path / "new" / "folder")
+    store.put("a", torch.zeros(3))
+    with pytest.raises(KeyError, match="no tensor 'b'"):
+        store.get("b", torch.zeros(3))
+    for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"a is torch.float32 of shape \(3,\), got"):
+            store.put("a", other)
+        with pytest.raises(ValueError, match=r"a is torch.float32 of shape \(3,\), got"):
+            store.get("a", other)
+    with pytest.raises(ValueError, match="contiguous tensor of the CPU"):
+        store.get("a", torch.zeros(6)[::2])
+    with pytest.raises(ValueError, match="tensors of the CPU"):
+        store.put("c", torch.zeros(3, device="meta"))
+    scratch = FileStore(tmp_path, keep=False)
+    with pytest.raises(ValueError, match="nothing to commit"):
+        scratch.commit()
+
+
+def test_without_io_uring_threads_do_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = file_store._shared_engine
+
+    def without(kind: str, *sizes: int) -> Any:
+        if kind == "io_uring":
+            raise RuntimeError("io_uring is not to be had here: Operation not permitted")
+        return real(kind, *sizes)
+
+    monkeypatch.setattr(file_store, "_shared_engine", without)
+    with caplog.at_level("INFO", logger="ringcomm"):
+        assert FileStore(tmp_path).engine == "threads"
+    assert "by threads: io_uring is not to be had here" in caplog.text
+    with pytest.raises(RuntimeError, match="not permitted"):
+        FileStore(tmp_path / "other", engine="io_uring")
+
+
+def test_the_index_is_json_that_people_can_read(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", torch.zeros(2, 3))
+    store.commit({"step": 5})
+    found = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
+    assert found["info"] == {"step": 5}
+    assert found["entries"]["a"] == {
+        "dtype": "float32",
+        "shape": [2, 3],
+        "offsets": [0, 4096],
+        "current": 0,
+    }
