@@ -434,3 +434,56 @@ def refuse(rank: int, folder: Path) -> None:
 
 def test_errors(tmp_path: Path) -> None:
     run_ranks(2, refuse, tmp_path)
+
+
+# ---- odd models
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 140)
+        self.blocks = nn.ModuleList(nn.Linear(140, 140) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight  # tied, over units
+        self.blocks[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))  # smaller than the world
+        self.none = nn.Parameter(torch.ones(0))
+        self.last = nn.Linear(140, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        out: Tensor = self.last(x) * self.scale + self.none.sum()
+        return out
+
+
+def odd_groups(model: Odd) -> list[dict[str, Any]]:
+    rest = [p for p in model.parameters() if p.requires_grad and p is not model.scale]
+    return [{"params": rest}, {"params": [model.scale], "lr": 0.01}, {"params": []}]
+
+
+def train_odd(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    model = Odd()
+    own = offload.SGD(odd_groups(model), 0.05, 0.9, to="nvme", path=folder)
+    optimizer = infinity(model, own)
+    train(model, optimizer, range(STEPS), rank, world_size)
+    with pytest.raises(ValueError, match=r"before zero\.shard"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    found = optimizer.full_model_state_dict()
+    model.added = nn.Linear(2, 2)
+    loss_of(model, *batch(9, rank, world_size)).backward()
+    with pytest.raises(ValueError, match=r"added.weight was added"):
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_odd_models(world_size: int, tmp_path: Path) -> None:
+    alone = Odd()
+    optimizer = torch.optim.SGD(odd_groups(alone), 0.05, 0.9)
+    train(alone, optimizer, range(STEPS))
+    for found in run_ranks(world_size, train_odd, world_size, tmp_path):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
