@@ -12,6 +12,7 @@ from torch import nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
+from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.parameter_server.agreement import (
     check_agreement,
     group_of_its_own,
@@ -148,7 +149,9 @@ class Assembly:
         if self.options.updates_at == "worker":
             params = dict(enumerate(self.replicas.params))
             optimizer = optimizer_of(self.make_optimizer, self.groups, params)
-        return Worker(ports, self.replicas, self.keys, optimizer, serving)
+        given = self.options.loss_scale
+        scale = None if given is None else LossScale(given)
+        return Worker(ports, self.replicas, self.keys, optimizer, serving, scale)
 
     def _packing(self, indices: Sequence[int]) -> Packing:
         return Packing.of_keys(self.keys[index] for index in indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -37,7 +38,8 @@ class Header:
     """Four numbers of 64 bits: 32 bytes, which the formulas count.
 
     Attributes:
-        version: of a pull, the lowest that will do; of an answer, the one that the worker then has.
+        version: of a pull, the lowest that will do; of an answer, the one that the worker then has;
+            of a push, its factor as bits.
         has_version: what the worker has pulled last.
         count: of an answer, how many messages follow; of a state, its bytes.
     """
@@ -46,6 +48,18 @@ class Header:
     version: int = 0
     has_version: int = 0
     count: int = 0
+
+    @staticmethod
+    def push(has_version: int, factor: float) -> Header:
+        """Of a gradient that counts times a factor, 0.0 for one that is not finite."""
+        (bits,) = struct.unpack("<q", struct.pack("<d", factor))
+        return Header(Kind.PUSH, bits, has_version)
+
+    @property
+    def factor(self) -> float:
+        """What push() was given."""
+        (factor,) = struct.unpack("<d", struct.pack("<q", self.version))
+        return float(factor)
 
     def encode(self) -> Tensor:
         """int64 [4]."""

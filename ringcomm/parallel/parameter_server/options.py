@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ringcomm.loss_scale import LossScale
+
 __all__ = ["Options"]
 
 
@@ -21,6 +23,7 @@ class Options:
     is_lockstep: bool
     schedule: tuple[tuple[str, int], ...] | None
     wire_dtype: torch.dtype | None
+    loss_scale: float | str | None
 
     def workers(self, world_size: int) -> tuple[int, ...]:
         """Their ranks."""
@@ -38,6 +41,7 @@ class Options:
         lockstep: bool,
         schedule: Sequence[tuple[str, int]] | None,
         wire_dtype: torch.dtype | None,
+        loss_scale: float | str | None,
     ) -> Options:
         """Raises ValueError or TypeError where they cannot be."""
         options = cls(
@@ -48,6 +52,7 @@ class Options:
             is_lockstep=lockstep,
             schedule=None if schedule is None else tuple((kind, w) for kind, w in schedule),
             wire_dtype=wire_dtype,
+            loss_scale=loss_scale,
         )
         if dedicated and len(options.servers) == world_size:
             raise ValueError("dedicated=True leaves no worker: give fewer servers, or more ranks")
@@ -61,6 +66,10 @@ class Options:
         is_dtype = isinstance(wire_dtype, torch.dtype)
         if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
+        if loss_scale is not None:
+            LossScale(loss_scale)
+            if updates_at != "server":
+                raise ValueError("loss_scale is for updates_at='server', which leaves steps out")
         options._check_schedule(world_size)
         return options
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
@@ -68,6 +68,10 @@ class ParameterServer:
             replica's). Default: one of all that require grad.
         wire_dtype: such as torch.bfloat16: what wider parameters and gradients travel in. Sums and
             servers' weights keep their own dtype.
+        loss_scale: a factor for float16, or "dynamic": each worker has one, from 2**16, halved when
+            its gradient is not finite and doubled after 2000 that are. Gradients travel with it,
+            and servers take it away; an update of which one is not finite changes nothing at any.
+            Wants updates_at="server"; see scale().
         server_devices: a server spreads its copies over them by bytes.
 
     Attributes:
@@ -98,13 +102,23 @@ class ParameterServer:
         schedule: Sequence[tuple[str, int]] | None = None,
         param_groups: Iterable[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
+        loss_scale: float | Literal["dynamic"] | None = None,
         server_devices: Sequence[torch.device | str] = ("cpu",),
     ) -> None:
         parts = Assembly.checked(
             *(model, make_optimizer, group, param_groups, server_devices),
             Options.checked(
                 resolve_group(group).size(),
-                *(servers, dedicated, staleness, updates_at, lockstep, schedule, wire_dtype),
+                *(
+                    servers,
+                    dedicated,
+                    staleness,
+                    updates_at,
+                    lockstep,
+                    schedule,
+                    wire_dtype,
+                    loss_scale,
+                ),
             ),
         )
         self._options, self._keys, self._groups = parts.options, parts.keys, parts.groups
@@ -152,6 +166,17 @@ class ParameterServer:
             worker.pull(0)
         else:
             worker.pull(worker.num_pushes - (0 if fresh else staleness))
+
+    @property
+    def loss_scale(self) -> float:
+        """What scale() multiplies a loss by now."""
+        worker = self._worker
+        return 1.0 if worker is None or worker.scale is None else worker.scale.value
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for backward(); the loss itself where there is none."""
+        worker = self._worker
+        return loss if worker is None or worker.scale is None else loss * worker.scale.value
 
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
@@ -209,6 +234,11 @@ class ParameterServer:
         Counted by their number; empty where this rank has no keys.
         """
         return Counter() if self._serving is None else Counter(self._serving.shard.staleness)
+
+    @property
+    def num_skipped_updates(self) -> int:
+        """Updates that the server in this process left out, for gradients that are not finite."""
+        return 0 if self._serving is None else self._serving.shard.num_skipped
 
     # ---- states
 

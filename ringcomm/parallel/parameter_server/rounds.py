@@ -21,11 +21,13 @@ class Gradient:
 
     Attributes:
         version: the one whose weights it was computed at.
+        factor: it counts times this; 0 for one that is not finite.
         tensors: of this server's keys, as they travelled.
     """
 
     worker: int
     version: int
+    factor: float
     tensors: list[Tensor]
 
 

@@ -33,7 +33,8 @@ class Shard:
     """Serves the keys of one server; used by one thread at a time.
 
     Attributes:
-        version: how many updates have been applied.
+        version: how many updates there have been.
+        num_skipped: those that changed nothing, since a gradient was not finite.
         staleness: of each gradient applied the version then minus the one that it was computed at,
             counted.
     """
@@ -45,7 +46,7 @@ class Shard:
         options: Options,
         optimizer: ServerOptimizer | None,
     ) -> None:
-        self.version = 0
+        self.version = self.num_skipped = 0
         self.staleness: Counter[int] = Counter()
         self.optimizer = optimizer
         self._packing = packing
@@ -85,7 +86,9 @@ class Shard:
             self._answer_held()
         elif kind == Kind.PUSH and request.payload is not None:
             tensors = self._packing.views(request.payload)
-            self._collected.push(Gradient(request.worker, request.header.has_version, tensors))
+            header = request.header
+            gradient = Gradient(request.worker, header.has_version, header.factor, tensors)
+            self._collected.push(gradient)
             self._advance()
         elif kind == Kind.STATE:
             state = packed({} if self.optimizer is None else self.optimizer.state_dict())
@@ -98,9 +101,13 @@ class Shard:
 
     def _advance(self) -> None:
         while (gradients := self._collected.next_update()) is not None:
-            for gradient in gradients:
-                self.staleness[self.version - gradient.version] += 1
-            self._updates.apply(mean_of([gradient.tensors for gradient in gradients]))
+            if all(gradient.factor for gradient in gradients):
+                for gradient in gradients:
+                    self.staleness[self.version - gradient.version] += 1
+                self._updates.apply(mean_of(gradients))
+            else:  # all servers have these headers, and do the same
+                self.num_skipped += 1
+                self._updates.skip()
             self.version += 1
         self._answer_held()
 

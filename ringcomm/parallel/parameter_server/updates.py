@@ -11,19 +11,21 @@ from typing_extensions import override
 
 from ringcomm.parallel.parameter_server.keys import Packing
 from ringcomm.parallel.parameter_server.optimizer import ServerOptimizer
+from ringcomm.parallel.parameter_server.rounds import Gradient
 
 __all__ = ["SumsForWorkers", "Updates", "UpdatesForWorkers", "Weights", "mean_of"]
 
 
-def mean_of(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def mean_of(gradients: Sequence[Gradient]) -> list[Tensor]:
     """By key, summed in the order given, 16-bit ones in float32, and divided by their number."""
-    if len(gradients) == 1:
-        return list(gradients[0])
+    if len(gradients) == 1 and gradients[0].factor == 1:
+        return gradients[0].tensors
     means = []
-    for parts in zip(*gradients, strict=True):
+    for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
         total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-        for part in parts[1:]:
-            total.add_(part)
+        total.mul_(gradients[0].factor)
+        for part, gradient in zip(parts[1:], gradients[1:], strict=True):
+            total.add_(part, alpha=gradient.factor)
         means.append(total.div_(len(gradients)))
     return means
 
@@ -33,6 +35,10 @@ class Updates(Protocol):
 
     def apply(self, gradient: Sequence[Tensor]) -> None:
         """The next update: a gradient by key."""
+
+    def skip(self) -> None:
+        """The next update changes nothing; only where servers update."""
+        raise NotImplementedError
 
     def news(self, worker: int, has_version: int, version: int) -> list[Tensor]:
         """Packed buffers that bring a worker from one version to another, without copies."""
@@ -55,9 +61,16 @@ class Weights(Updates):
 
     @override
     def apply(self, gradient: Sequence[Tensor]) -> None:
+        self._begin_version()
+        self._optimizer.step(gradient)
+
+    @override
+    def skip(self) -> None:
+        self._begin_version()
+
+    def _begin_version(self) -> None:
         if self._num_kept:
             self._pack()  # while these weights are there
-        self._optimizer.step(gradient)
         self._version += 1
         oldest = self._version - self._num_kept
         self._packed = {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from ringcomm.errors import RingcommError
+from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.parameter_server.keys import Key
 from ringcomm.parallel.parameter_server.messages import Header, Kind
 from ringcomm.parallel.parameter_server.ports import Port
@@ -25,6 +26,7 @@ class Worker:
         ports: to every server with keys.
         optimizer: of the first replica's parameters, where workers make the updates; else None.
         serving: the server of this rank, whose own errors are raised here.
+        scale: of the loss, if there is one.
 
     Attributes:
         num_pushes: steps that are over.
@@ -37,8 +39,10 @@ class Worker:
         keys: Sequence[Key],
         optimizer: torch.optim.Optimizer | None,
         serving: Serving | None,
+        scale: LossScale | None,
     ) -> None:
         self.num_pushes = 0
+        self.scale = scale
         self.optimizer = optimizer
         self._ports, self._replicas, self._serving = ports, replicas, serving
         self._names = [[keys[index].name for index in port.key_indices] for port in ports]
@@ -70,12 +74,23 @@ class Worker:
         """Sends the gradients, and clears them."""
         self._replicas.check_unchanged()
         gradients = self._replicas.gradients()
+        factor = self._factor_of(gradients)
         with self._own_error_first():
             for port, names in zip(self._ports, self._names, strict=True):
-                header = Header(Kind.PUSH, has_version=port.version)
+                header = Header.push(port.version, factor)
                 port.push(header, [gradients[name] for name in names])
         self._replicas.clear_gradients()
         self.num_pushes += 1
+
+    def _factor_of(self, gradients: Mapping[str, Tensor | None]) -> float:
+        """What takes the loss scale away again; 0 where a gradient is not finite."""
+        if self.scale is None:
+            return 1.0
+        factor = 1 / self.scale.value
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        has_overflow = not all(bool(gradient.isfinite().all()) for gradient in present)
+        self.scale.update(has_overflow)
+        return 0.0 if has_overflow else factor
 
     def states(self) -> list[Tensor]:
         """Of the servers' optimizers, packed."""
