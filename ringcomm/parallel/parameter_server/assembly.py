@@ -13,11 +13,7 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.parameter_server.agreement import (
-    check_agreement,
-    group_of_its_own,
-    start_from_first,
-)
+from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.parameter_server.keys import Key, Packing, assign, keys_of
 from ringcomm.parallel.parameter_server.messages import Channel
 from ringcomm.parallel.parameter_server.optimizer import ServerOptimizer
@@ -31,6 +27,7 @@ from ringcomm.parallel.parameter_server.ports import LocalPort, Port, RemotePort
 from ringcomm.parallel.parameter_server.replicas import Replicas
 from ringcomm.parallel.parameter_server.serving import Serving
 from ringcomm.parallel.parameter_server.shard import Shard
+from ringcomm.parallel.parameter_server.start import group_of_its_own, start_from_first
 from ringcomm.parallel.parameter_server.worker import Worker
 
 __all__ = ["Assembly"]

@@ -107,6 +107,7 @@ class Shard:
                 self._updates.apply(mean_of(gradients))
             else:  # all servers have these headers, and do the same
                 self.num_skipped += 1
+                assert isinstance(self._updates, Weights)  # else there is no scale
                 self._updates.skip()
             self.version += 1
         self._answer_held()

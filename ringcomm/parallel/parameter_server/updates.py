@@ -36,10 +36,6 @@ class Updates(Protocol):
     def apply(self, gradient: Sequence[Tensor]) -> None:
         """The next update: a gradient by key."""
 
-    def skip(self) -> None:
-        """The next update changes nothing; only where servers update."""
-        raise NotImplementedError
-
     def news(self, worker: int, has_version: int, version: int) -> list[Tensor]:
         """Packed buffers that bring a worker from one version to another, without copies."""
 
@@ -64,8 +60,8 @@ class Weights(Updates):
         self._begin_version()
         self._optimizer.step(gradient)
 
-    @override
     def skip(self) -> None:
+        """The next update changes nothing."""
         self._begin_version()
 
     def _begin_version(self) -> None:

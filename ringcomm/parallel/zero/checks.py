@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded
 from ringcomm.parallel.zero.options import ShardOptions
@@ -89,15 +90,7 @@ def check_ranks(
         "shapes": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
         "dtypes": [[str(p.dtype) for p in g["params"]] for g in optimizer.param_groups],
     }
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
-                    f" {theirs[name]}"
-                )
+    check_agreement(mine, group)
 
 
 def mark_sharded(optimizer: torch.optim.Optimizer) -> None:

@@ -1,8 +1,8 @@
-"""What all ranks of a parameter server must have alike, and a group of its own for them."""
+"""A group of its own for the ranks of a parameter server, and what they start from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,20 +11,7 @@ from torch import nn
 
 from ringcomm.parallel.parameter_server.keys import Packing
 
-__all__ = ["check_agreement", "group_of_its_own", "start_from_first"]
-
-
-def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks where they disagree. Collective."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs[name] != value:
-                raise ValueError(
-                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
-                    f" {theirs[name]}"
-                )
+__all__ = ["group_of_its_own", "start_from_first"]
 
 
 def group_of_its_own(group: dist.ProcessGroup) -> dist.ProcessGroup:
