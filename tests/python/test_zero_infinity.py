@@ -343,6 +343,21 @@ def count_bytes(rank: int, world_size: int, folder: Path) -> None:
     before = optimizer.io_bytes
     train(model, optimizer, range(2, 3), rank, world_size)
     read, written = (now - then for now, then in zip(optimizer.io_bytes, before, strict=True))
+    # Between steps the small weights are all there is.
+    memory = zero.predict_memory(
+        make_model(),
+        make_optimizer(make_model(), "adamw", {"to": "cpu"}),
+        3,
+        world_size=world_size,
+        rank=rank,
+        offload_weights=True,
+    )
+    assert memory.parameters == sum(optimizer.packed_bytes)
+    assert memory.states == 0 == sum(t.nbytes for t in optimizer.state_tensors())
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 0
+    loss_of(model, *batch(7, rank, world_size)).backward()
+    assert sum(t.nbytes for t in optimizer.gradient_tensors()) == memory.gradients
+    optimizer.zero_grad()
 
     def blocks(num_bytes: int) -> int:
         return -(-num_bytes // 4096) * 4096

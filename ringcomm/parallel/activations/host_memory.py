@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 from torch import Tensor
+
+from ringcomm.parallel.offload.aligned_memory import empty_aligned
 
 
 class HostMemory:
@@ -25,7 +25,5 @@ class HostMemory:
             self.tensor.copy_(tensor, non_blocking=True)
             torch.cuda.current_stream(tensor.device).synchronize()
             return
-        self._map = mmap.mmap(-1, max(1, tensor.nbytes))
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.tensor = whole[: tensor.nbytes].view(tensor.dtype)
+        self.tensor = empty_aligned(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
         self.tensor.copy_(tensor)

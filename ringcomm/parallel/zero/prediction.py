@@ -10,8 +10,11 @@ from torch import nn
 from typing_extensions import Unpack
 
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.model_units import default_units, params_of_units
+from ringcomm.parallel.offload.tiled_linear import tiles_of
+from ringcomm.parallel.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.zero.bucket import cut_into_buckets
+from ringcomm.parallel.zero.inner import is_offloaded
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.stage3 import units_apart
 
@@ -24,7 +27,9 @@ class Memory(NamedTuple):
         gradients: of these.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
         buffers: at stage 2 the largest bucket's whole gradients while it is reduced, at stage 3 the
-            largest unit's whole weights and gradients.
+            largest unit's whole weights and gradients; with offload_weights the model's own and the
+            largest unit's whole weights, this one's shards twice, and the largest gradient. What
+            an update streams through comes after it.
     """
 
     parameters: int
@@ -52,7 +57,8 @@ def predict_memory(
 
     Args:
         model: on any device, "meta" too.
-        optimizer: AdamW keeps two float32 numbers for a weight, SGD one if it has momentum.
+        optimizer: AdamW keeps two float32 numbers for a weight, SGD one if it has momentum; those
+            of ringcomm.parallel.offload keep nothing here.
         stage: 0 for no sharding, 1, 2 or 3.
         world_size: of the ranks to be.
         rank: one of them; shards differ by an element, at stage 3 by a row.
@@ -64,8 +70,11 @@ def predict_memory(
     """
     chosen = ShardOptions(**options)
     _check(stage, world_size, rank)
+    if chosen.offload_weights:
+        return _memory_of_infinity(model, world_size, rank, units)
     if stage == 3:
         return _memory_of_stage3(model, optimizer, world_size, rank, units, chosen)
+    keeps_states = not is_offloaded(optimizer)
     parameters = gradients = states = buffers = 0
     for group in optimizer.param_groups:
         per_state = 4 * _num_states(optimizer, group)
@@ -76,7 +85,8 @@ def predict_memory(
             mine = num_elems if stage == 0 else end - begin
             parameters += itemsize * num_elems
             gradients += itemsize * (mine if stage == 2 else num_elems)
-            states += (per_state + (4 if itemsize == 2 and stage else 0)) * mine
+            if keeps_states:
+                states += (per_state + (4 if itemsize == 2 and stage else 0)) * mine
             if stage == 2:
                 buffers = max(buffers, itemsize * num_elems)
     return Memory(parameters, gradients, states, buffers)
@@ -139,6 +149,8 @@ def _check(stage: int, world_size: int, rank: int) -> None:
 
 
 def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int:
+    if is_offloaded(optimizer):
+        return 0
     if isinstance(optimizer, torch.optim.SGD):
         return 1 if group["momentum"] else 0
     return 3 if group.get("amsgrad") else 2
@@ -170,6 +182,29 @@ def _memory_of_stage3(
                 states += 4 * states_of.get(param, 0) * _own_elems(param, world_size, rank)
         buffers = max(buffers, whole)
     return Memory(parameters, gradients, states, buffers)
+
+
+def _memory_of_infinity(
+    model: nn.Module, world_size: int, rank: int, units: Iterable[nn.Module] | None
+) -> Memory:
+    resident = gradients = root = buffers = 0
+    found = list(default_units(model) if units is None else units)
+    for module, params in params_of_units(model, [*found, *tiles_of(model)]):
+        whole = shards = largest = 0
+        for param in params:
+            begin, end = shard_range(param.numel(), world_size, rank)
+            mine = (end - begin) * param.element_size()
+            whole += param.nbytes
+            largest = max(largest, param.nbytes)
+            if param.nbytes >= PACKED_BYTES:
+                shards += mine
+            else:
+                resident += mine
+                gradients += mine if param.requires_grad else 0
+        if module is model:
+            root = whole
+        buffers = max(buffers, (0 if module is model else whole) + 2 * shards + largest)
+    return Memory(resident, gradients, 0, root + buffers)
 
 
 def _params_of_units(
