@@ -407,6 +407,27 @@ def states_travel(rank: int, folder: Path) -> None:
         assert torch.equal(mine.full_model_state_dict()[name], value)
 
 
+def half_states_travel(rank: int, folder: Path) -> None:
+    model = make_model(torch.bfloat16)
+    own = make_optimizer(model, "adamw", {"to": "nvme", "path": folder})
+    optimizer = infinity(model, own)
+    train(model, optimizer, range(2), rank, 2)
+    full, values = zero.full_state_dict(optimizer), optimizer.full_model_state_dict()
+    train(model, optimizer, range(2, 4), rank, 2)
+    again = make_model(torch.bfloat16)
+    mine = infinity(again, make_optimizer(again, "adamw", {"to": "cpu"}))
+    mine.load_full_model_state_dict(values)
+    zero.load_full_state_dict(mine, full)
+    train(again, mine, range(2, 4), rank, 2)
+    expected = optimizer.full_model_state_dict()
+    for name, value in mine.full_model_state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_masters_travel(tmp_path: Path) -> None:
+    run_ranks(2, half_states_travel, tmp_path)
+
+
 def zero_weights(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: param.full_tensor() if hasattr(param, "full_tensor") else param.detach()

@@ -154,10 +154,7 @@ class _Offloaded(torch.optim.Optimizer):
             return self.tier.fetch(chunk.key)
         num_elems = (chunk.end - chunk.begin) * len(chunk.names)
         loan = self.tier.new(chunk.key, num_elems, torch.float32)
-        row = split_row(loan.wait().zero_(), chunk.names)
-        if "master" in row:
-            weights, _ = self._operands.get(chunk.param)
-            row["master"].copy_(weights[chunk.begin : chunk.end])
+        loan.wait().zero_()
         return loan
 
     def _update(self, chunk: _Chunk, state: dict[str, Tensor], grad_scale: float) -> None:
@@ -167,7 +164,8 @@ class _Offloaded(torch.optim.Optimizer):
         grad = grads[chunk.begin : chunk.end].to("cpu")
         master = state.get("master")
         if master is not None and not torch.equal(master.to(on_host.dtype), on_host):
-            master.copy_(on_host)  # somebody has written the weights, such as a loaded state_dict
+            # It is new, or somebody has written the weights, such as a loaded state_dict.
+            master.copy_(on_host)
         ops.optimizer_update_(
             on_host, grad, state, optimizer=chunk.rule, step=chunk.step, grad_scale=grad_scale
         )

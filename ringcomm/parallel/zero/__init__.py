@@ -84,9 +84,10 @@ def shard(
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
             finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
         offload_weights: at stage 3 keep weights and gradients where an optimizer of
-            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model may be on the meta
-            device: each unit gets its values by reset_parameters() when it is sharded. It may be of
-            16 bits, and has float32 masters then. With a path, every step ends in a commit.
+            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model is on the CPU, or
+            on the meta device: each unit then gets its values by reset_parameters() when it is
+            sharded. It may be of 16 bits, and has float32 masters. With a path, every step ends in
+            a commit.
         resume: with offload_weights go on after the last step whose files are complete.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
             ranks; without loss_scale, what is not finite is an error. This and loss_scale take two

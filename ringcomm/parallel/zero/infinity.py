@@ -46,13 +46,21 @@ class ZeroInfinity(ZeroOptimizer):
         super().__init__(model, optimizer.param_groups, group, options)
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights wants a group of backend ringcomm")
+        device = self._device()
+        if device.type not in ("cpu", "meta"):
+            raise ValueError(f"offload_weights is for models of the CPU, got one on {device}")
         pool = BufferPool()
         path = optimizer.path
         if path is not None:
             path = Path(path) / f"rank{group.rank()}of{group.size()}"
         self._tier = make_tier(optimizer.to, path, keep=True, pool=pool)
         self._grads = make_tier(optimizer.to, path, keep=False, pool=pool)
-        self.num_steps = self._find_steps(self._tier)
+        try:
+            self.num_steps = self._find_steps(self._tier)
+        except ValueError:
+            self._tier.close()
+            self._grads.close()
+            raise
         self._home = WeightHome(self._tier, is_filled=self.num_steps > 0)
         found = list(default_units(model) if units is None else units)
         self._weights = WeightShards(
@@ -112,13 +120,15 @@ class ZeroInfinity(ZeroOptimizer):
             self._scale.load(info["loss_scale"])
 
     def _commit(self) -> None:
+        self.num_steps += 1
+        if not isinstance(self._tier, FileTier):
+            return
         for i, unit in enumerate(self._weights.units):
             row = unit.packed_row
             if row.numel():
                 loan = self._tier.new(f"packed.{i}", row.numel(), row.dtype)
                 loan.wait().copy_(row)
                 self._tier.give_back(loan, is_written=True)
-        self.num_steps += 1
         steps = [self._inner.steps.get(shard, 0) for shard in self._shard_of.values()]
         self._tier.commit(
             {
