@@ -6,9 +6,10 @@
     files   FileStore's reads and writes past the page cache, and fio's (where it is installed) with
             the same engine, block size and queue depth on the same file system
     adam    optimizer_update_ and torch.optim.AdamW(fused=True), one thread and all
-    steps   a step of one process with ZeRO-Infinity in files, in two phases, beside the same step
-            in memory: the share of time that is computing, and the share that the paper's formula
-            gives for the bandwidth and the speed measured here
+    steps   a step of one process with ZeRO-Infinity in files, in two phases, and one with its
+            checkpoints in host memory, beside the same in memory: the share of time that is
+            computing, and the share that the paper's formula gives for the bandwidth and the
+            speed measured here
 
 Everything takes turns, round by round. JSON lines are appended to benchmarks/results.
 """
@@ -45,7 +46,8 @@ from ringcomm.bench.report import Report
 from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
 from ringcomm.bench.weather import Weather
-from ringcomm.parallel import offload, zero
+from ringcomm.parallel import activations, offload, zero
+from ringcomm.parallel.activations.host_memory import HostMemory
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
@@ -302,8 +304,61 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                 }
             )
         optimizer.close()
+    records += [checkpoint_record(tokens, options.seconds) for tokens in ROWS]
     dist.destroy_process_group()
     return records
+
+
+def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
+    """Forward and backward with activation checkpoints in host memory, beside those left alone."""
+    model = Stack()
+    x = torch.randn(tokens, WIDTH, requires_grad=True)
+    moved_bytes = 2 * LAYERS * x.nbytes
+
+    def plain() -> None:
+        model(x).square().mean().backward()
+
+    def offloaded() -> None:
+        with activations.partition(offload="cpu", min_elems=0):
+            loss = model(x).square().mean()
+        loss.backward()
+
+    def move() -> None:
+        for _ in range(LAYERS):
+            x.detach().copy_(HostMemory(x.detach().view(-1)).tensor.view_as(x))
+
+    turns = {"plain": plain, "host": offloaded, "move": move}
+
+    def once(is_swapped: bool) -> Round:
+        names = list(turns)[::-1] if is_swapped else list(turns)
+        return {name: timed(turns[name]) for name in names}
+
+    found = rounds(once, seconds)
+    alone, moving = median(found["plain"]), median(found["move"])
+    model.zero_grad()
+    plain()
+    expected = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    offloaded()
+    grads = [param.grad for param in model.parameters()]
+    flop = 8 * tokens * LAYERS * WIDTH**2
+    return {
+        "part": "steps",
+        "name": f"checkpoints in host memory, {tokens} tokens",
+        **percentiles((1e6 * s for s in found["host"]), "us"),
+        "peer": "in memory",
+        "peer_p50_us": 1e6 * alone,
+        "ratio": ratio_of(found["plain"], found["host"]),
+        "predicted_efficiency": alone / (alone + moving),
+        "peak_flop_per_s": flop / alone,
+        "bytes_per_s": moved_bytes / moving,
+        "moved_bytes": moved_bytes,
+        "intensity": flop / moved_bytes,
+        "verified": all(
+            a is not None and b is not None and torch.equal(a, b)
+            for a, b in zip(grads, expected, strict=True)
+        ),
+    }
 
 
 def bandwidths(files: list[dict[str, Any]]) -> dict[str, float]:

@@ -64,7 +64,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("world_size", "backend"), [(1, "ringcomm"), (2, "ringcomm"), (3, "ringcomm"), (2, "gloo")]
+    ("world_size", "backend"),
+    [(1, "ringcomm"), (2, "ringcomm"), (3, "ringcomm"), (4, "ringcomm"), (2, "gloo")],
 )
 def test_steps_are_those_of_one_process(
     world_size: int, backend: str, stage: int, kind: str, case: str
