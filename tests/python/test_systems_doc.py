@@ -29,8 +29,9 @@ def run_block(rank: int, code: str, folder: Path) -> list[float]:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 2)]
     model = nn.Sequential(*layers)
-    # What is partitioned is the same on all ranks.
-    torch.manual_seed(0 if "activations." in code else rank)
+    # What is partitioned, or goes through layers in parts, is the same on all ranks.
+    is_shared = "activations." in code or "ParallelLinear" in code
+    torch.manual_seed(0 if is_shared else rank)
     x = torch.randn(8, 6)
     losses: list[float] = []
 

@@ -1,173 +1,234 @@
-"""DTensor over ringcomm: tensor and sequence parallelism, loss_parallel, with FSDP2, layouts."""
+"""Layers split over ranks: the training of one process, and the bytes of Megatron's formula."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import pytest
 import torch
-from curves import STEPS, Run, assert_same_run, batch, make_model, sgd, single_process, weights_of
+import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
+
+import ringcomm
+from ringcomm.nn import (
+    ColumnParallelLinear,
+    CrossEntropyLoss,
+    RowParallelLinear,
+    VocabParallelEmbedding,
 )
+from ringcomm.ops import shard_range
+from ringcomm.parallel import tensor
 
-WORLD = 2
-
-
-def parallelize(
-    model: nn.Sequential, mesh: DeviceMesh, *, is_sequence: bool, src_data_rank: int | None
-) -> None:
-    """Blocks cut by columns, then rows; "sequence": what is between them is cut by rows of x."""
-    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    head: Any = ColwiseParallel(output_layouts=Replicate())
-    if is_sequence:
-        plan = {
-            "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Shard(0)),
-            "up": ColwiseParallel(input_layouts=Shard(0)),
-            "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-        }
-        head = ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate())
-    for block in list(model)[:-1]:
-        parallelize_module(block, mesh, plan, src_data_rank=src_data_rank)
-    last = str(len(model) - 1)
-    parallelize_module(model, mesh, {last: head}, src_data_rank=src_data_rank)
+VOCAB, DIM, HEADS, FFN = 37, 24, 12, 50  # the vocabulary and FFN divide by no number of ranks
+BATCH, LENGTH, LAYERS, STEPS, LR = 2, 12, 2, 4, 0.5
 
 
-def train_on(model: nn.Module, share: Callable[[Tensor], Tensor], dp: int, num_dp: int) -> Run:
-    """Every rank of a tensor-parallel group sees all rows; `share` cuts what goes in."""
-    optimizer = sgd(model.parameters())
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(step, dp, num_dp)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(share(x)), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Run(losses, weights_of(model))
+class Layer(nn.Module):
+    """A transformer layer, whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.o = nn.Linear(DIM, DIM)
+        self.gate, self.up = nn.Linear(DIM, FFN, bias=False), nn.Linear(DIM, FFN, bias=False)
+        self.down = nn.Linear(FFN, DIM)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(self.norm1(x))
+        q, k, v = (
+            w(y).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.o(y)
+        y = self.enter(self.norm2(x))
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
-def run_tensor_parallel(rank: int, is_sequence: bool, src_data_rank: int | None) -> Run:
-    model = make_model()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    if src_data_rank is not None:  # its weights count, not those of the others
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(rank)
-    parallelize(model, mesh, is_sequence=is_sequence, src_data_rank=src_data_rank)
-    share = (lambda x: x.chunk(WORLD)[rank]) if is_sequence else (lambda x: x)
-    return train_on(model, share, 0, 1)
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok = nn.Embedding(VOCAB, DIM, padding_idx=3)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.loss: Any = CrossEntropyLoss()
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for layer in self.layers:
+            x = layer(x)
+        loss: Tensor = self.loss(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return loss
 
 
-@pytest.mark.parametrize("src_data_rank", [None, 0])
-@pytest.mark.parametrize("is_sequence", [False, True], ids=["tensor", "sequence"])
-def test_tensor_parallel(is_sequence: bool, src_data_rank: int | None) -> None:
-    results = run_ranks(WORLD, run_tensor_parallel, is_sequence, src_data_rank)
-    assert_same_run(results, single_process())
+class SplitLayer(Layer):
+    sequence_dim: int | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        return tensor.enter(x, sequence_dim=self.sequence_dim)
 
 
-def run_with_fsdp(rank: int) -> Run:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = make_model()
-    parallelize(model, mesh["tp"], is_sequence=False, src_data_rank=None)
-    for layer in model:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return train_on(model, lambda x: x, mesh["dp"].get_local_rank(), 2)
-
-
-def test_with_fsdp2() -> None:
-    assert_same_run(run_ranks(4, run_with_fsdp), single_process())
-
-
-# ---- loss_parallel
-
-
-def classify(model: nn.Module, unwrap: Callable[[Tensor], Tensor]) -> Run:
-    """Cross entropy over 3 classes, of which one rank has 2."""
-    optimizer = sgd(model.parameters())
-    losses = []
-    for step in range(STEPS):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y.argmax(1))
-        loss.backward()
-        optimizer.step()
-        losses.append(unwrap(loss).item())
-    return Run(losses, weights_of(model))
-
-
-def run_loss_parallel(rank: int) -> Run:
-    model = make_model()
-    mesh = init_device_mesh("cpu", (WORLD,))
-    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(model, mesh, {"2": head}, src_data_rank=None)
-    with loss_parallel():
-        return classify(model, lambda loss: loss.full_tensor())  # type: ignore[attr-defined]
-
-
-def test_loss_parallel() -> None:
-    expected = classify(make_model(), lambda loss: loss)
-    assert expected.losses[-1] < 0.9 * expected.losses[0]
-    assert_same_run(run_ranks(WORLD, run_loss_parallel), expected)
-
-
-# ---- layouts
-
-
-def redistribute(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (WORLD,))
-    rows = torch.arange(7.0 * 3).view(7, 3)  # 4 rows and 3
-    local = rows.chunk(WORLD)[rank]
-    sharded = DTensor.from_local(local, mesh, [Shard(0)], shape=rows.shape, stride=rows.stride())
-    assert torch.equal(sharded.full_tensor(), rows)
-    assert torch.equal(sharded.redistribute(mesh, [Replicate()]).to_local(), rows)
-    for op, factor in (("sum", 2.0), ("avg", 1.0), ("max", 1.0)):
-        partial = DTensor.from_local(rows.clone(), mesh, [Partial(op)])
-        assert torch.equal(partial.redistribute(mesh, [Replicate()]).to_local(), factor * rows)
-        cut = partial.redistribute(mesh, [Shard(0)]).to_local()
-        assert torch.equal(cut, (factor * rows).chunk(WORLD)[rank])
-
-
-def test_redistribute() -> None:
-    run_ranks(WORLD, redistribute)
-
-
-def transpose_shards(rank: int) -> None:
-    """From rows to columns: all_to_all, or what DTensor takes for it on a CPU."""
-    mesh = init_device_mesh("cpu", (WORLD,))
-    rows = torch.arange(7.0 * 5).view(7, 5)
-    sharded = DTensor.from_local(
-        rows.chunk(WORLD)[rank], mesh, [Shard(0)], shape=rows.shape, stride=rows.stride()
+def split(model: Net, *, is_sequence_split: bool) -> Net:
+    """This rank's part of a model; what stays whole is shared, tokens and all."""
+    dim = 1 if is_sequence_split else None
+    unit = DIM // HEADS
+    model.tok = VocabParallelEmbedding.from_embedding(model.tok, sequence_dim=dim)  # type: ignore[assignment]
+    layers: Any = model.layers
+    for layer in layers:
+        layer.__class__ = SplitLayer
+        layer.sequence_dim = dim
+        for name in ("q", "k", "v", "gate", "up"):
+            whole = getattr(layer, name)
+            part = ColumnParallelLinear.from_linear(
+                whole, enters=False, unit=unit if name in "qkv" else 1
+            )
+            setattr(layer, name, part)
+        layer.o = RowParallelLinear.from_linear(layer.o, unit=unit, sequence_dim=dim)
+        layer.down = RowParallelLinear.from_linear(layer.down, sequence_dim=dim)
+    norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
+    if is_sequence_split:
+        for norm in norms:
+            tensor.sum_gradients(norm.weight)
+    model.head = ColumnParallelLinear.from_linear(model.head, sequence_dim=dim)  # type: ignore[assignment]
+    model.loss = CrossEntropyLoss(
+        group=torch.distributed.group.WORLD, num_columns=model.head.weight.shape[0]
     )
-    columns = sharded.redistribute(mesh, [Shard(1)]).to_local()
-    assert torch.equal(columns, rows.chunk(WORLD, dim=1)[rank])
+    return model
 
 
-def test_redistribute_rows_to_columns() -> None:
-    run_ranks(WORLD, transpose_shards)
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return ids[:, :-1], ids[:, 1:]
 
 
-def distribute(rank: int) -> None:
-    """Rank 0's tensor, cut for a mesh of 2 x 2; the other ranks' is not looked at."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    rows = torch.arange(7.0 * 3).view(7, 3)
-    given = rows if rank == 0 else torch.zeros_like(rows)
-    tensor = distribute_tensor(given, mesh, [Shard(0), Shard(1)])
-    expected = rows.chunk(2)[rank // 2].chunk(2, dim=1)[rank % 2]
-    assert torch.equal(tensor.to_local(), expected)
-    assert torch.equal(tensor.full_tensor(), rows)
+def train(model: Net) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    losses = []
+    for step in range(STEPS):
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
-def test_distribute_tensor() -> None:
-    run_ranks(4, distribute)
+def train_split(rank: int, is_sequence_split: bool) -> tuple[list[float], dict[str, Tensor]]:
+    model = split(Net(), is_sequence_split=is_sequence_split)
+    losses = train(model)
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def whole_of(name: str, parts: list[Tensor], like: Tensor) -> Tensor:
+    """Joined along the dimension that differs; the first one where none does."""
+    if parts[0].shape == like.shape:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    dim = next(d for d in range(like.dim()) if parts[0].shape[d] != like.shape[d])
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize("is_sequence_split", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_training_of_one_process(world_size: int, is_sequence_split: bool) -> None:
+    results = run_ranks(world_size, train_split, is_sequence_split)
+    model = Net()
+    losses = train(model)
+    for found, _ in results:
+        assert found == results[0][0]
+        torch.testing.assert_close(found, losses, rtol=0, atol=2e-6)
+    for name, param in model.named_parameters():
+        whole = whole_of(name, [weights[name] for _, weights in results], param)
+        torch.testing.assert_close(whole, param.detach(), rtol=0, atol=2e-6)
+
+
+def sent_bytes() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for (name, _), entry in ringcomm.stats().items():
+        found[name] = found.get(name, 0) + entry["sent_bytes"]
+    return found
+
+
+def count_bytes(rank: int, is_sequence_split: bool) -> tuple[dict[str, int], dict[str, int]]:
+    model = split(Net(), is_sequence_split=is_sequence_split)
+    ids, targets = batch(0)
+    before = sent_bytes()
+    loss = model(ids, targets)
+    middle = sent_bytes()
+    loss.backward()
+    after = sent_bytes()
+    return (
+        {name: middle[name] - before.get(name, 0) for name in middle},
+        {name: after[name] - middle.get(name, 0) for name in after},
+    )
+
+
+@pytest.mark.parametrize("is_sequence_split", [False, True])
+def test_bytes_of_a_step(is_sequence_split: bool) -> None:
+    """2 all_reduces a layer each way, one for the embedding, one for the head's input backward."""
+    activations, tokens = 4 * BATCH * LENGTH * DIM, BATCH * LENGTH
+    loss = 24 * (tokens + 1)  # the loss's one collective, with how many targets count
+    num = 2 * LAYERS + 1
+    for forward, backward in run_ranks(2, count_bytes, is_sequence_split):
+        half = activations // 2
+        if not is_sequence_split:
+            assert forward["all_reduce"] == num * activations + loss
+            assert backward["all_reduce"] == num * activations
+            continue
+        # Halves: what enters is gathered, what leaves is scattered; backward the other way round.
+        assert forward["reduce_scatter"] == num * half
+        assert forward["all_gather"] == num * half
+        assert forward["all_reduce"] == loss
+        assert backward["reduce_scatter"] == num * half
+        assert backward["all_gather"] == num * half
+        small = (2 * LAYERS + 1) + 2 * LAYERS  # norms, and biases of what leaves
+        assert backward["all_reduce"] == 4 * DIM * small
+
+
+def check_layers(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    whole = nn.Linear(10, 7)
+    torch.manual_seed(1)
+    part = ColumnParallelLinear(10, 7)
+    begin, end = shard_range(7, world_size, rank)
+    assert part.features == (begin, end)
+    assert torch.equal(part.weight, whole.weight[begin:end])
+    assert part.bias is not None
+    assert torch.equal(part.bias, whole.bias[begin:end])
+    assert f"{begin}:{end} of 7" in repr(part)
+    torch.manual_seed(1)
+    rows = RowParallelLinear(10, 7)
+    begin, end = rows.features
+    assert torch.equal(rows.weight, whole.weight[:, begin:end])
+    x = torch.randn(3, 10)
+    torch.testing.assert_close(rows(x[:, begin:end]), whole(x))
+    table = nn.Embedding(2, 5)  # fewer rows than ranks
+    few = VocabParallelEmbedding.from_embedding(table)
+    ids = torch.tensor([[0, 1, 1]])
+    assert torch.equal(few(ids), table(ids))
+    few(ids).sum().backward()
+    with pytest.raises(IndexError, match=r"ids are in \[0, 2\)"):
+        few(torch.tensor([2]))
+    with pytest.raises(ValueError, match="no whole number of units of 3"):
+        ColumnParallelLinear(10, 7, unit=3)
+    with pytest.raises(ValueError, match="is not split"):
+        VocabParallelEmbedding.from_embedding(nn.Embedding(3, 3, sparse=True))
+    if world_size > 1:
+        with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
+            tensor.leave(torch.zeros(1, 7, 2), sequence_dim=1)
+    for layer in (part, rows, few):
+        with pytest.raises(RuntimeError, match="copy the whole ones before"):
+            copy.deepcopy(layer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_layers(world_size: int) -> None:
+    run_ranks(world_size, check_layers, world_size)

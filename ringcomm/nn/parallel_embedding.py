@@ -1,0 +1,107 @@
+"""An embedding whose rows are split over ranks (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ringcomm.backend import resolve_group
+from ringcomm.ops import shard_range
+from ringcomm.parallel.tensor.regions import leave, refuse_copy
+
+__all__ = ["VocabParallelEmbedding"]
+
+
+class VocabParallelEmbedding(nn.Module):
+    """nn.Embedding of which each rank has some rows.
+
+    A rank's result is 0 for ids that it has not, so that the sum over the ranks has the bits of the
+    whole layer; gradients of rows are at their owners alone.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
+            nn.Embedding, whose values it takes: seed all ranks alike.
+        group: None for the default group.
+        sequence_dim: see ringcomm.parallel.tensor.leave(); of the result, so 1 for tokens (batch,
+            length).
+
+    Attributes:
+        rows: the ids [begin, end) of this rank; none where there are fewer than ranks.
+    """
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._cut(whole, group, sequence_dim)
+
+    def _cut(
+        self, whole: nn.Embedding, group: dist.ProcessGroup | None, sequence_dim: int | None
+    ) -> None:
+        if whole.max_norm is not None or whole.scale_grad_by_freq or whole.sparse:
+            raise ValueError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse=True is not split"
+            )
+        self.group, self.sequence_dim = resolve_group(group), sequence_dim
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.padding_idx = whole.padding_idx
+        self.rows = shard_range(whole.num_embeddings, self.group.size(), self.group.rank())
+        part = whole.weight.detach()[slice(*self.rows)].clone()
+        self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_dim: int | None = None,
+    ) -> Self:
+        """This rank's part of a whole layer, whose values are the same on all ranks.
+
+        Raises:
+            ValueError: it has max_norm, scale_grad_by_freq or sparse gradients.
+        """
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._cut(embedding, group, sequence_dim)
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids of any shape, the same on all ranks, to (..., embedding_dim) or its tokens here.
+
+        Raises:
+            IndexError: an id is not in the whole embedding. On all ranks.
+        """
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+            raise IndexError(f"ids are in [0, {self.num_embeddings}), got others")
+        begin, end = self.rows
+        is_mine = (ids >= begin) & (ids < end)
+        if begin == end:
+            out = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+        else:
+            local = torch.where(is_mine, ids - begin, 0)
+            out = F.embedding(local, self.weight).masked_fill(~is_mine[..., None], 0)
+            if self.padding_idx is not None:  # as in torch, it has no gradient
+                is_pad = (ids == self.padding_idx)[..., None]
+                out = torch.where(is_pad, out.detach(), out)
+        return leave(out, self.group, sequence_dim=self.sequence_dim)
+
+    def extra_repr(self) -> str:
+        """As nn.Embedding has it."""
+        begin, end = self.rows
+        return f"{begin}:{end} of {self.num_embeddings}, {self.embedding_dim}"

@@ -1,0 +1,200 @@
+"""Linear layers whose features are split over ranks (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from ringcomm.backend import resolve_group
+from ringcomm.ops import shard_range
+from ringcomm.parallel.tensor.regions import enter, leave, refuse_copy, sum_gradients
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+def feature_range(
+    num_features: int, unit: int, group: dist.ProcessGroup, what: str
+) -> tuple[int, int]:
+    """The features [begin, end) of this rank, in whole units such as heads.
+
+    Raises:
+        ValueError: there is no whole number of units.
+    """
+    if unit < 1 or num_features % unit:
+        raise ValueError(f"{what}={num_features} is no whole number of units of {unit}")
+    begin, end = shard_range(num_features // unit, group.size(), group.rank())
+    return begin * unit, end * unit
+
+
+class _ParallelLinear(nn.Module):
+    """A part of nn.Linear: `weight` and `bias` are this rank's."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def _take(self, linear: nn.Linear, rows: slice, columns: slice, *, whole_bias: bool) -> None:
+        """The weights of a whole layer, cut; in memory of their own."""
+        self.weight = nn.Parameter(
+            linear.weight.detach()[rows, columns].clone(),
+            requires_grad=linear.weight.requires_grad,
+        )
+        bias: Tensor | None = linear.bias
+        if bias is None:
+            self.register_parameter("bias", None)
+            return
+        part = bias.detach() if whole_bias else bias.detach()[rows]
+        self.bias = nn.Parameter(part.clone(), requires_grad=bias.requires_grad)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """nn.Linear of which each rank has some output features.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear, whose
+            values it takes: seed all ranks alike.
+        group: None for the default group.
+        unit: output features that stay together, such as those of a head.
+        enters: whether the input passes enter(). Layers that share an input do that once for all.
+        sequence_dim: see enter().
+
+    Attributes:
+        features: the output features [begin, end) of this rank.
+
+    Raises:
+        ValueError: out_features is no whole number of units.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unit: int = 1,
+        enters: bool = True,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._cut(linear, group, unit, enters, sequence_dim)
+
+    def _cut(
+        self,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None,
+        unit: int,
+        enters: bool,
+        sequence_dim: int | None,
+    ) -> None:
+        self.group, self.enters = resolve_group(group), enters
+        self.sequence_dim = sequence_dim
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.features = feature_range(linear.out_features, unit, self.group, "out_features")
+        self._take(linear, slice(*self.features), slice(None), whole_bias=False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unit: int = 1,
+        enters: bool = True,
+        sequence_dim: int | None = None,
+    ) -> Self:
+        """This rank's part of a whole layer, whose values are the same on all ranks."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._cut(linear, group, unit, enters, sequence_dim)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., this rank's output features)."""
+        if self.enters:
+            x = enter(x, self.group, sequence_dim=self.sequence_dim)
+        return F.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear has it."""
+        begin, end = self.features
+        return f"in_features={self.in_features}, out_features={begin}:{end} of {self.out_features}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """nn.Linear of which each rank has some input features, the result of a layer split by columns.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ColumnParallelLinear's. All ranks have
+            the bias.
+        group: None for the default group.
+        unit: input features that stay together.
+        sequence_dim: see leave().
+
+    Attributes:
+        features: the input features [begin, end) of this rank.
+
+    Raises:
+        ValueError: in_features is no whole number of units.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unit: int = 1,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._cut(linear, group, unit, sequence_dim)
+
+    def _cut(
+        self,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None,
+        unit: int,
+        sequence_dim: int | None,
+    ) -> None:
+        self.group, self.sequence_dim = resolve_group(group), sequence_dim
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.features = feature_range(linear.in_features, unit, self.group, "in_features")
+        self._take(linear, slice(None), slice(*self.features), whole_bias=True)
+        if self.bias is not None and self.bias.requires_grad and sequence_dim is not None:
+            sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unit: int = 1,
+        sequence_dim: int | None = None,
+    ) -> Self:
+        """This rank's part of a whole layer, whose values are the same on all ranks."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._cut(linear, group, unit, sequence_dim)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
+        out = leave(F.linear(x, self.weight), self.group, sequence_dim=self.sequence_dim)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        """As nn.Linear has it."""
+        begin, end = self.features
+        return f"in_features={begin}:{end} of {self.in_features}, out_features={self.out_features}"
