@@ -154,7 +154,7 @@ def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
 
 
 class _Served:
-    """A parameter server as an optimizer: pull() comes before the next forward pass."""
+    """A parameter server as an optimizer; what a step starts is over at its end."""
 
     def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
         self.made: list[torch.optim.Optimizer] = []
@@ -165,7 +165,9 @@ class _Served:
         return self.made[-1]
 
     def step(self) -> None:
+        """Waits for the update, which would go on beside whoever is measured next."""
         self.server.push()
+        self.server.pull(fresh=True)
 
     def zero_grad(self) -> None:
         """push() has dropped them."""
@@ -178,14 +180,7 @@ class _Served:
 
 
 def _served(model: Decoder, group: dist.ProcessGroup) -> Trainee:
-    served = _Served(model, group)
-
-    def call(ids: Tensor) -> Tensor:
-        served.server.pull()
-        loss: Tensor = model(ids)
-        return loss
-
-    return Trainee(model, call, served)
+    return Trainee(model, model, _Served(model, group))
 
 
 def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
