@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 # isort: on
 from torch import Tensor
-from training.wire import all_gather_single, reduce_scatter_single
 
 from ringcomm import ops
 from ringcomm.bench.interleave import Contender, labelled, measure, open_groups, records_of
@@ -39,6 +38,7 @@ from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.bench.wording import byte_count, comparison, microseconds, whole_numbers
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 OPTIMIZERS = ("sgd", "momentum", "adamw")

@@ -1,7 +1,6 @@
 """A small Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Bytes in, logits out.
 
-The model is written once. Where a tensor-parallel run needs a collective, it asks its ``Sharding``:
-``Whole`` (here) does nothing, ``TensorParallel`` (its own file) communicates.
+It knows nothing of several ranks: ``tensor_parallel.py`` puts parts in place of its layers.
 """
 
 from __future__ import annotations
@@ -63,32 +62,6 @@ def shard_range(total: int, world_size: int, rank: int) -> range:
     return range(*ops.shard_range(total, world_size, rank))
 
 
-class Whole:
-    """One process holds everything: the sharding that changes nothing.
-
-    A layer calls ``enter`` and ``leave`` where a split model communicates; here both do nothing.
-    """
-
-    rank = 0
-    world_size = 1
-
-    def enter(self, x: Tensor) -> Tensor:
-        """In front of layers that split their output features."""
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """Behind layers that split their input features."""
-        return x
-
-    def embed(self, ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-        """Token ids [batch, time] int64 and weight [vocab part, dim] -> [batch, time, dim]."""
-        return F.embedding(ids, weight)
-
-    def cross_entropy(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        """Mean of -log p(target). logits [tokens, vocab part], targets int64 [tokens]."""
-        return F.cross_entropy(logits, targets)
-
-
 @lru_cache(maxsize=8)
 def _rotary_table(length: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sin, fp32 [length, head_dim / 2]. Not a module buffer: DDP would broadcast it."""
@@ -108,29 +81,23 @@ def rotate(x: Tensor) -> Tensor:
 class Layer(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + swiglu(norm(x))."""
 
-    def __init__(self, config: ModelConfig, sharding: Whole) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        split = (sharding.world_size, sharding.rank)
-        dim, self.head_dim = config.dim, config.head_dim
-        # The unit of splitting is a key/value head together with the query heads that share it.
-        num_kv_heads = len(shard_range(config.num_kv_heads, *split))
-        num_heads = num_kv_heads * (config.num_heads // config.num_kv_heads)
-        ffn_dim = len(shard_range(config.ffn_dim, *split))
-        self.sharding = sharding
+        dim, ffn_dim, self.head_dim = config.dim, config.ffn_dim, config.head_dim
         self.attn_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.wq = nn.Linear(dim, num_heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(num_heads * self.head_dim, dim, bias=False)
+        self.wq: nn.Module = nn.Linear(dim, config.num_heads * self.head_dim, bias=False)
+        self.wk: nn.Module = nn.Linear(dim, config.num_kv_heads * self.head_dim, bias=False)
+        self.wv: nn.Module = nn.Linear(dim, config.num_kv_heads * self.head_dim, bias=False)
+        self.wo: nn.Module = nn.Linear(config.num_heads * self.head_dim, dim, bias=False)
         self.ffn_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w1: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
+        self.w3: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2: nn.Module = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [batch, time, dim] to the same shape."""
-        x = x + self.sharding.leave(self._attention(self.sharding.enter(self.attn_norm(x))))
-        return x + self.sharding.leave(self._swiglu(self.sharding.enter(self.ffn_norm(x))))
+        x = x + self._attention(self.attn_norm(x))
+        return x + self._swiglu(self.ffn_norm(x))
 
     def _attention(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
@@ -150,42 +117,39 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The language model; ``forward`` gives the loss, so that DDP can wrap it.
 
-    With a ``Sharding`` of several ranks each holds its part of every split weight, and all ranks
-    must call it together with the same rows.
-
     Attributes:
+        loss: of logits [tokens, classes] and targets int64 [tokens], their mean.
         saving: None, or a context for the layers, which are recomputed in the backward pass then:
             of a layer nothing but its input is saved, in this context.
     """
 
-    def __init__(self, config: ModelConfig, sharding: Whole | None = None) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.saving: Callable[[], AbstractContextManager[Any]] | None = None
-        self.sharding = sharding or Whole()
-        part = shard_range(config.vocab_size, self.sharding.world_size, self.sharding.rank)
-        self.tok = nn.Parameter(torch.empty(len(part), config.dim))
-        self.layers = nn.ModuleList(Layer(config, self.sharding) for _ in range(config.num_layers))
+        self.tok: nn.Module = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.head = nn.Linear(config.dim, len(part), bias=False)
+        self.head: nn.Module = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.loss: nn.Module = nn.CrossEntropyLoss()
 
     def logits(self, ids: Tensor) -> Tensor:
-        """int64 [batch, time] -> fp32 [batch, time, vocab part of this rank]."""
-        x = self.sharding.embed(ids, self.tok, self.config.vocab_size)
+        """int64 [batch, time] -> fp32 [batch, time, classes of this rank]."""
+        x = self.tok(ids)
         with self.saving() if self.saving else nullcontext():
             for layer in self.layers:
                 x = checkpoint(layer, x, use_reentrant=False) if self.saving else layer(x)
-        out: Tensor = self.head(self.sharding.enter(self.norm(x)))
+        out: Tensor = self.head(self.norm(x))
         return out
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats over all targets; ids and targets int64 [batch, time]."""
-        logits = self.logits(ids).flatten(0, 1)
-        return self.sharding.cross_entropy(logits, targets.flatten(), self.config.vocab_size)
+        loss: Tensor = self.loss(self.logits(ids).flatten(0, 1), targets.flatten())
+        return loss
 
 
 def _initial_std(name: str, shape: torch.Size, num_layers: int) -> float:
-    if name == "tok":
+    if name == "tok.weight":
         return 1.0
     if name == "head.weight":
         return HEAD_STD

@@ -22,7 +22,7 @@ WARMUP_PAIRS = 2
 MIN_PAIRS = 3
 # With fewer a median and its band mean nothing.
 MIN_CLAIMED_PAIRS = 5
-# Steps of DDP with blocking all-reduces, only to see how long they take.
+# Steps in which all-reduces block or are timed, only to see how long they take.
 BLOCKING_PAIRS = 5
 # Learning rate of the races, as a share of the one that learns.
 LR_SHARE = 0.1
@@ -58,7 +58,7 @@ class RaceResult:
     step_s: list[float]
     comm_s: list[float]
     blocking_step_s: list[float] | None
-    """Set for DDP: its ``comm_s`` was measured in blocking steps, of this length."""
+    """Set where ``comm_s`` was measured in other steps, of this length."""
     sent_bytes: list[float | None]
     """Per step and rank, by the backend's own count; None where it has none."""
     formula_bytes: float
@@ -205,13 +205,13 @@ def _race(
 ) -> RaceResult | None:
     """One race; None on ranks other than 0."""
     systems = _build_pair(job, spec, state, overlap=True)
-    is_ddp = spec.parallel == "ddp" and spec.optimizer != "lomo"
+    is_apart = spec.parallel in ("ddp", "tp") and spec.optimizer != "lomo"
     watch = OtherPrograms(job.own_pids) if job.is_first else None
-    share = 0.75 if is_ddp else 1.0
+    share = 0.75 if is_apart else 1.0
     pairs = _alternate(job, spec, systems, seconds * share, 10**9, line)
     others = watch.share() if watch else None
     blocking = None
-    if is_ddp:
+    if is_apart:
         del systems[1:]
         slow = _build_pair(job, spec, state, overlap=False)
         most = WARMUP_PAIRS + BLOCKING_PAIRS

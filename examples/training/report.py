@@ -83,8 +83,8 @@ def say_results(job: Job, results: list[RaceResult]) -> None:
     )
     if any(r.blocking_step_s for r in results):
         job.screen.say(
-            "* DDP hides its communication behind the backward pass; "
-            "this is what it takes in steps that block."
+            "* in steps of their own: DDP hides its communication behind the backward pass, and "
+            "these block; layers in parts are slower while they are timed."
         )
     refused = dict.fromkeys(r.no_claim for r in results if r.no_claim is not None)
     if refused:
@@ -157,7 +157,7 @@ def _plot_races(job: Job, axes: Any, results: list[RaceResult]) -> None:
         top = max(result.blocking_step_s or result.step_s) * 1e3
         place_text = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
         axes.annotate(text, (index, top), fontsize=9, color=grey, **place_text)
-    names = [r.name + ("\n(blocking)" if r.blocking_step_s else "") for r in results]
+    names = [r.name + ("\n(timed)" if r.blocking_step_s else "") for r in results]
     axes.set_xticks(range(len(results)), [n.replace(", ", ",\n") for n in names], fontsize=8)
     axes.set(ylabel="ms per step", title=f"{backends[1]} (left) beside {backends[0]} (right)")
     axes.margins(y=0.15)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel import activations
+from ringcomm.parallel import activations, tensor
+from training import tensor_parallel
 from training.lomo import Lomo
-from training.model import Llama, ModelConfig, Whole, initial_weights, shard_range
-from training.tensor_parallel import TensorParallel
+from training.model import Llama, ModelConfig, initial_weights, shard_range
 from training.updaters import Moments, Offload, TorchUpdater, Updater, live_bytes
 from training.wire import Wire, all_reduce_bytes, scatter_or_gather_bytes
 from training.zero import Zero
@@ -63,27 +63,12 @@ def why_impossible(
     if optimizer == "lomo" and (parallel in ZERO_STAGES or offloads):
         what = "ZeRO splits" if parallel in ZERO_STAGES else "--offload moves"
         return f"{what} optimizer state, and LOMO has none: choose --optimizer adamw or sgd"
-    if parallel == "tp" and world_size > config.num_kv_heads:
-        return (
-            f"tensor parallelism gives every rank whole key/value heads: at most "
-            f"{config.num_kv_heads} ranks for this size, {world_size} asked for"
-        )
+    if parallel == "tp":
+        try:
+            tensor.share_heads(config.num_heads, config.num_kv_heads, world_size)
+        except ValueError as error:
+            return f"tensor parallelism gives every rank whole heads: {error}"
     return None
-
-
-def _split_of(name: str, config: ModelConfig, world_size: int, rank: int) -> tuple[int, range]:
-    """(dimension, range of rows or columns) of a weight that ``rank`` holds; -1: all of it."""
-    leaf = name.removesuffix(".weight").rpartition(".")[2]
-    if leaf in ("tok", "head"):
-        return 0, shard_range(config.vocab_size, world_size, rank)
-    if leaf in ("w1", "w3", "w2"):
-        return int(leaf == "w2"), shard_range(config.ffn_dim, world_size, rank)
-    if leaf in ("wq", "wk", "wv", "wo"):
-        heads = shard_range(config.num_kv_heads, world_size, rank)
-        group = config.num_heads // config.num_kv_heads if leaf in ("wq", "wo") else 1
-        unit = config.head_dim * group
-        return int(leaf == "wo"), range(heads.start * unit, heads.stop * unit)
-    return -1, range(0)
 
 
 class System:
@@ -91,8 +76,12 @@ class System:
 
     updater: Updater
     """Set once the model has its weights."""
+    is_timed: bool
+    """Whether steps are slow ones, that tell how long layers in parts communicate."""
 
-    def __init__(self, config: ModelConfig, wire: Wire | None, model: Llama) -> None:
+    def __init__(
+        self, config: ModelConfig, wire: Wire | None, model: Llama, *, splits_weights: bool
+    ) -> None:
         self.config = config
         self.wire = wire
         self.model = model
@@ -101,8 +90,16 @@ class System:
         self._module: nn.Module = model
         self._num_updates = 0
         self._uncounted_bytes = 0.0
-        self._splits_weights = model.sharding.world_size > 1
-        self._splits_rows = wire is not None and not self._splits_weights
+        self.is_timed = False
+        self._splits_weights = splits_weights
+        self._splits_rows = wire is not None and not splits_weights
+        self._splits: dict[str, tensor.Split] = {}
+
+    def split_layers(self, *, shares_tokens: bool = False) -> None:
+        """Keeps this rank's parts of the layers alone."""
+        assert self.wire is not None
+        tensor_parallel.split(self.model, self.wire.group, shares_tokens=shares_tokens)
+        self._splits = {name: split for name, _, _, split in tensor.split_params(self.model)}
 
     def wrap_in_ddp(self, overlap: bool) -> None:
         """Lets DDP average the gradients, overlapped with the backward pass or blocking."""
@@ -138,13 +135,22 @@ class System:
         if self._splits_rows and self.wire is not None:
             part = shard_range(inputs.shape[0], self.wire.world_size, self.wire.rank)
             inputs, targets = inputs[part.start : part.stop], targets[part.start : part.stop]
-        loss = self._module(inputs, targets)
-        self.updater.begin(lr)
-        loss.backward()
-        self.updater.finish()
+        with self.wire.timing_operators() if self.wire and self.is_timed else nullcontext():
+            loss = self._module(inputs, targets)
+            self.updater.begin(lr)
+            loss.backward()
+            self.updater.finish()
         self._num_updates += 1
         if self.wire is not None:
             self.wire.formula_bytes += self._uncounted_bytes
+            if self._splits_weights:
+                num_tokens = inputs.numel()
+                self.wire.formula_bytes += tensor_parallel.step_bytes(
+                    self.config,
+                    num_tokens,
+                    self.wire.group,
+                    recomputes=self.model.saving is not None,
+                )
             for saved in self._saved:
                 gathered = scatter_or_gather_bytes(saved.gathered_bytes, self.wire.world_size)
                 self.wire.formula_bytes += gathered if self._splits_weights else 0
@@ -191,23 +197,14 @@ class System:
         self._num_updates = state.num_updates
 
     def _cut(self, name: str, whole: Tensor) -> Tensor:
-        sharding = self.model.sharding
-        dim, part = _split_of(name, self.config, sharding.world_size, sharding.rank)
-        return whole if dim < 0 else whole.narrow(dim, part.start, len(part))
+        return self._splits[name].cut(whole) if name in self._splits else whole
 
     def _gather(self, name: str, part: Tensor) -> Tensor:
-        wire = self.wire
-        assert wire is not None
-        dim, _ = _split_of(name, self.config, wire.world_size, wire.rank)
-        if dim < 0:
+        if name not in self._splits:
             return part
-        moved = part.movedim(dim, 0)
-        lengths = [
-            len(_split_of(name, self.config, wire.world_size, r)[1]) for r in range(wire.world_size)
-        ]
-        width = moved[0].numel()
-        flat = wire.gather_uneven(moved.contiguous(), [n * width for n in lengths])
-        return torch.cat(flat).view(sum(lengths), *moved.shape[1:]).movedim(0, dim).contiguous()
+        assert self.wire is not None
+        with self.wire.aside():
+            return tensor.whole_of(part, self._splits[name], self.wire.group)
 
     # ---- memory
 
@@ -277,7 +274,7 @@ def build_system(
         wire: the group to communicate over; None only for ``single``.
         state: the same on every rank.
         device: where the model lives.
-        overlap: False makes DDP's all-reduces blocking, to measure them.
+        overlap: False makes DDP's all-reduces blocking, and times those of layers in parts.
         offload: where optimizer state goes, and with ``zero3`` weights and gradients, too.
         recompute: save inputs of layers alone, in shards under ``tp``, in host memory with
             ``offload``.
@@ -292,10 +289,11 @@ def build_system(
     reason = why_impossible(parallel, optimizer, config, wire.world_size if wire else 1)
     if reason is not None:
         raise ValueError(reason)
-    sharding = TensorParallel(wire) if parallel == "tp" and wire else Whole()
     with torch.device(device):
-        model = Llama(config, sharding)
-    system = System(config, wire, model)
+        model = Llama(config)
+    system = System(config, wire, model, splits_weights=parallel == "tp")
+    if parallel == "tp":
+        system.split_layers()
     system.load_weights(state)
     if offload is not None and offload.path is not None:
         offload = replace(offload, path=system.new_folder(offload.path))
@@ -309,6 +307,7 @@ def build_system(
     system.load_moments(state)
     if recompute:
         system.recompute_layers(to_host=offload is not None)
+    system.is_timed = parallel == "tp" and not overlap
     if parallel == "ddp" and optimizer != "lomo":
         system.wrap_in_ddp(overlap)
     return system

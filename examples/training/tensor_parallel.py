@@ -1,112 +1,95 @@
-"""Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019): every weight matrix is split.
+"""Tensor parallelism (Shoeybi et al. 2019): the model's layers in parts, by ``ringcomm.nn``.
 
-``enter`` (f in the paper) is the identity forward and an all-reduce backward, ``leave`` (g) the
-other way round; one pair around attention and one around the feed-forward part make 4 all-reduces
-per layer and step. The embedding and the output layer are split along the vocabulary.
+An ``enter`` behind each norm and a ``leave`` in the layers that join, one pair around attention and
+one around the feed-forward part, make 4 all-reduces per layer and step. The embedding and the
+output layer are split along the vocabulary, and one collective merges the loss.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from training.model import Whole, shard_range
-from training.wire import Wire
+from ringcomm.nn import (
+    ColumnParallelLinear,
+    CrossEntropyLoss,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ringcomm.parallel import tensor
+from training.model import Llama, ModelConfig
+from training.wire import all_reduce_bytes
 
-
-class _Enter(torch.autograd.Function):
-    """f: the gradients of the ranks' parts add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
-        ctx.wire = wire
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        # A copy: autograd may hand the same gradient to somebody else.
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        return ctx.wire.all_reduce(grad), None
+# What the loss's collective carries of each token.
+LOSS_BYTES = 24
 
 
-class _Leave(torch.autograd.Function):
-    """g: the ranks' partial outputs add up; the gradient of a sum goes to each part as it is."""
+def split(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
+    """Puts this rank's parts in place of a whole model's layers.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
-        # In place: x is the fresh output of a product, and products save their inputs only.
-        ctx.mark_dirty(x)
-        return wire.all_reduce(x)
+    Args:
+        model: the same on all ranks.
+        group: whose ranks all see the same rows.
+        shares_tokens: have the ranks share the tokens between layers (sequence parallelism).
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy over logits whose columns are spread over the ranks.
-
-    Two all-reduces forward (the row maxima; then the sums of exponentials and the target logits in
-    one message of 2 * tokens), none backward. Saves softmax [tokens, vocab part].
+    Raises:
+        ValueError: the ranks cannot share the heads.
     """
+    config, dim = model.config, 1 if shares_tokens else None
+    heads = tensor.share_heads(config.num_heads, config.num_kv_heads, group.size())
+    unit, width = heads.num_together * config.head_dim, config.head_dim
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, wire: Wire) -> Tensor:
-        num_tokens, part = logits.shape
-        peak = wire.all_reduce(logits.amax(dim=-1), op=dist.ReduceOp.MAX)
-        shifted = logits - peak[:, None]
-        here = (targets >= start) & (targets < start + part)
-        rows = here.nonzero().squeeze(1)
-        columns = targets[rows] - start
-        sums = logits.new_zeros(2, num_tokens)
-        sums[1, rows] = shifted[rows, columns]
-        exponentials = shifted.exp_()
-        sums[0] = exponentials.sum(dim=-1)
-        wire.all_reduce(sums)
-        ctx.save_for_backward(exponentials.div_(sums[0, :, None]), rows, columns)
-        return (sums[0].log() - sums[1]).mean()
+    def columns(linear: Any, unit: int = 1, num_copies: int = 1) -> ColumnParallelLinear:
+        return ColumnParallelLinear.from_linear(
+            linear, group=group, unit=unit, num_copies=num_copies, enters=False
+        )
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        softmax, rows, columns = ctx.saved_tensors
-        scale = grads[0] / softmax.shape[0]
-        grad = softmax * scale
-        grad[rows, columns] -= scale
-        return grad, None, None, None
+    def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
+        return RowParallelLinear.from_linear(linear, group=group, unit=unit, sequence_dim=dim)
+
+    def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return tensor.enter(output, group, sequence_dim=dim)
+
+    layers: Any = model.layers
+    for layer in layers:
+        layer.wq = columns(layer.wq, unit)
+        layer.wk = columns(layer.wk, width, heads.num_copies)
+        layer.wv = columns(layer.wv, width, heads.num_copies)
+        layer.wo = rows(layer.wo, unit)
+        layer.w1, layer.w3, layer.w2 = columns(layer.w1), columns(layer.w3), rows(layer.w2)
+    whole: Any = model.tok
+    model.tok = VocabParallelEmbedding.from_embedding(whole, group=group, sequence_dim=dim)
+    model.head = columns(model.head)
+    model.loss = CrossEntropyLoss(
+        group=group, vocab_start=model.head.features[0], vocab_size=config.vocab_size
+    )
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_hook(enter)
+            if shares_tokens:
+                tensor.sum_gradients(module.weight, group)
 
 
-class TensorParallel(Whole):
-    """The sharding of a model over the ranks of ``wire``; all ranks call it with the same rows."""
+def step_bytes(
+    config: ModelConfig,
+    num_tokens: int,
+    group: dist.ProcessGroup,
+    *,
+    shares_tokens: bool = False,
+    recomputes: bool = False,
+) -> float:
+    """What a rank sends in a step, as the ring's formulas have it.
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.rank = wire.rank
-        self.world_size = wire.world_size
-
-    def enter(self, x: Tensor) -> Tensor:
-        """See f above."""
-        out: Tensor = _Enter.apply(x, self.wire)
-        return out
-
-    def leave(self, x: Tensor) -> Tensor:
-        """See g above; changes x in place."""
-        out: Tensor = _Leave.apply(x, self.wire)
-        return out
-
-    def embed(self, ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-        """Looks up the ids of this rank's part, zero for the others', and sums over the ranks."""
-        start = shard_range(vocab_size, self.world_size, self.rank).start
-        local = ids - start
-        here = (local >= 0) & (local < weight.shape[0])
-        looked_up = F.embedding(torch.where(here, local, 0), weight) * here[..., None]
-        return self.leave(looked_up)
-
-    def cross_entropy(self, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-        """Mean over all targets, the same on every rank. Two all-reduces, none backward."""
-        start = shard_range(vocab_size, self.world_size, self.rank).start
-        loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, start, self.wire)
-        return loss
+    A layer that is computed again stops in front of its last all_reduce.
+    """
+    world_size = group.size()
+    heads = tensor.share_heads(config.num_heads, config.num_kv_heads, world_size)
+    per_layer = 5 if recomputes else 4
+    activations = 4 * num_tokens * config.dim * (per_layer * config.num_layers + 2)
+    loss = LOSS_BYTES * (num_tokens + 1)  # one more that compares the ranks' calls
+    norms = 4 * config.dim * (2 * config.num_layers + 1) if shares_tokens else 0
+    kv_elems = 2 * config.dim * config.num_kv_heads * config.head_dim // world_size
+    copies = all_reduce_bytes(4 * kv_elems * heads.num_copies, heads.num_copies)
+    return all_reduce_bytes(activations + loss + norms, world_size) + copies * config.num_layers

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+# The operators that layers in parts communicate with.
+LAYER_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "merge_softmax_stats")
 
 
 def all_reduce_bytes(buffer_bytes: int, world_size: int) -> float:
@@ -115,27 +117,6 @@ class Wire:
             self._end(start, all_reduce_bytes(tensor.nbytes, self.world_size))
         return tensor
 
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sums ``source`` [N * n] over the ranks; this rank's n elements go to ``output`` [n]."""
-        start = self._begin()
-        reduce_scatter_single(output, source, group=self.group)
-        self._end(start, scatter_or_gather_bytes(source.nbytes, self.world_size))
-
-    def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Every rank's ``source`` [n], in rank order, into ``output`` [N * n]."""
-        start = self._begin()
-        all_gather_single(output, source, group=self.group)
-        self._end(start, scatter_or_gather_bytes(output.nbytes, self.world_size))
-
-    def gather_uneven(self, part: Tensor, sizes: list[int]) -> list[Tensor]:
-        """The flat parts of all ranks, whose element counts are ``sizes``; padded on the way."""
-        padded = part.new_zeros(max(sizes))
-        padded[: part.numel()] = part.flatten()
-        gathered = part.new_empty(max(sizes) * self.world_size)
-        self.all_gather(gathered, padded)
-        rows = gathered.view(self.world_size, max(sizes))
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
     def from_rank_zero(self, values: list[float]) -> list[float]:
         """Rank 0's ``values`` on every rank: 8 bytes each, the job's only control traffic."""
         if self.world_size == 1:
@@ -155,6 +136,12 @@ class Wire:
         return None if now is None else now.since(self._aside)
 
     @contextmanager
+    def timing_operators(self) -> Iterator[None]:
+        """Times what ringcomm's layers send inside, too; it makes all operators slower."""
+        with _TimedOperators(self):
+            yield
+
+    @contextmanager
     def aside(self) -> Iterator[None]:
         """What is sent inside is no part of a step: a checkpoint's, and not in ``sent``."""
         before = self.sent()
@@ -165,3 +152,17 @@ class Wire:
             total = Counter(self._aside.by_collective)
             total.update(extra)
             self._aside = SentBytes(dict(total))
+
+
+class _TimedOperators(TorchDispatchMode):
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self._wire = wire
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition("::")[2].partition(".")[0] not in LAYER_COLLECTIVES:
+            return func(*args, **(kwargs or {}))
+        start = self._wire._begin()
+        result = func(*args, **(kwargs or {}))
+        self._wire._end(start, 0.0)
+        return result

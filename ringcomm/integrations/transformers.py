@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.cross_entropy import cross_entropy
@@ -31,6 +32,17 @@ def apply(
         TypeError: the model has no loss that can be set.
         ValueError: its loss is another one.
     """
+    options = {"inplace": inplace, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    model.loss_function = partial(causal_lm_loss, **{**loss_options_of(model), **options})
+    return model
+
+
+def loss_options_of(model: Any) -> dict[str, Any]:
+    """What the model's loss is called with besides, where it is causal_lm_loss or transformers'.
+
+    Raises:
+        TypeError, ValueError: as apply.
+    """
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
             f"{type(model).__name__} has no loss_function to set: it is no model of transformers"
@@ -42,10 +54,7 @@ def apply(
     if getattr(found, "func", found) not in (ForCausalLMLoss, causal_lm_loss):
         name = getattr(found, "__name__", repr(found))
         raise ValueError(f"{type(model).__name__} has the loss {name}, not ForCausalLMLoss")
-    model.loss_function = partial(
-        causal_lm_loss, inplace=inplace, label_smoothing=label_smoothing, z_loss=z_loss
-    )
-    return model
+    return dict(getattr(found, "keywords", {}))
 
 
 def causal_lm_loss(
@@ -56,6 +65,8 @@ def causal_lm_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
     inplace: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -70,6 +81,8 @@ def causal_lm_loss(
         num_items_in_batch: what the sum is divided by; None: the tokens that count.
         ignore_index: labels without loss.
         shift_labels: labels that are shifted already, in place of `labels`.
+        group: whose ranks share the classes; None where this rank has all of them.
+        vocab_start: with a group this rank's first class.
         inplace: as in apply.
         label_smoothing: as in apply.
         z_loss: as in apply.
@@ -88,6 +101,8 @@ def causal_lm_loss(
     loss: Tensor = cross_entropy(
         logits,
         shift_labels.to(logits.device).reshape(logits.shape[:-1]),
+        group=group,
+        vocab_start=vocab_start,
         vocab_size=vocab_size,
         num_items=num_items_in_batch,
         ignore_index=ignore_index,

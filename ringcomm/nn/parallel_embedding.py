@@ -10,12 +10,13 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops import shard_range
-from ringcomm.parallel.tensor.regions import leave, refuse_copy
+from ringcomm.parallel.tensor.regions import leave
+from ringcomm.parallel.tensor.splits import Split, SplitModule
 
 __all__ = ["VocabParallelEmbedding"]
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(SplitModule):
     """nn.Embedding of which each rank has some rows.
 
     A rank's result is 0 for ids that it has not, so that the sum over the ranks has the bits of the
@@ -27,12 +28,11 @@ class VocabParallelEmbedding(nn.Module):
         group: None for the default group.
         sequence_dim: see ringcomm.parallel.tensor.leave(); of the result, so 1 for tokens (batch,
             length).
+        leaves: whether the result passes leave(). Without it the ranks' results are parts of sums.
 
     Attributes:
         rows: the ids [begin, end) of this rank; none where there are fewer than ranks.
     """
-
-    __deepcopy__ = __reduce_ex__ = refuse_copy
 
     def __init__(
         self,
@@ -42,25 +42,33 @@ class VocabParallelEmbedding(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
+        leaves: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._cut(whole, group, sequence_dim)
+        self._cut(whole, group, sequence_dim, leaves)
 
     def _cut(
-        self, whole: nn.Embedding, group: dist.ProcessGroup | None, sequence_dim: int | None
+        self,
+        whole: nn.Embedding,
+        group: dist.ProcessGroup | None,
+        sequence_dim: int | None,
+        leaves: bool,
     ) -> None:
         if whole.max_norm is not None or whole.scale_grad_by_freq or whole.sparse:
             raise ValueError(
                 "an embedding with max_norm, scale_grad_by_freq or sparse=True is not split"
             )
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
+        self.leaves = leaves
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         self.rows = shard_range(whole.num_embeddings, self.group.size(), self.group.rank())
-        part = whole.weight.detach()[slice(*self.rows)].clone()
+        split = Split(0, *self.rows, whole.num_embeddings)
+        self.splits = {"weight": split}
+        part = split.cut(whole.weight.detach()).clone()
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
 
     @classmethod
@@ -70,6 +78,7 @@ class VocabParallelEmbedding(nn.Module):
         *,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
+        leaves: bool = True,
     ) -> Self:
         """This rank's part of a whole layer, whose values are the same on all ranks.
 
@@ -78,11 +87,11 @@ class VocabParallelEmbedding(nn.Module):
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._cut(embedding, group, sequence_dim)
+        made._cut(embedding, group, sequence_dim, leaves)
         return made
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids of any shape, the same on all ranks, to (..., embedding_dim) or its tokens here.
+        """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
 
         Raises:
             IndexError: an id is not in the whole embedding. On all ranks.
@@ -99,7 +108,7 @@ class VocabParallelEmbedding(nn.Module):
             if self.padding_idx is not None:  # as in torch, it has no gradient
                 is_pad = (ids == self.padding_idx)[..., None]
                 out = torch.where(is_pad, out.detach(), out)
-        return leave(out, self.group, sequence_dim=self.sequence_dim)
+        return leave(out, self.group, sequence_dim=self.sequence_dim) if self.leaves else out
 
     def extra_repr(self) -> str:
         """As nn.Embedding has it."""

@@ -10,43 +10,47 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops import shard_range
-from ringcomm.parallel.tensor.regions import enter, leave, refuse_copy, sum_gradients
+from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients
+from ringcomm.parallel.tensor.splits import Split, SplitModule
+from ringcomm.parallel.tensor.subgroups import ranks_in_a_row
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
 def feature_range(
-    num_features: int, unit: int, group: dist.ProcessGroup, what: str
+    num_features: int, unit: int, world_size: int, rank: int, what: str
 ) -> tuple[int, int]:
-    """The features [begin, end) of this rank, in whole units such as heads.
+    """The features [begin, end) of a rank, in whole units such as heads.
 
     Raises:
         ValueError: there is no whole number of units.
     """
     if unit < 1 or num_features % unit:
         raise ValueError(f"{what}={num_features} is no whole number of units of {unit}")
-    begin, end = shard_range(num_features // unit, group.size(), group.rank())
+    begin, end = shard_range(num_features // unit, world_size, rank)
     return begin * unit, end * unit
 
 
-class _ParallelLinear(nn.Module):
+class _ParallelLinear(SplitModule):
     """A part of nn.Linear: `weight` and `bias` are this rank's."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    __deepcopy__ = __reduce_ex__ = refuse_copy
 
-    def _take(self, linear: nn.Linear, rows: slice, columns: slice, *, whole_bias: bool) -> None:
+    def _take(self, linear: nn.Linear, split: Split) -> None:
         """The weights of a whole layer, cut; in memory of their own."""
+        self.splits = {"weight": split}
         self.weight = nn.Parameter(
-            linear.weight.detach()[rows, columns].clone(),
-            requires_grad=linear.weight.requires_grad,
+            split.cut(linear.weight.detach()).clone(), requires_grad=linear.weight.requires_grad
         )
         bias: Tensor | None = linear.bias
         if bias is None:
             self.register_parameter("bias", None)
             return
-        part = bias.detach() if whole_bias else bias.detach()[rows]
+        part = bias.detach()
+        if split.dim == 0:
+            self.splits["bias"] = split
+            part = split.cut(part)
         self.bias = nn.Parameter(part.clone(), requires_grad=bias.requires_grad)
 
 
@@ -58,14 +62,19 @@ class ColumnParallelLinear(_ParallelLinear):
             values it takes: seed all ranks alike.
         group: None for the default group.
         unit: output features that stay together, such as those of a head.
+        num_copies: so many ranks in a row have the same features, such as a key and value head
+            where there are fewer than ranks; its gradient is summed over them.
         enters: whether the input passes enter(). Layers that share an input do that once for all.
+        gathers: whether the result is whole on all ranks, by join().
         sequence_dim: see enter().
 
     Attributes:
         features: the output features [begin, end) of this rank.
 
     Raises:
-        ValueError: out_features is no whole number of units.
+        ValueError: out_features is no whole number of units, the group of copies.
+
+    Collective where there are copies.
     """
 
     def __init__(
@@ -76,28 +85,45 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         group: dist.ProcessGroup | None = None,
         unit: int = 1,
+        num_copies: int = 1,
         enters: bool = True,
+        gathers: bool = False,
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._cut(linear, group, unit, enters, sequence_dim)
+        self._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim)
 
     def _cut(
         self,
         linear: nn.Linear,
         group: dist.ProcessGroup | None,
         unit: int,
+        num_copies: int,
         enters: bool,
+        gathers: bool,
         sequence_dim: int | None,
     ) -> None:
         self.group, self.enters = resolve_group(group), enters
-        self.sequence_dim = sequence_dim
+        self.gathers, self.sequence_dim = gathers, sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.features = feature_range(linear.out_features, unit, self.group, "out_features")
-        self._take(linear, slice(*self.features), slice(None), whole_bias=False)
+        rank, world_size = self.group.rank(), self.group.size()
+        if num_copies < 1 or world_size % num_copies or (gathers and num_copies > 1):
+            raise ValueError(f"{world_size} ranks cannot have {num_copies} copies of each part")
+        parts = [
+            feature_range(linear.out_features, unit, world_size // num_copies, r, "out_features")
+            for r in range(world_size // num_copies)
+        ]
+        self.features = parts[rank // num_copies]
+        self._sizes = [end - begin for begin, end in parts]
+        self._take(linear, Split(0, *self.features, linear.out_features, num_copies))
+        if num_copies > 1:
+            copies = ranks_in_a_row(self.group, num_copies)
+            for param in self.parameters():
+                if param.requires_grad:
+                    sum_gradients(param, copies)
 
     @classmethod
     def from_linear(
@@ -106,20 +132,23 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         group: dist.ProcessGroup | None = None,
         unit: int = 1,
+        num_copies: int = 1,
         enters: bool = True,
+        gathers: bool = False,
         sequence_dim: int | None = None,
     ) -> Self:
         """This rank's part of a whole layer, whose values are the same on all ranks."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._cut(linear, group, unit, enters, sequence_dim)
+        made._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., this rank's output features)."""
+        """(..., in_features) to (..., this rank's output features), or to all of them."""
         if self.enters:
             x = enter(x, self.group, sequence_dim=self.sequence_dim)
-        return F.linear(x, self.weight, self.bias)
+        out = F.linear(x, self.weight, self.bias)
+        return join(out, self._sizes, self.group) if self.gathers else out
 
     def extra_repr(self) -> str:
         """As nn.Linear has it."""
@@ -169,8 +198,9 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.features = feature_range(linear.in_features, unit, self.group, "in_features")
-        self._take(linear, slice(None), slice(*self.features), whole_bias=True)
+        rank, world_size = self.group.rank(), self.group.size()
+        self.features = feature_range(linear.in_features, unit, world_size, rank, "in_features")
+        self._take(linear, Split(1, *self.features, linear.in_features))
         if self.bias is not None and self.bias.requires_grad and sequence_dim is not None:
             sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
 

@@ -172,8 +172,7 @@ def test_a_failed_promise_fails_the_run(
         system = build(parallel, *args, **options)
         if parallel == "ddp":
             with torch.no_grad():
-                weight = system.model.head.weight
-                weight[0, 0] += 1e-3
+                next(system.model.head.parameters())[0, 0] += 1e-3
         return system
 
     monkeypatch.setattr(replay, "build_system", build_with_a_wrong_weight)

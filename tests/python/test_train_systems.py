@@ -199,7 +199,7 @@ def test_blocking_ddp_equals_ddp_and_counts(tmp_path: Path, backend: str) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_formula_of_each_system(tmp_path: Path, backend: str) -> None:
-    """Per step on 2 ranks: P for LOMO and ZeRO-1; 4 L + 2 activations and 3 rows of CE for TP."""
+    """Per step on 2 ranks: P for LOMO, ZeRO-1; 4 L + 2 activations and the loss's sums for TP."""
 
     def work(wire: Wire) -> dict[str, tuple[float, float | None]]:
         found = {}
@@ -218,7 +218,7 @@ def test_formula_of_each_system(tmp_path: Path, backend: str) -> None:
     expected = {
         "ddp": 4 * TINY.num_params,
         "zero1": 4 * TINY.num_params,
-        "tp": 4 * tokens * ((4 * TINY.num_layers + 2) * TINY.dim + 3),
+        "tp": 4 * tokens * (4 * TINY.num_layers + 2) * TINY.dim + 24 * (tokens + 1),
     }
     for found in on_ranks(2, backend, tmp_path, work):
         for name, (formula, counted) in found.items():

@@ -1,5 +1,23 @@
 """Tensor parallelism: what modules of ringcomm.nn and a model's own code communicate with."""
 
-from ringcomm.parallel.tensor.regions import enter, leave, sum_gradients
+from ringcomm.parallel.tensor.clipping import clip_grad_norm_
+from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
+from ringcomm.parallel.tensor.heads import HeadShares, share_heads
+from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients
+from ringcomm.parallel.tensor.splits import Split, SplitModule, split_params
 
-__all__ = ["enter", "leave", "sum_gradients"]
+__all__ = [
+    "HeadShares",
+    "Split",
+    "SplitModule",
+    "clip_grad_norm_",
+    "enter",
+    "full_state_dict",
+    "join",
+    "leave",
+    "load_full_state_dict",
+    "share_heads",
+    "split_params",
+    "sum_gradients",
+    "whole_of",
+]

@@ -6,17 +6,20 @@ conjugate (Korthikanti et al. 2022, section 4.2.2), which move the same bytes.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ringcomm.backend import resolve_group
 
-__all__ = ["enter", "leave", "refuse_copy", "sum_gradients"]
+__all__ = ["enter", "join", "leave", "sum_gradients", "summed_over"]
 
 _ops: Any = torch.ops.ringcomm
+_SUMMED_OVER = "_ringcomm_summed_over"
 
 
 def enter(
@@ -36,7 +39,10 @@ def enter(
     Collective: 2(N-1)/N of the whole's bytes are sent backward; with `sequence_dim` half of that,
     and the other half forward.
     """
-    result: Tensor = _Enter.apply(x, resolve_group(group).group_name, sequence_dim)
+    resolved = resolve_group(group)
+    if resolved.size() == 1:
+        return x
+    result: Tensor = _Enter.apply(x, resolved.group_name, sequence_dim)
     return result
 
 
@@ -59,6 +65,8 @@ def leave(
     Collective, as enter() in the other direction.
     """
     resolved = resolve_group(group)
+    if resolved.size() == 1:
+        return x
     if sequence_dim is not None and x.shape[sequence_dim] % resolved.size():
         raise ValueError(
             f"{resolved.size()} ranks cannot share {x.shape[sequence_dim]} tokens evenly: pad the"
@@ -68,23 +76,42 @@ def leave(
     return result
 
 
+def join(
+    x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None, *, dim: int = -1
+) -> Tensor:
+    """The ranks' parts side by side, whole on all ranks, which go on alike from there.
+
+    Args:
+        x: this rank's part.
+        sizes: of all parts along `dim`, in rank order.
+        group: None for the default group.
+        dim: where parts differ.
+
+    Returns:
+        A new tensor; the gradient of `x` is this rank's part of the gradient of that.
+
+    Collective: (N-1)/N of the whole's bytes, parts padded to the longest; nothing backward.
+    """
+    resolved = resolve_group(group)
+    result: Tensor = _Join.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
+    return result
+
+
 def sum_gradients(param: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Has the gradient of a parameter that all ranks have summed over them, as it comes.
 
     For what each rank uses on its own tokens, such as norms under sequence parallelism, and for
     copies of one head. Collective in the backward pass.
     """
-    name = resolve_group(group).group_name
+    resolved = resolve_group(group)
+    name = resolved.group_name
     param.register_hook(lambda grad: _ops.all_reduce(grad, "sum", name))
+    setattr(param, _SUMMED_OVER, resolved)
 
 
-def refuse_copy(*_: Any) -> NoReturn:
-    """Instead of copying layers that are split: hooks of gradients would not be copied.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError("layers that are split over ranks have no copy: copy the whole ones before")
+def summed_over(param: Tensor) -> dist.ProcessGroup | None:
+    """The group of sum_gradients(), if the parameter was given to it."""
+    return getattr(param, _SUMMED_OVER, None)
 
 
 class _Enter(torch.autograd.Function):
@@ -114,6 +141,23 @@ class _Leave(torch.autograd.Function):
         if ctx.sequence_dim is None:
             return grads[0], None, None
         return _gather(grads[0], ctx.group_name, ctx.sequence_dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int, dim: int
+    ) -> Tensor:
+        ctx.begin, ctx.num, ctx.dim = sum(sizes[:rank]), sizes[rank], dim
+        longest, moved = max(sizes), x.movedim(dim, -1)
+        padded = F.pad(moved, (0, longest - sizes[rank])).movedim(-1, 0).contiguous()
+        rows = _ops.all_gather(padded, group_name).split(longest)
+        whole = torch.cat([row[:num] for row, num in zip(rows, sizes, strict=True)])
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None
 
 
 def _gather(x: Tensor, group_name: str, dim: int) -> Tensor:

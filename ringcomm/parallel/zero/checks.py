@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded
 from ringcomm.parallel.zero.options import ShardOptions
@@ -67,6 +68,11 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat:
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
     if param.is_meta and not options.offload_weights:
         raise ValueError(f"{name} is on the meta device and has no values")
+    if not is_flat and summed_over(param) is not None:
+        raise ValueError(
+            f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which"
+            " stages 1 and 2 keep up, and stage 3 does not"
+        )
     takes_half = is_flat or options.offload_weights
     allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)
     if param.dtype not in allowed:

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Measures forward and backward of a model in parts beside DTensor's, and without communication.
+
+    python benchmarks/tensor_parallel.py
+
+The main job's model, the same on both ranks: by the layers of ringcomm.nn, with and without
+sequence parallelism; by torch's parallelize_module over the same backend, plain, and with the
+backward all_reduces of layers that share an input joined to one; and by ringcomm's layers that send
+nothing. Losses must agree. One JSON line per way and batch is appended to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from training import tensor_parallel
+from training.model import PRESETS, Llama, initial_weights
+
+from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import comparison
+from ringcomm.nn import CrossEntropyLoss
+from ringcomm.parallel.tensor import SplitModule
+
+# Rows and tokens of the batch that both ranks see.
+BATCHES = ((1, 64), (4, 128))
+TOLERANCE = 1e-4
+WORLD_SIZE = 2
+
+
+def by_ringcomm(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
+    """Two all_reduces a layer each way, or as many halves of them twice."""
+    tensor_parallel.split(model, group, shares_tokens=shares_tokens)
+
+
+def by_ringcomm_alone(model: Llama, group: dist.ProcessGroup) -> None:
+    """The same layers, which send nothing; of the classes this rank's alone."""
+    tensor_parallel.split(model, group)
+    alone, _ = dist.new_subgroups(1)
+    for module in model.modules():
+        if isinstance(module, SplitModule):
+            module.group = alone
+        elif isinstance(module, nn.RMSNorm):
+            module._forward_hooks.clear()  # which enter
+    model.loss = CrossEntropyLoss()
+
+
+def by_dtensor(model: Llama, group: dist.ProcessGroup, *, joins_inputs: bool = False) -> None:
+    """As torch's tutorial has it: five backward all_reduces a layer; two with inputs joined."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    columns, rows = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
+    plan = {name: ColwiseParallel() for name in columns} | {
+        name: RowwiseParallel() for name in rows
+    }
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+        norms: Any = (layer.attn_norm, layer.ffn_norm) if joins_inputs else ()
+        for norm in norms:  # what PrepareModuleInput does where a module is around such layers
+            norm.register_forward_hook(partial(_as_dtensor, mesh))
+    ends = {
+        "tok": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
+
+
+def _as_dtensor(mesh: DeviceMesh, _: nn.Module, __: Any, output: Tensor) -> DTensor:
+    return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the model is split.
+
+    Attributes:
+        split: in place.
+        around: what torch wants around forward and backward.
+        is_whole: whether the loss is over all classes.
+    """
+
+    split: Callable[[Llama, dist.ProcessGroup], None]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    is_whole: bool = True
+
+
+WAYS = {
+    "ringcomm": Way(by_ringcomm),
+    "ringcomm, tokens shared": Way(partial(by_ringcomm, shares_tokens=True)),
+    "ringcomm, nothing sent": Way(by_ringcomm_alone, is_whole=False),
+    "DTensor": Way(by_dtensor, loss_parallel),
+    "DTensor, inputs joined": Way(partial(by_dtensor, joins_inputs=True), loss_parallel),
+}
+
+
+class Pass:
+    """Forward and backward of a model in parts, on the same rows again and again."""
+
+    def __init__(self, way: Way, size: str, rows: int, tokens: int) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        model = Llama(PRESETS[size])
+        model.load_state_dict(initial_weights(PRESETS[size], seed=0))
+        way.split(model, group)
+        self._model, self._way = model, way
+        ids = torch.randint(256, (rows, tokens + 1), generator=torch.Generator().manual_seed(1))
+        self._inputs, self._targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        if not way.is_whole:
+            self._targets %= next(model.head.parameters()).shape[0]
+
+    def run(self) -> None:
+        """Gradients are dropped."""
+        self.loss()
+
+    def loss(self) -> float:
+        """As run(), and the loss."""
+        with self._way.around():
+            loss = self._model(self._inputs, self._targets)
+            loss.backward()
+        self._model.zero_grad()
+        found = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return float(found.detach())
+
+
+def differing(team: Team, passes: dict[str, Pass]) -> dict[str, int]:
+    """On how many ranks the losses differ from the first way's. Collective."""
+    losses = {name: one.loss() for name, one in passes.items()}
+    expected = losses[next(iter(losses))]
+    return {
+        name: sum(team.share(WAYS[name].is_whole and not abs(loss - expected) <= TOLERANCE))
+        for name, loss in losses.items()
+    }
+
+
+def run_rank(team: Team, options: argparse.Namespace) -> None:
+    """One rank: all ways in turn, for each batch; rank 0 reports."""
+    open_default_group(team, "ringcomm")
+    watch = WeatherWatch(team)
+    for rows, tokens in BATCHES:
+        passes = {name: Pass(way, options.size, rows, tokens) for name, way in WAYS.items()}
+        wrong = differing(team, passes)
+        contenders = {name: Contender(one.run, dist.barrier) for name, one in passes.items()}
+        timings, weather = watch.calmest(
+            partial(measure, team, contenders, options.seconds), options.repeats
+        )
+        if timings is None:
+            continue
+        records = records_of(timings, "ringcomm", wrong, name="way")
+        for record in records:
+            record.update(rows=rows, tokens=tokens, **weather.record())
+        team.report(records)
+    dist.destroy_process_group()
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        f"{record['rows']} × {record['tokens']}",
+        record["way"],
+        *(f"{record[name] / 1e3:.2f}" for name in ("p50_us", "p99_us")),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = harness.make_parser(__doc__, seconds=40.0, per="batch")
+    parser.add_argument("--size", choices=list(PRESETS), default="4.6M", help="of the model")
+    options = parser.parse_args(argv)
+    options.json = options.json or harness.default_path("tensor_parallel")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures; returns the exit code, 3 when losses differ."""
+    options = parse(argv)
+    dimensions = {"world_size": WORLD_SIZE, "size": options.size}
+    report = Report("tensor_parallel", options.json, **dimensions)
+    run_ranks(WORLD_SIZE, lambda team: run_rank(team, options), report.add)
+    headers = ["rows × tokens", "way", "p50 ms", "p99 ms", "time over", "others %"]
+    caption = "Forward and backward on two ranks."
+    return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("tensor_parallel.py", main))

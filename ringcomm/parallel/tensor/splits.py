@@ -1,0 +1,67 @@
+"""Which part of a whole parameter a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["Split", "SplitModule", "split_params"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A rank's part of a parameter.
+
+    Attributes:
+        dim: the dimension that is split.
+        begin, end: of it, this rank's.
+        total: its length in the whole parameter.
+        num_copies: so many ranks in a row have the same part.
+    """
+
+    dim: int
+    begin: int
+    end: int
+    total: int
+    num_copies: int = 1
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """A view of this rank's part."""
+        return whole.narrow(self.dim, self.begin, self.end - self.begin)
+
+
+class SplitModule(nn.Module):
+    """A module some of whose parameters are this rank's parts of whole ones.
+
+    Attributes:
+        group: whose ranks have the parts.
+        splits: by the parameter's name in the module.
+    """
+
+    group: dist.ProcessGroup
+    splits: dict[str, Split]
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        """Hooks of gradients would not be copied."""
+        raise RuntimeError(
+            "layers that are split over ranks have no copy: copy the whole ones before"
+        )
+
+    __deepcopy__ = __reduce_ex__ = _refuse_copy
+
+
+def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:
+    """Name, parameter, module and part of all split parameters of a model; tied ones once."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        if not isinstance(module, SplitModule):
+            continue
+        for name, split in module.splits.items():
+            param = module.get_parameter(name)
+            if param not in seen:
+                seen.add(param)
+                yield f"{prefix}.{name}" if prefix else name, param, module, split

@@ -1,0 +1,225 @@
+"""Models of transformers, split by their plans: the training of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ringcomm
+from ringcomm.integrations.tensor_parallel_plan import parallelize
+from ringcomm.integrations.transformers import apply
+from ringcomm.parallel import tensor
+
+transformers = pytest.importorskip("transformers")
+
+BATCH, LENGTH, STEPS, LR, DIM, LAYERS = 2, 12, 3, 0.3, 48, 2
+SIZES = {
+    "vocab_size": 67,  # divides by no number of ranks
+    "hidden_size": DIM,
+    "intermediate_size": 50,
+    "num_hidden_layers": LAYERS,
+    "attn_implementation": "sdpa",
+}
+# Kind, query heads, key and value heads, options besides.
+MODELS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "multi-head": ("Llama", 4, 4, {"attention_bias": True, "mlp_bias": True}),
+    "grouped": ("Llama", 6, 3, {}),
+    "grouped, tied": ("Llama", 8, 2, {"tie_word_embeddings": True}),
+    "multi-query": ("Llama", 12, 1, {}),
+    "normed heads": ("Qwen3", 4, 2, {"head_dim": 8}),
+    "biases": ("Qwen2", 4, 2, {}),
+}
+
+
+def make(name: str, **more: Any) -> Any:
+    kind, num_heads, num_kv_heads, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, **SIZES, **options, **more
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # transformers begins with biases of 0 and norms of 1
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape))
+    return model
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(67, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def train(model: Any) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    losses = []
+    for step in range(STEPS):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        norm = (
+            tensor.clip_grad_norm_(model, 1.0)
+            if torch.distributed.is_initialized()
+            else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(loss.detach()), float(norm)]
+    return losses
+
+
+def train_split(rank: int, name: str, options: dict[str, Any]) -> Any:
+    model = parallelize(make(name), **options)
+    losses = train(model)
+    num_elems = sum(param.numel() for param in model.parameters())
+    return losses, tensor.full_state_dict(model), num_elems
+
+
+@pytest.mark.parametrize("is_sequence_split", [False, True], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("multi-head", 3),
+        ("multi-head", 4),
+        ("grouped", 2),
+        ("grouped", 3),
+        ("grouped, tied", 4),
+        ("multi-query", 2),
+        ("multi-query", 4),
+        ("normed heads", 2),
+        ("normed heads", 4),
+        ("biases", 2),
+    ],
+)
+def test_the_training_of_one_process(name: str, world_size: int, is_sequence_split: bool) -> None:
+    results = run_ranks(world_size, train_split, name, {"sequence_parallel": is_sequence_split})
+    model = make(name)
+    expected = train(model)
+    whole = model.state_dict()
+    for losses, state, _ in results:
+        assert losses == results[0][0]
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        assert state.keys() == whole.keys()
+        for key, value in whole.items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=5e-6)
+    num_elems = sum(param.numel() for param in model.parameters())
+    assert max(num for *_, num in results) < num_elems
+
+
+def generate(rank: int) -> tuple[Tensor, Tensor]:
+    model = parallelize(make("grouped"), gather_logits=True).eval()
+    ids = batch(0)["input_ids"][:, :4]
+    with torch.no_grad():
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    return tokens, model(**batch(0)).loss.detach()
+
+
+def test_generates_the_same_tokens() -> None:
+    model = make("grouped").eval()
+    ids = batch(0)["input_ids"][:, :4]
+    tokens = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    loss = model(**batch(0)).loss.detach()
+    for found, found_loss in run_ranks(2, generate):
+        assert torch.equal(found, tokens)
+        torch.testing.assert_close(found_loss, loss)
+
+
+def checkpoint_round_trip(rank: int, state: dict[str, Tensor]) -> Any:
+    with torch.device("meta"):
+        model = make("grouped, tied")
+    parallelize(model, sequence_parallel=True)
+    model.model.rotary_emb = make("grouped, tied").model.rotary_emb  # no part of checkpoints
+    tensor.load_full_state_dict(model, state)
+    found = tensor.full_state_dict(model, rank0_only=True)
+    losses = train(model)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"lacks \['lm_head.weight'"):
+        tensor.load_full_state_dict(model, {"other": torch.zeros(1)})
+    wrong = {**state, "model.norm.weight": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\) in the state"):
+        tensor.load_full_state_dict(model, wrong)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
+    return found, losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_whole_checkpoints(world_size: int) -> None:
+    """A model that no rank ever has whole; sums of gradients survive."""
+    model = make("grouped, tied")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = train(model)
+    for rank, (found, losses) in enumerate(run_ranks(world_size, checkpoint_round_trip, state)):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+        assert found.keys() == (state.keys() if rank == 0 else set())
+        assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def sent_bytes() -> int:
+    return sum(entry["sent_bytes"] for entry in ringcomm.stats().values())
+
+
+def count_bytes(rank: int, is_sequence_split: bool) -> int:
+    model = parallelize(make("multi-head"), sequence_parallel=is_sequence_split)
+    model.requires_grad_(False)  # else sums of small gradients come to it
+    model.model.embed_tokens.weight.requires_grad_(True)
+    before = sent_bytes()
+    model(**batch(0)).loss.backward()
+    return sent_bytes() - before
+
+
+@pytest.mark.parametrize("is_sequence_split", [False, True], ids=["rows", "tokens"])
+def test_bytes_of_a_step(is_sequence_split: bool) -> None:
+    """Two collectives a layer each way, one for the embedding, one for the output layer."""
+    tokens = BATCH * LENGTH
+    activations = 4 * tokens * DIM
+    for found in run_ranks(2, count_bytes, is_sequence_split):
+        # Both ways the loss's collective: 24 bytes a token, and how many targets count.
+        assert found == 2 * (2 * LAYERS + 1) * activations + 24 * (tokens + 1)
+
+
+def with_checkpoints(rank: int, is_sequence_split: bool) -> list[float]:
+    model = parallelize(make("normed heads"), sequence_parallel=is_sequence_split)
+    apply(model, inplace=True)
+    model.gradient_checkpointing_enable()
+    model.train()
+    return train(model)
+
+
+@pytest.mark.parametrize("is_sequence_split", [False, True], ids=["rows", "tokens"])
+def test_with_checkpoints_and_loss_in_place(is_sequence_split: bool) -> None:
+    expected = train(make("normed heads"))
+    for found in run_ranks(2, with_checkpoints, is_sequence_split):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def refuse(rank: int) -> None:
+    model = make("grouped")
+    with pytest.raises(ValueError, match="4 ranks cannot share 6 query heads over 3 key and value"):
+        parallelize(model)
+    assert isinstance(model.lm_head, nn.Linear)  # as it was
+    with pytest.raises(TypeError, match="config of Linear has no plan"):
+        parallelize(nn.Linear(2, 2))
+    model = parallelize(make("multi-head"), sequence_parallel=True)
+    with pytest.raises(ValueError, match="split already"):
+        parallelize(model)
+    with pytest.raises(ValueError, match="wants input_ids"):
+        model(inputs_embeds=torch.zeros(1, 4, DIM))
+    with pytest.raises(ValueError, match="4 ranks cannot share 6 tokens evenly"):
+        model(input_ids=torch.zeros(1, 6, dtype=torch.long))
+    odd = make("multi-head")
+    odd.model.layers[0].mlp.extra = nn.Linear(DIM, DIM)
+    with pytest.raises(ValueError, match="extra of a LlamaMLP is not in the model's plan"):
+        parallelize(odd)
+    experts = transformers.MixtralConfig(
+        **{**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
+    )
+    with pytest.raises(ValueError, match="which is not supported"):
+        parallelize(transformers.AutoModelForCausalLM.from_config(experts))
+
+
+def test_what_cannot_be_split() -> None:
+    run_ranks(4, refuse)
