@@ -74,12 +74,12 @@ def by_dtensor(model: Llama, group: dist.ProcessGroup, *, joins_inputs: bool = F
     """As torch's tutorial has it: five backward all_reduces a layer; two with inputs joined."""
     mesh = DeviceMesh.from_group(group, "cpu")
     columns, rows = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
-    plan = {name: ColwiseParallel() for name in columns} | {
-        name: RowwiseParallel() for name in rows
-    }
-    for layer in model.layers:
+    plan: Any = {name: ColwiseParallel() for name in columns}
+    plan.update({name: RowwiseParallel() for name in rows})
+    layers: Any = model.layers
+    for layer in layers:
         parallelize_module(layer, mesh, plan)
-        norms: Any = (layer.attn_norm, layer.ffn_norm) if joins_inputs else ()
+        norms = (layer.attn_norm, layer.ffn_norm) if joins_inputs else ()
         for norm in norms:  # what PrepareModuleInput does where a module is around such layers
             norm.register_forward_hook(partial(_as_dtensor, mesh))
     ends = {
