@@ -73,7 +73,7 @@ def by_ringcomm_alone(model: Llama, group: dist.ProcessGroup) -> None:
 def by_dtensor(model: Llama, group: dist.ProcessGroup, *, joins_inputs: bool = False) -> None:
     """As torch's tutorial has it: five backward all_reduces a layer; two with inputs joined."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    columns, rows = ("wq", "wk", "wv", "w1", "w3"), ("wo", "w2")
+    columns, rows = ("wq", "wk", "wv", "ffn.w1", "ffn.w3"), ("wo", "ffn.w2")
     plan: Any = {name: ColwiseParallel() for name in columns}
     plan.update({name: RowwiseParallel() for name in rows})
     layers: Any = model.layers

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from training.systems import TrainState
+from training.system import TrainState
 
 FILE_NAME = "checkpoint.pt"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):

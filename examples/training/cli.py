@@ -14,14 +14,17 @@ import torch
 import torch._dynamo  # DDP imports it (1 s); before the fork, so that no rank has to
 import torch.distributed as dist
 
+from ringcomm.parallel.pipeline import SCHEDULES
 from training import launch
 from training.checkpoint import FILE_NAME, Checkpoint, CheckpointError, load_checkpoint
 from training.corpus import Corpus, CorpusError, load_corpus
 from training.job import run_rank
+from training.mesh import MeshSizes
 from training.model import ALIASES, PRESETS
 from training.options import CONTEXT_BYTES, RACE_TOKENS, InputError, Options
 from training.phases import run_phases
-from training.systems import OPTIMIZERS, PARALLELS, TrainState, why_impossible
+from training.system import TrainState
+from training.systems import MESH, OPTIMIZERS, PARALLELS, why_impossible
 
 KNOWN_BACKENDS = ("ringcomm", "gloo", "nccl")
 MAX_WORLD_SIZE = 1024
@@ -51,6 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--partition-activations", action="store_true",
         help="recompute layers from their inputs, kept in shards under --parallel tp and in host "
         "memory with --offload")  # fmt: skip
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share each layer")
+    add("--sp", action="store_true", help="these share the tokens between layers, too")
+    add("--pp", type=int, default=1, metavar="N", help="stages of a pipeline")
+    add("--schedule", choices=SCHEDULES, default=None, help="of the pipeline (default 1f1b)")
+    add("--micro-batches", type=int, default=None, metavar="M",
+        help="of the pipeline (default two for each stage)")  # fmt: skip
+    add("--ep", type=int, default=1, metavar="N",
+        help="ranks that share the experts, inside of data parallelism, which has all ranks that "
+        "--tp times --pp leave")  # fmt: skip
+    add("--experts", type=int, default=None, metavar="E",
+        help="feed-forward networks of a layer; a token goes through two (default 0: one network; "
+        "4 with --ep)")  # fmt: skip
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="what updates the weights")
     add("--size", choices=SIZES, default="small", help="model that learns")
     add("--race-size", choices=SIZES, default="medium", help="model of the races")
@@ -91,6 +106,30 @@ def _parallel(asked: str | None, zero_stage: int | None) -> str:
     if asked not in (None, named):
         raise InputError(f"--zero-stage {zero_stage} is --parallel {named}, not {asked}")
     return named
+
+
+def _mesh(args: argparse.Namespace) -> MeshSizes | None:
+    """How ranks share the model, if they do; None for data parallelism alone."""
+    sizes = MeshSizes(
+        tp=args.tp,
+        pp=args.pp,
+        ep=args.ep,
+        shares_tokens=args.sp,
+        schedule=args.schedule or "1f1b",
+        num_microbatches=0 if args.micro_batches is None else args.micro_batches,
+        zero_stage=args.zero_stage or 0,
+    )
+    if min(sizes.tp, sizes.pp, sizes.ep, args.micro_batches or 1) < 1:
+        raise InputError("--tp, --pp, --ep and --micro-batches are 1 or more")
+    if args.pp == 1 and (args.schedule or args.micro_batches):
+        raise InputError("--schedule and --micro-batches are the pipeline's: add --pp 2")
+    if args.pp > 1 and args.partition_activations:
+        raise InputError("--partition-activations is for models in one stage: leave out --pp")
+    if sizes.is_one and not args.sp:
+        return None
+    if args.parallel not in (None, "ddp") and not args.zero_stage:
+        raise InputError(f"--parallel {args.parallel} has a mesh of its own: leave it out")
+    return sizes
 
 
 def _check_offload(options: Options) -> None:
@@ -155,7 +194,8 @@ def read_options(argv: list[str]) -> Options:
     # Not torch.cuda.is_available: after that no forked process could use CUDA.
     if args.device == "cuda" and torch.cuda.device_count() == 0:
         raise InputError("--device cuda: this torch finds no GPU; leave it out to use the CPU")
-    parallel = _parallel(args.parallel, args.zero_stage)
+    mesh = _mesh(args)
+    parallel = _parallel(args.parallel, args.zero_stage) if mesh is None else MESH
     world_size = _world_size(args.world, parallel)
     if args.backend is None:
         # ZeRO-Infinity knows no other backend to compare with.
@@ -181,6 +221,8 @@ def read_options(argv: list[str]) -> Options:
         offload=args.offload,
         offload_path=args.offload_path,
         partition_activations=args.partition_activations,
+        mesh=mesh,
+        num_experts=(4 if args.ep > 1 else 0) if args.experts is None else args.experts,
     )
     _check_offload(options)
     reason = why_impossible(
@@ -188,6 +230,7 @@ def read_options(argv: list[str]) -> Options:
         options.optimizer,
         options.config,
         options.world_size,
+        options.mesh,
         offloads=options.offload is not None,
     )
     if reason is not None:

@@ -109,14 +109,18 @@ class Job:
         return Batches(self.corpus.train, context, self.options.seed, self.device)
 
     @property
-    def memory_options(self) -> dict[str, Any]:
-        """What ``build_system`` is told of offload and recomputation."""
+    def system_options(self) -> dict[str, Any]:
+        """What ``build_system`` is told of the mesh, offload and recomputation."""
         options = self.options
         offload = None
         if options.offload is not None:
             path = (options.offload_path or self.run_dir) if options.offload == "nvme" else None
             offload = Offload(options.offload, path)
-        return {"offload": offload, "recompute": options.partition_activations}
+        return {
+            "mesh": options.mesh,
+            "offload": offload,
+            "recompute": options.partition_activations,
+        }
 
     def agree(self, values: list[float]) -> list[float]:
         """Rank 0's ``values`` on every rank, over the first backend."""

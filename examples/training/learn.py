@@ -10,7 +10,8 @@ from training.checkpoint import Checkpoint, save_checkpoint
 from training.job import Job
 from training.launch import stop_requested
 from training.options import CONTEXT_BYTES, LEARN_ROWS_PER_RANK, PEAK_LR
-from training.systems import System, build_system
+from training.system import System
+from training.systems import build_system
 from training.wire import SentBytes, Wire, comparison_sign
 
 WARMUP_STEPS = 20
@@ -119,7 +120,7 @@ def learn(job: Job) -> Learned:
         wire,
         job.start.state,
         job.device,
-        **job.memory_options,
+        **job.system_options,
     )
     batches = job.batches()
     clock = _Clock(job)

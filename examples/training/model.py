@@ -20,6 +20,8 @@ from ringcomm import ops
 
 VOCAB_SIZE = 256
 ROTARY_BASE = 10_000.0
+# Experts of a token.
+TOP_K = 2
 # Small, so that the first guess is that all bytes are alike.
 HEAD_STD = 0.02
 
@@ -34,6 +36,8 @@ class ModelConfig:
     num_kv_heads: int
     ffn_dim: int
     vocab_size: int = VOCAB_SIZE
+    num_experts: int = 0
+    """Of each layer's feed-forward part; 0 where it is one dense network."""
 
     @property
     def head_dim(self) -> int:
@@ -44,7 +48,10 @@ class ModelConfig:
     def num_params(self) -> int:
         """Number of weights: embedding, output layer and norms included (nothing is tied)."""
         attention = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        feed_forward = 3 * self.dim * self.ffn_dim
+        if self.num_experts:
+            feed_forward = self.num_experts * (feed_forward + self.dim)
+        layer = attention + feed_forward + 2 * self.dim
         return self.num_layers * layer + 2 * self.vocab_size * self.dim + self.dim
 
 
@@ -78,26 +85,64 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+class SwiGLU(nn.Module):
+    """A feed-forward network: w2 (silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
+        self.w3: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2: nn.Module = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., dim] to the same shape."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Experts(nn.Module):
+    """Feed-forward networks, of which each token goes through TOP_K; all of them in one process.
+
+    Every expert computes all tokens, and most weights are 0: what expert_parallel.py puts in place
+    of it computes the same from the chosen tokens alone.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num_experts, bias=False)
+        self.experts = nn.ModuleDict({str(i): SwiGLU(dim, ffn_dim) for i in range(num_experts)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x [..., dim] to the same shape."""
+        probabilities = self.router(x).softmax(-1)
+        chosen = probabilities.topk(TOP_K, -1)
+        weights = torch.zeros_like(probabilities).scatter(-1, chosen.indices, chosen.values)
+        parts = [expert(x) * weights[..., i, None] for i, expert in enumerate(self.experts.values())]
+        return torch.stack(parts).sum(0)
+
+
 class Layer(nn.Module):
-    """One transformer layer: x + attention(norm(x)), then x + swiglu(norm(x))."""
+    """One transformer layer: x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, ffn_dim, self.head_dim = config.dim, config.ffn_dim, config.head_dim
+        dim, self.head_dim = config.dim, config.head_dim
         self.attn_norm = nn.RMSNorm(dim, eps=1e-5)
         self.wq: nn.Module = nn.Linear(dim, config.num_heads * self.head_dim, bias=False)
         self.wk: nn.Module = nn.Linear(dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wv: nn.Module = nn.Linear(dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wo: nn.Module = nn.Linear(config.num_heads * self.head_dim, dim, bias=False)
         self.ffn_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.w1: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
-        self.w3: nn.Module = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2: nn.Module = nn.Linear(ffn_dim, dim, bias=False)
+        self.ffn: nn.Module = (
+            Experts(dim, config.ffn_dim, config.num_experts)
+            if config.num_experts
+            else SwiGLU(dim, config.ffn_dim)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [batch, time, dim] to the same shape."""
         x = x + self._attention(self.attn_norm(x))
-        return x + self._swiglu(self.ffn_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
 
     def _attention(self, x: Tensor) -> Tensor:
         batch, time, _ = x.shape
@@ -107,10 +152,6 @@ class Layer(nn.Module):
         )
         y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
         out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, time, -1))
-        return out
-
-    def _swiglu(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
 

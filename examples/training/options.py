@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from training.mesh import MeshSizes
 from training.model import PRESETS, ModelConfig
 
 # One row of text, in every phase.
@@ -44,11 +45,13 @@ class Options:
     offload: Literal["cpu", "nvme"] | None = None
     offload_path: Path | None = None
     partition_activations: bool = False
+    mesh: MeshSizes | None = None
+    num_experts: int = 0
 
     @property
     def config(self) -> ModelConfig:
         """Sizes of the model that learns."""
-        return PRESETS[self.size]
+        return replace(PRESETS[self.size], num_experts=self.num_experts)
 
     @property
     def learn_rows(self) -> int:
@@ -62,6 +65,8 @@ class Options:
             return "--no-race"
         if len(self.backends) < 2:
             return "--backend names one backend"
+        if self.mesh is not None or self.num_experts:
+            return "meshes and experts have none"
         if self.world_size < 2:
             return "one rank has nobody to communicate with"
         return None
@@ -70,6 +75,7 @@ class Options:
         """What a run that continues this one has to share with it."""
         return {
             "size": self.size,
+            "experts": self.num_experts,
             "optimizer": self.optimizer,
             "seed": self.seed,
             "rows of the global batch": self.learn_rows,

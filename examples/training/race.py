@@ -15,7 +15,8 @@ from training.learn import ASKED_TO_STOP, ENOUGH, GO_ON, system_bytes
 from training.model import PRESETS
 from training.options import PEAK_LR, RACE_TOKENS
 from training.screen import LiveLine
-from training.systems import System, TrainState, build_system, why_impossible
+from training.system import System, TrainState
+from training.systems import build_system, why_impossible
 
 # First touches of memory, and DDP's second step, which lays its buckets out anew.
 WARMUP_PAIRS = 2

@@ -19,7 +19,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel import tensor
-from training.model import Llama, ModelConfig
+from training.model import Layer, Llama, SwiGLU
 from training.wire import all_reduce_bytes
 
 # What the loss's collective carries of each token.
@@ -58,38 +58,56 @@ def split(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False
         layer.wk = columns(layer.wk, width, heads.num_copies)
         layer.wv = columns(layer.wv, width, heads.num_copies)
         layer.wo = rows(layer.wo, unit)
-        layer.w1, layer.w3, layer.w2 = columns(layer.w1), columns(layer.w3), rows(layer.w2)
+        ffn = layer.ffn
+        if isinstance(ffn, SwiGLU):
+            ffn.w1, ffn.w3, ffn.w2 = columns(ffn.w1), columns(ffn.w3), rows(ffn.w2)
     whole: Any = model.tok
     model.tok = VocabParallelEmbedding.from_embedding(whole, group=group, sequence_dim=dim)
     model.head = columns(model.head)
     model.loss = CrossEntropyLoss(
         group=group, vocab_start=model.head.features[0], vocab_size=config.vocab_size
     )
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.register_forward_hook(enter)
-            if shares_tokens:
-                tensor.sum_gradients(module.weight, group)
+    model.norm.register_forward_hook(enter)
+    for layer in layers:
+        layer.attn_norm.register_forward_hook(enter)
+        if isinstance(layer.ffn, SwiGLU):  # experts are whole, on all ranks
+            layer.ffn_norm.register_forward_hook(enter)
+    if shares_tokens:
+        for module in model.modules():
+            if not isinstance(module, tensor.SplitModule):
+                for param in module.parameters(recurse=False):
+                    tensor.sum_gradients(param, group)
 
 
 def step_bytes(
-    config: ModelConfig,
+    model: Llama,
+    part: nn.Module,
     num_tokens: int,
     group: dist.ProcessGroup,
     *,
-    shares_tokens: bool = False,
+    num_microbatches: int = 1,
     recomputes: bool = False,
 ) -> float:
-    """What a rank sends in a step, as the ring's formulas have it.
+    """What a rank sends in a step for its part of a model, as the ring's formulas have it.
 
-    A layer that is computed again stops in front of its last all_reduce.
+    Args:
+        model: as split() left it.
+        part: the same, or what this rank has of it.
+        num_tokens: of all micro-batches.
+        group: as split() had it.
+        num_microbatches: so often gradients are summed, and the loss is computed.
+        recomputes: whether layers are computed again, which stops in front of their last leave.
     """
-    world_size = group.size()
-    heads = tensor.share_heads(config.num_heads, config.num_kv_heads, world_size)
-    per_layer = 5 if recomputes else 4
-    activations = 4 * num_tokens * config.dim * (per_layer * config.num_layers + 2)
-    loss = LOSS_BYTES * (num_tokens + 1)  # one more that compares the ranks' calls
-    norms = 4 * config.dim * (2 * config.num_layers + 1) if shares_tokens else 0
-    kv_elems = 2 * config.dim * config.num_kv_heads * config.head_dim // world_size
-    copies = all_reduce_bytes(4 * kv_elems * heads.num_copies, heads.num_copies)
-    return all_reduce_bytes(activations + loss + norms, world_size) + copies * config.num_layers
+    modules = set(part.modules())
+    num_calls = (model.tok in modules) + (model.norm in modules)
+    for layer in modules:
+        if isinstance(layer, Layer):
+            num_calls += (4 if isinstance(layer.ffn, SwiGLU) else 2) + recomputes
+    total = all_reduce_bytes(4 * num_tokens * model.config.dim * num_calls, group.size())
+    if model.head in modules:  # one more than tokens compares the ranks' calls
+        total += all_reduce_bytes(LOSS_BYTES * (num_tokens + num_microbatches), group.size())
+    for param in part.parameters():
+        over = tensor.summed_over(param)
+        if over is not None:
+            total += num_microbatches * all_reduce_bytes(param.nbytes, over.size())
+    return total

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel import zero
-from training.model import Llama
 from training.updaters import Moments, Offload, live_bytes, make_optimizer, set_lr
 from training.wire import Wire
 
@@ -23,8 +23,16 @@ class Zero:
     """AdamW or SGD over shards; see ``updaters.Updater``. Collective: all ranks step together."""
 
     def __init__(
-        self, model: Llama, kind: str, wire: Wire, stage: int, offload: Offload | None
+        self,
+        model: nn.Module,
+        kind: str,
+        wire: Wire,
+        stage: int,
+        offload: Offload | None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Over the wire's ranks, or a group of some of them."""
+        group = group or wire.group
         self._model, self._wire = model, wire
         self._names = [name for name, _ in model.named_parameters()]
         options: dict[str, Any] = {}
@@ -32,9 +40,9 @@ class Zero:
             options["offload_weights"] = True
         made = make_optimizer(kind, list(model.parameters()), offload)
         self._step_bytes = zero.predict_traffic(
-            model, made, stage, world_size=wire.world_size, rank=wire.rank, **options
+            model, made, stage, world_size=group.size(), rank=group.rank(), **options
         )
-        self._optimizer = zero.shard(model, made, stage, group=wire.group, **options)
+        self._optimizer = zero.shard(model, made, stage, group=group, **options)
         self._stage = stage
         self.grad_bytes = 0
         self.measured = False

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from training.corpus import Batches
 from training.launch import run_ranks
 from training.model import PRESETS, Llama, ModelConfig, initial_weights, shard_range
-from training.systems import TrainState, build_system
+from training.system import TrainState
+from training.systems import build_system
 from training.updaters import live_bytes
 from training.wire import Wire
 

@@ -3,7 +3,7 @@
 from ringcomm.parallel.tensor.clipping import clip_grad_norm_
 from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
-from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients
+from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients, summed_over
 from ringcomm.parallel.tensor.splits import Split, SplitModule, split_params
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "share_heads",
     "split_params",
     "sum_gradients",
+    "summed_over",
     "whole_of",
 ]

@@ -9,7 +9,16 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Split", "SplitModule", "split_params"]
+__all__ = ["Split", "SplitModule", "refuse_copy", "split_params"]
+
+
+def refuse_copy(*_: Any) -> NoReturn:
+    """Instead of copying layers that are split: hooks of gradients would not be copied.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("layers that are split over ranks have no copy: copy the whole ones before")
 
 
 @dataclass(frozen=True)
@@ -45,13 +54,7 @@ class SplitModule(nn.Module):
     group: dist.ProcessGroup
     splits: dict[str, Split]
 
-    def _refuse_copy(self, *_: Any) -> NoReturn:
-        """Hooks of gradients would not be copied."""
-        raise RuntimeError(
-            "layers that are split over ranks have no copy: copy the whole ones before"
-        )
-
-    __deepcopy__ = __reduce_ex__ = _refuse_copy
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
 
 def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:
