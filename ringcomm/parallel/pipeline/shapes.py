@@ -88,7 +88,10 @@ def find_boundaries(
 
 
 def _outputs_of(module: nn.Module, inputs: Specs, device: torch.device) -> Specs:
-    with torch.enable_grad():
+    kind = device.type
+    is_on = torch.is_autocast_enabled(kind)
+    # autocast's cache would keep weights that have no memory, for the forwards that come.
+    with torch.enable_grad(), torch.autocast(kind, enabled=is_on, cache_enabled=False):
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return specs_of(module(*(spec.like(device) for spec in inputs)))
