@@ -1,8 +1,14 @@
 """What several ranks hold of one model."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringcomm.parallel import activations, constant_buffer, offload, tensor, zero
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
+
+if TYPE_CHECKING:
+    from ringcomm.parallel import pipeline
 
 __all__ = [
     "ParameterServer",
@@ -11,6 +17,14 @@ __all__ = [
     "constant_buffer",
     "find_shards",
     "offload",
+    "pipeline",
     "tensor",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """torch.distributed.pipelining takes a quarter of the time of everything here to import."""
+    if name == "pipeline":
+        return import_module("ringcomm.parallel.pipeline")
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,0 +1,22 @@
+"""Pipeline parallelism: stages of a model on several ranks, micro-batches through all of them."""
+
+from ringcomm.parallel.pipeline.clipping import clip_grad_norm_
+from ringcomm.parallel.pipeline.cut import cut
+from ringcomm.parallel.pipeline.drawing import draw
+from ringcomm.parallel.pipeline.pipeline import Pipeline
+from ringcomm.parallel.pipeline.schedules import SCHEDULES, Plan, Work
+from ringcomm.parallel.pipeline.simulation import simulate
+from ringcomm.parallel.pipeline.timeline import Action, Timeline
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Pipeline",
+    "Plan",
+    "Timeline",
+    "Work",
+    "clip_grad_norm_",
+    "cut",
+    "draw",
+    "simulate",
+]

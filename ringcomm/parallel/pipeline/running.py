@@ -1,0 +1,183 @@
+"""Runs steps: splits batches, makes torch's stages for their shapes, and hands out the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringcomm.errors import RingcommError
+from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.pipeline.evaluation import forward_only
+from ringcomm.parallel.pipeline.schedules import Plan
+from ringcomm.parallel.pipeline.shapes import Specs, TensorSpec, find_boundaries
+from ringcomm.parallel.pipeline.stage import Log, Stage
+
+__all__ = ["Runner"]
+
+Inputs = Tensor | tuple[Tensor, ...]
+
+
+class _Made(NamedTuple):
+    """What there is for inputs of one shape."""
+
+    boundaries: list[Specs]
+    stages: list[Stage]
+    schedule: Any
+
+
+class Runner:
+    """This rank's stages at work. Arguments are those of Pipeline, which has checked them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Mapping[int, nn.Module],
+        loss_fn: Callable[[Any, Tensor], Tensor],
+        is_mean: bool,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        wrap: Callable[[nn.Module], nn.Module] | None,
+    ) -> None:
+        self._plan = plan
+        self._modules = modules
+        self._wrapped = {
+            stage: module if wrap is None else wrap(module) for stage, module in modules.items()
+        }
+        self._loss_fn = loss_fn
+        self._divisor = plan.num_microbatches if is_mean else 1
+        self._group = group
+        self._device = device
+        self._made: dict[Any, _Made] = {}
+        self._loss_scale = 1.0
+        self._losses: list[Tensor] = []  # of this step's micro-batches
+
+    @property
+    def _has_first(self) -> bool:
+        return 0 in self._modules
+
+    @property
+    def _has_last(self) -> bool:
+        return self._plan.num_stages - 1 in self._modules
+
+    # ---- a step
+
+    def step(self, inputs: Inputs, target: Tensor, loss_scale: float, log: Log | None) -> Tensor:
+        """As Pipeline.step()."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
+        batch = self._checked(inputs, target)
+        made = self._made_for(batch)
+        for stage in made.stages:
+            stage.log = log
+        self._loss_scale = loss_scale
+        self._losses = []
+        args = [value.to(self._device) for value in batch] if self._has_first else []
+        options: dict[str, Any] = {"target": target.to(self._device)} if self._has_last else {}
+        self._guarded(made.schedule.step, *args, **options, return_outputs=False)
+        return self._shared_loss()
+
+    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Other ranks shall not wait for what a failed one does not send."""
+        try:
+            return call(*args, **kwargs)
+        except RingcommError:
+            raise
+        except Exception:
+            self._group.abort()
+            raise
+
+    def _loss_of(self, output: Any, target: Tensor) -> Tensor:
+        loss = self._loss_fn(output, target)
+        if loss.dim() != 0:
+            raise ValueError(
+                f"loss_fn returns a tensor without dimensions, got {tuple(loss.shape)}: is it"
+                ' reduction="none"?'
+            )
+        self._losses.append(loss.detach())
+        return loss / self._divisor * self._loss_scale
+
+    def _shared_loss(self) -> Tensor:
+        total = torch.zeros((), device=self._device)
+        if self._has_last:
+            total += torch.stack(self._losses).float().sum() / self._divisor
+        owner = self._plan.rank_of(self._plan.num_stages - 1)
+        dist.broadcast(total, group=self._group, group_src=owner)
+        return total
+
+    # ---- preparation
+
+    def _checked(self, inputs: Inputs, target: Tensor) -> tuple[Tensor, ...]:
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        num = self._plan.num_microbatches
+        for name, value in (*(("inputs", x) for x in batch), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name} are tensors, got a {type(value).__name__}")
+            num_rows = value.shape[0] if value.dim() else 0
+            if num_rows == 0 or num_rows % num:
+                below = num_rows - num_rows % num
+                fit = f"{below} or {below + num}" if below else f"{num}"
+                raise ValueError(
+                    f"{num_rows} rows of {name} do not divide into {num} micro-batches: take {fit}"
+                    " rows, or another num_microbatches"
+                )
+            if value.shape[0] != batch[0].shape[0]:
+                raise ValueError(
+                    f"the {name} have {num_rows} rows, and the inputs {batch[0].shape[0]}"
+                )
+        return batch
+
+    def _made_for(self, batch: tuple[Tensor, ...]) -> _Made:
+        num = self._plan.num_microbatches
+        specs = tuple(
+            TensorSpec((x.shape[0] // num, *x.shape[1:]), x.dtype, False) for x in batch
+        )
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (specs, autocast)
+        if key not in self._made:
+            shown = ", ".join(map(str, specs))
+            check_agreement({"inputs of a micro-batch": shown, "autocast": autocast}, self._group)
+            self._made[key] = self._make(specs)
+        return self._made[key]
+
+    def _make(self, specs: Specs) -> _Made:
+        plan = self._plan
+        boundaries = find_boundaries(plan, self._modules, specs, self._device, self._group)
+        stages = [
+            Stage(
+                module,
+                idx,
+                plan.num_stages,
+                self._device,
+                self._group,
+                boundaries[idx],
+                boundaries[idx + 1],
+            )
+            for idx, module in self._wrapped.items()
+        ]
+        last = stages[-1]
+        schedule = plan.start(stages, lambda *args: last.extend_forward(self._loss_of, *args))
+        return _Made(boundaries, stages, schedule)
+
+    # ---- without gradients
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, target: Tensor) -> Tensor:
+        """As Pipeline.evaluate(): all micro-batches through a stage, then through the next."""
+        batch = self._checked(inputs, target)
+        boundaries = self._made_for(batch).boundaries
+        num = self._plan.num_microbatches
+        chunks = [x.to(self._device).chunk(num) for x in batch] if self._has_first else []
+        first = list(zip(*chunks, strict=True))
+        outputs = self._guarded(
+            forward_only, self._plan, self._modules, boundaries, first, self._group, self._device
+        )
+        self._losses = []
+        if self._has_last:
+            for output, wanted in zip(outputs, target.to(self._device).chunk(num), strict=True):
+                self._guarded(self._loss_of, output, wanted)
+        return self._shared_loss()

@@ -1,0 +1,114 @@
+"""What goes from stage to stage: shapes and dtypes, found without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ringcomm.parallel.pipeline.schedules import Plan
+
+__all__ = ["TensorSpec", "find_boundaries", "specs_of"]
+
+
+class TensorSpec(NamedTuple):
+    """Of a tensor for one micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def like(self, device: torch.device | str) -> Tensor:
+        """A tensor of zeros."""
+        made = torch.zeros(self.shape, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+def specs_of(value: Any) -> Specs:
+    """Of a tensor, or a tuple of them.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    tensors = value if isinstance(value, tuple) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                "blocks hand on a tensor or a tuple of tensors, and this one returned a"
+                f" {type(tensor).__name__}"
+            )
+    return tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def find_boundaries(
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    inputs: Specs,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[Specs]:
+    """What each stage takes, and at the end what the last one returns.
+
+    Stages are run one after the other with tensors that have no memory.
+
+    Args:
+        modules: this rank's, by stage.
+        inputs: of the first stage, the same on all ranks.
+
+    Raises:
+        ValueError: a stage failed; on all ranks.
+
+    Collective: an object for each stage.
+    """
+    found = [inputs]
+    for stage in range(plan.num_stages):
+        answer: list[Any] = [None]
+        if stage in modules:
+            try:
+                answer = [_outputs_of(modules[stage], found[-1], device)]
+            except Exception as error:
+                answer = [f"{type(error).__name__}: {error}"]
+        owner = plan.rank_of(stage)
+        dist.broadcast_object_list(answer, group=group, group_src=owner)
+        if isinstance(answer[0], str):
+            took = ", ".join(map(str, found[-1]))
+            raise ValueError(f"stage {stage} (rank {owner}) failed with {took}: {answer[0]}")
+        found.append(answer[0])
+    return found
+
+
+def _outputs_of(module: nn.Module, inputs: Specs, device: torch.device) -> Specs:
+    kind = device.type
+    is_on = torch.is_autocast_enabled(kind)
+    # autocast's cache would keep weights that have no memory, for the forwards that come.
+    with torch.enable_grad(), torch.autocast(kind, enabled=is_on, cache_enabled=False):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return specs_of(module(*(spec.like(device) for spec in inputs)))
+        except TypeError:
+            raise
+        except Exception:  # it looks at values, perhaps
+            return _outputs_of_zeros(module, inputs, device)
+
+
+def _outputs_of_zeros(module: nn.Module, inputs: Specs, device: torch.device) -> Specs:
+    """Computes, and leaves no trace in buffers and generators."""
+    buffers: Sequence[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in module.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            return specs_of(module(*(spec.like(device) for spec in inputs)))
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -1,0 +1,166 @@
+"""torch's PipelineStage, which keeps messages no longer than needed, and says when it computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from ringcomm.parallel.pipeline.schedules import Kind
+from ringcomm.parallel.pipeline.shapes import Specs, specs_of
+
+__all__ = ["Log", "Stage"]
+
+# (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
+Log = list[tuple[Kind, int, int, float, float]]
+
+
+class Stage(PipelineStage):
+    """One stage of a pipeline on its rank.
+
+    torch receives into memory that is set aside for all micro-batches of a step, for good: in 1F1B,
+    which keeps the activations of a few of them only, that is what is left. Here a message gets
+    memory when it is waited for, and the last user's reference frees it.
+
+    Attributes:
+        log: what it computed, if that is recorded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage_idx: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        inputs: Specs,
+        outputs: Specs,
+    ) -> None:
+        super().__init__(
+            module,
+            stage_idx,
+            num_stages,
+            device,
+            input_args=tuple(spec.like("meta") for spec in inputs),
+            output_args=tuple(spec.like("meta") for spec in outputs),
+            group=group,
+        )
+        self.log: Log | None = None
+        self._expected = outputs
+
+    # ---- computing
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a micro-batch.
+
+        Raises:
+            ValueError: the module returns something else than it did when stages were made.
+        """
+        result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+        found = specs_of(result)
+        if [s[:2] for s in found] != [s[:2] for s in self._expected]:
+            raise ValueError(
+                f"stage {self.stage_index} returned {', '.join(map(str, found))}, and the next one"
+                f" expects {', '.join(map(str, self._expected))}: was the model changed after it"
+                " was cut? Make a new Pipeline of it"
+            )
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The backward of a micro-batch, or the half of it for the inputs."""
+        is_full = kwargs.get("full_backward", True)
+        # As after a `with autocast()` that ends before loss.backward().
+        with torch.autocast(self.device.type, enabled=False):
+            run = super().backward_one_chunk
+            self._timed("B" if is_full else "I", bwd_chunk_id, run, *args, **kwargs)
+        _drop(self.args_recv_info[bwd_chunk_id])
+        _drop(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if bwd_chunk_id in self.bwd_cache:  # gradients become messages
+            grads = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                grad.contiguous() if isinstance(grad, Tensor) else grad for grad in grads
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The half of the backward for the weights."""
+        with torch.autocast(self.device.type, enabled=False):
+            run = super().backward_weight_one_chunk
+            self._timed("W", bwd_chunk_id, run, *args, **kwargs)
+
+    def extend_forward(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls what belongs to the forward that came last: the loss."""
+        result = call(*args)
+        if self.log is not None:
+            self.log[-1] = (*self.log[-1][:4], self._now_us())
+        return result
+
+    def _timed(self, kind: Kind, chunk: int, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        if self.log is None:
+            return call(chunk, *args, **kw)
+        begin_us = self._now_us()
+        result = call(chunk, *args, **kw)
+        self.log.append((kind, self.stage_index, chunk, begin_us, self._now_us()))
+        return result
+
+    def _now_us(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic_ns() / 1e3
+
+    # ---- messages
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        _drop_all(self.args_recv_info)
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        _drop_all(self.grad_recv_info)
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a micro-batch's input."""
+        self._make_room(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the gradients of a micro-batch's output."""
+        self._make_room(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _make_room(self, infos: Iterable[Any]) -> None:
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if isinstance(buffer, Tensor) and buffer.is_meta:
+                info.buffer = torch.empty_like(
+                    buffer, device=self.device, requires_grad=buffer.requires_grad
+                )
+
+    def clear_runtime_states(self) -> None:
+        """Forgets the last step, and what a step that failed has left."""
+        super().clear_runtime_states()
+        _drop_all(self.args_recv_info)
+        _drop_all(self.grad_recv_info)
+        for left in (self.bwd_cache, self.backward_state, self.dw_runner):
+            left.clear()
+
+
+def _drop_all(infos: Mapping[int, Iterable[Any]]) -> None:
+    for of_chunk in infos.values():
+        _drop(of_chunk)
+
+
+def _drop(infos: Iterable[Any]) -> None:
+    """Lets go of messages; what stays in their place has their shape and no memory."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if isinstance(buffer, Tensor) and not buffer.is_meta:
+            info.buffer = torch.empty_like(
+                buffer, device="meta", requires_grad=buffer.requires_grad
+            )

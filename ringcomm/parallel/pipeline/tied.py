@@ -1,0 +1,77 @@
+"""Weights that stages on several ranks share, such as an embedding and the head behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["TiedWeights", "find_tied"]
+
+
+class TiedWeights:
+    """The weights that this rank has, and others have as well.
+
+    Args:
+        ranks_of: for each of them the group's ranks that have it, in order; this one among them.
+    """
+
+    def __init__(
+        self, ranks_of: Mapping[nn.Parameter, Sequence[int]], group: dist.ProcessGroup
+    ) -> None:
+        self._ranks_of = dict(ranks_of)
+        self._group = group
+        self._before: dict[nn.Parameter, Tensor | None] = {}
+
+    def is_counted_elsewhere(self, param: nn.Parameter) -> bool:
+        """Whether a rank before this one has it."""
+        return param in self._ranks_of and self._ranks_of[param][0] != self._group.rank()
+
+    def copy_from_first(self) -> None:
+        """Makes all ranks' values those of the first that has them."""
+        for param, ranks in self._ranks_of.items():
+            values = self._exchange(param.detach(), ranks)
+            with torch.no_grad():
+                param.copy_(values[0])
+
+    def begin(self) -> None:
+        """Sets gradients of earlier steps aside: they are sums already."""
+        for param in self._ranks_of:
+            self._before[param], param.grad = param.grad, None
+
+    def finish(self) -> None:
+        """Gives each weight the sum of all ranks' gradients, in the order of ranks."""
+        for param, ranks in self._ranks_of.items():
+            before = self._before.pop(param, None)
+            if not param.requires_grad:
+                continue
+            mine = torch.zeros_like(param) if param.grad is None else param.grad
+            first, *others = self._exchange(mine, ranks)
+            total = sum(others, start=first.clone())
+            param.grad = total if before is None else before.add_(total)
+
+    def _exchange(self, mine: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+        """Everybody's, in the order of ranks."""
+        mine = mine.contiguous()
+        found = [mine if r == self._group.rank() else torch.empty_like(mine) for r in ranks]
+        ops = []
+        for rank, theirs in zip(ranks, found, strict=True):
+            if rank != self._group.rank():
+                ops.append(dist.P2POp(dist.isend, mine, group=self._group, group_peer=rank))
+                ops.append(dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=rank))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return found
+
+
+def find_tied(
+    blocks_of_ranks: Sequence[Sequence[nn.Module]], rank: int
+) -> dict[nn.Parameter, list[int]]:
+    """This rank's parameters that are in blocks of other ranks, too, and which ranks those are."""
+    ranks_of: dict[nn.Parameter, list[int]] = {}
+    for owner, blocks in enumerate(blocks_of_ranks):
+        for param in dict.fromkeys(p for block in blocks for p in block.parameters()):
+            ranks_of.setdefault(param, []).append(owner)
+    return {param: ranks for param, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks}

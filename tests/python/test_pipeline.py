@@ -1,0 +1,232 @@
+"""Pipelines against one process that runs the same micro-batches: losses and weights, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from curves import Run, assert_weights, batch, sgd
+from pipeline_models import M, Tied, accumulate, make_deep, make_tied, token_batch, tokens_loss
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.parallel import pipeline, zero
+
+STEPS = 3
+SCHEDULES = [*pipeline.SCHEDULES]
+
+mse = nn.functional.mse_loss
+
+
+def reference(make: Callable[[], nn.Module] = make_deep, autocast: bool = False) -> Run:
+    """Micro-batches one after the other, their gradients added up."""
+    model = make()
+    optimizer = sgd(model.parameters())
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(accumulate(model, mse, *batch(step), autocast=autocast))
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    return Run(losses, {k: v.clone() for k, v in model.state_dict().items()})
+
+
+def train(rank: int, schedule: str, options: dict[str, Any], autocast: bool = False) -> Run:
+    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M, **options)
+    optimizer = sgd(pipe.parameters())
+    losses = []
+    for step in range(STEPS):
+        with torch.autocast("cpu", enabled=autocast):
+            losses.append(float(pipe.step(*batch(step))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, pipe.full_state_dict())
+
+
+def assert_same_bits(runs: list[Run], expected: Run) -> None:
+    for run in runs:
+        assert run.losses == expected.losses
+        assert_weights(run.weights, expected.weights, atol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bits_of_one_process(schedule: str, num_ranks: int) -> None:
+    """Nine blocks, which do not divide."""
+    assert_same_bits(run_ranks(num_ranks, train, schedule, {}), reference())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bits_with_recomputation(schedule: str) -> None:
+    assert_same_bits(run_ranks(2, train, schedule, {"recompute": True}), reference())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
+def test_bits_with_three_stages_per_rank(schedule: str) -> None:
+    options = {"num_stages_per_rank": 3}
+    assert_same_bits(run_ranks(2, train, schedule, options), reference())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_autocast(schedule: str) -> None:
+    """Activations travel in 16 bits; backwards are outside of it, as users write them."""
+    expected = reference(autocast=True)
+    assert expected.losses != reference().losses
+    assert_same_bits(run_ranks(2, train, schedule, {}, True), expected)
+
+
+# ---- gradients
+
+
+def gradients(rank: int, schedule: str, loss_scale: float, num_steps: int) -> dict[str, Tensor]:
+    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M)
+    for step in range(num_steps):
+        pipe.step(*batch(step), loss_scale=loss_scale)
+    return {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_gradients_of_steps_add_up_and_are_scaled(schedule: str) -> None:
+    model = make_deep()
+    for step in range(2):
+        accumulate(model, mse, *batch(step), scale=1024.0)
+    expected = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    found: dict[str, Tensor] = {}
+    for part in run_ranks(2, gradients, schedule, 1024.0, 2):
+        found |= part
+    assert_weights(found, expected, atol=0)
+
+
+def sum_loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def train_on_sums(rank: int) -> tuple[float, dict[str, Tensor]]:
+    pipe = pipeline.Pipeline(make_deep(), sum_loss, "1f1b", M, loss_reduction="sum")
+    loss = pipe.step(*batch(0))
+    return float(loss), {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
+
+
+def test_losses_that_are_sums() -> None:
+    model = make_deep()
+    x, y = batch(0)
+    loss = sum_loss(model(x), y)
+    loss.backward()
+    for found, grads in run_ranks(2, train_on_sums):
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+        for name, grad in grads.items():
+            expected = model.get_parameter(name).grad
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- weights that stages share, and clipping
+
+
+def train_tied(rank: int, schedule: str, max_norm: float) -> tuple[Run, list[float]]:
+    model = make_tied()
+    if rank > 0:  # values are those of the first rank that has them
+        with torch.no_grad():
+            model.embed.weight.zero_()
+    pipe = pipeline.Pipeline(model.blocks(), tokens_loss, schedule, M)
+    optimizer = sgd(pipe.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        for part in (0, 1):  # two batches a step
+            losses.append(float(pipe.step(*token_batch(2 * step + part))))
+        norms.append(float(pipeline.clip_grad_norm_(pipe, max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, pipe.full_state_dict()), norms
+
+
+def reference_tied(max_norm: float) -> tuple[Run, list[float]]:
+    model: Tied = make_tied()
+    optimizer = sgd(model.parameters())
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            losses.append(accumulate(model, tokens_loss, *token_batch(2 * step + part)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return Run(losses, {k: v.clone() for k, v in model.state_dict().items()}), norms
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("interleaved", 4), ("zbv", 2)])
+def test_embedding_and_head_share_a_weight(schedule: str, num_ranks: int) -> None:
+    """Names, gradients and norms are those of the whole model; the norm is clipped."""
+    expected, norms = reference_tied(0.5)
+    assert min(norms) > 0.5
+    for run, found in run_ranks(num_ranks, train_tied, schedule, 0.5):
+        assert run.losses == pytest.approx(expected.losses, rel=0, abs=1e-5)
+        assert found == pytest.approx(norms, rel=1e-5)
+        assert_weights(run.weights, expected.weights, atol=1e-6)
+
+
+def train_frozen(rank: int, schedule: str) -> dict[str, Tensor]:
+    model = make_deep()
+    for block in list(model)[:3]:  # the first stage, and a part of the second
+        block.requires_grad_(False)
+    pipe = pipeline.Pipeline(model, mse, schedule, M, costs=[3, 3, 1, 1, 1, 1, 1, 1, 1])
+    pipe.step(*batch(0))
+    return {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_frozen_blocks(schedule: str) -> None:
+    model = make_deep()
+    for block in list(model)[:3]:
+        block.requires_grad_(False)
+    accumulate(model, mse, *batch(0))
+    expected = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    found: dict[str, Tensor] = {}
+    for part in run_ranks(2, train_frozen, schedule):
+        found |= part
+    assert_weights(found, expected, atol=0)
+
+
+# ---- beside data parallelism
+
+
+def train_on_mesh(rank: int, way: str, schedule: str) -> Run:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    dp_group = mesh.get_group("dp")
+    wrap = None
+    if way == "ddp":
+        wrap = lambda stage: DistributedDataParallel(stage, process_group=dp_group)  # noqa: E731
+    pipe = pipeline.Pipeline(
+        make_deep(), mse, schedule, M // 2, group=mesh.get_group("pp"), wrap=wrap
+    )
+    optimizer: torch.optim.Optimizer = sgd(pipe.parameters())
+    if way == "zero":
+        optimizer = zero.shard(pipe.module, optimizer, 1, group=dp_group)
+    losses = []
+    for step in range(STEPS):
+        share, num_shares = mesh.get_local_rank("dp"), 2
+        losses.append(float(pipe.step(*batch(step, share, num_shares))))
+        if way == "all_reduce":
+            for param in pipe.parameters():
+                dist.all_reduce(param.grad, dist.ReduceOp.AVG, group=dp_group)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, pipe.full_state_dict())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("way", ["all_reduce", "zero", "ddp"])
+def test_two_pipelines_of_two_stages(way: str, schedule: str) -> None:
+    """Ranks 0 and 1 see one half of the rows, ranks 2 and 3 the other."""
+    expected = reference()
+    results = run_ranks(4, train_on_mesh, way, schedule)
+    means = [(a + b) / 2 for a, b in zip(results[0].losses, results[2].losses, strict=True)]
+    assert means == pytest.approx(expected.losses, rel=0, abs=1e-6)
+    assert results[0].losses != results[2].losses
+    for run in results:
+        assert_weights(run.weights, expected.weights, atol=1e-6)
+
+
