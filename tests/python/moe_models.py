@@ -64,7 +64,7 @@ class DenseMixture(nn.Module):
         self.num_dropped = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, -2)
+        tokens = x.reshape(-1, DIM)
         logits = self.router(tokens)
         probabilities = logits.softmax(-1)
         kept, self.num_dropped = choose(probabilities.tolist(), self.case)
@@ -137,29 +137,34 @@ def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return total
 
 
+def descend(net: nn.Module) -> None:
+    """SGD; torch.optim would import the compiler in every rank, two seconds."""
+    with torch.no_grad():
+        for param in net.parameters():
+            assert param.grad is not None
+            param.sub_(LR * param.grad)
+            param.grad = None
+
+
 def train_alone(case: Case, sizes: list[int]) -> tuple[list[list[float]], dict[str, Tensor]]:
     """One process that takes the ranks' tokens one after the other: losses, weights."""
     net = dense_net(case)
-    optimizer = torch.optim.SGD(net.parameters(), LR)
     losses = []
     for step in range(STEPS):
         of_step = [loss_of(net, *batch(step, rank, size)) for rank, size in enumerate(sizes)]
         (torch.stack(of_step).sum() / len(sizes)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(net)
         losses.append([float(loss.detach()) for loss in of_step])
     return losses, {name: value.detach() for name, value in net.state_dict().items()}
 
 
 def train(net: Net, rank: int, sizes: list[int]) -> list[float]:
-    optimizer = torch.optim.SGD(net.parameters(), LR)
     losses = []
     for step in range(STEPS):
         loss = loss_of(net, *batch(step, rank, sizes[rank]))
         loss.backward()
         expert.average_gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(net)
         losses.append(float(loss.detach()))
     return losses
 
