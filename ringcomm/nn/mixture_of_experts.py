@@ -20,10 +20,11 @@ __all__ = ["MixtureOfExperts"]
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token through the top_k experts that a router chooses, weighted; a part of data parallelism.
+    """Each token goes through the top_k experts that a router chooses; expert parallelism.
 
-    Every rank has tokens of its own and the whole router, and some of the experts; tokens travel to
-    the ranks of their experts and back. The result is that of all experts in one place.
+    Every rank has tokens of its own, as in data parallelism, the whole router, and some of the
+    experts; tokens travel to the ranks of their experts and back. The result is that of all experts
+    in one place.
 
         layer = MixtureOfExperts(512, lambda: MLP(512), num_experts=8, top_k=2)
         y = x + layer(x)
@@ -111,10 +112,8 @@ class MixtureOfExperts(nn.Module):
     ) -> Self:
         """This rank's part of a layer whose experts are there, the same on all ranks.
 
-        Args:
-            router: from tokens to a logit for each expert, as a gate of transformers; copied.
-            experts: all of them; this rank's are taken as they are.
-            top_k, group, replica_group, capacity_factor, normalize_weights: as the class's.
+        `router` makes a logit for each expert and is copied; of `experts`, which are all, this
+        rank's are taken as they are. The rest is as in the class.
 
         Raises:
             ValueError: the router has another number of outputs, or an argument is out of range.

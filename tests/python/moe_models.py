@@ -33,7 +33,7 @@ def make_expert() -> nn.Module:
 def choose(probabilities: list[list[float]], case: Case) -> tuple[list[list[int]], int]:
     """The kept experts of each token, one token after the other, and how many were dropped."""
     ranked = [
-        sorted(range(case.num_experts), key=lambda e, row=row: -row[e])[: case.top_k]
+        sorted(range(case.num_experts), key=[-value for value in row].__getitem__)[: case.top_k]
         for row in probabilities
     ]
     places = [math.inf] * case.num_experts

@@ -1,4 +1,4 @@
-"""What experts on different ranks need: rows there and back, means, norms, checkpoints, refusals."""
+"""What experts on several ranks need: rows there and back, means, norms, checkpoints."""
 
 from __future__ import annotations
 
@@ -333,6 +333,6 @@ def test_buffers() -> None:
 
 
 def test_a_group_is_needed() -> None:
-    with pytest.raises(ValueError, match="call torch.distributed.init_process_group first"):
+    with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group first"):
         MixtureOfExperts(DIM, make_expert, 2)
     assert ringcomm.stats() == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,13 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
     A gradient that some ranks have is 0 on the others.
     """
-    is_ddp = isinstance(model, DistributedDataParallel)
-    resolved = resolve_group(model.process_group if is_ddp and group is None else group)
+    ddp: Any = model if isinstance(model, DistributedDataParallel) else None
+    resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
     layers = split_experts(model)
     for name, experts in layers.items():
         _check_groups(name, experts, resolved)
     of_experts = set(expert_parameters(model).values())
-    if not is_ddp:
+    if ddp is None:
         replicated = [param for param in model.parameters() if param not in of_experts]
         all_reduce_mean_(_gradients(replicated, resolved), resolved)
     for experts in layers.values():

@@ -69,9 +69,7 @@ class _RowsOfTokens(torch.autograd.Function):
 
 class _SumsOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.num_choices = num_choices
         return _sum(rows, slots, num_tokens, num_choices)
