@@ -29,6 +29,9 @@ from moe_models import (
 )
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import ringcomm
@@ -138,12 +141,14 @@ def groups_of_mesh(num_replicas: int) -> dict[str, Any]:
     return {"group": mesh["expert"].get_group(), "replica_group": mesh["replica"].get_group()}
 
 
-def train_mesh(rank: int, case: Case, sizes: list[int], num_replicas: int, is_ddp: bool) -> Any:
+def train_mesh(rank: int, case: Case, sizes: list[int], num_replicas: int, system: str) -> Any:
     net: Any = expert_net(case, **groups_of_mesh(num_replicas))
     model = net
-    if is_ddp:
+    if system == "ddp":
         expert.ignore_in_ddp(net)
         model = DistributedDataParallel(net)
+    if system == "fully_shard":
+        fully_shard(net, ignored_params=set(expert.expert_parameters(net).values()))
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, *batch(step, rank, sizes[rank]))
@@ -154,12 +159,12 @@ def train_mesh(rank: int, case: Case, sizes: list[int], num_replicas: int, is_dd
     return losses, expert.full_state_dict(net)
 
 
-@pytest.mark.parametrize("is_ddp", [False, True])
+@pytest.mark.parametrize("system", ["none", "ddp", "fully_shard"])
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (2, 2), (4, 2), (4, 1)])
-def test_replicas_and_ddp(num_ranks: int, num_replicas: int, is_ddp: bool) -> None:
+def test_replicas_and_systems(num_ranks: int, num_replicas: int, system: str) -> None:
     case, sizes = Case(5, 2), [4, 1, 5, 2][:num_ranks]
     losses, weights = train_alone(case, sizes)
-    results = run_ranks(num_ranks, train_mesh, case, sizes, num_replicas, is_ddp)
+    results = run_ranks(num_ranks, train_mesh, case, sizes, num_replicas, system)
     for rank, (found, whole) in enumerate(results):
         expected = [of_step[rank] for of_step in losses]
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
@@ -215,32 +220,61 @@ def test_ddp_without_the_list_is_refused() -> None:
     run_ranks(2, check_ddp)
 
 
-def check_norm(rank: int, num_replicas: int) -> Tensor:
+def check_norm(rank: int, num_replicas: int, is_sharded: bool) -> Tensor:
     net = expert_net(Case(5, 2), **groups_of_mesh(num_replicas))
+    if is_sharded:
+        fully_shard(net, ignored_params=set(expert.expert_parameters(net).values()))
     loss_of(net, *batch(0, rank, 4)).backward()
     expert.average_gradients(net)
     before = sent_bytes("all_reduce")
     norm = expert.clip_grad_norm_(net, 0.1)
     num_ranks = net.moe.experts.group.size()
-    assert sent_bytes("all_reduce") - before == 8 * (num_ranks - 1)
+    if not is_sharded:  # torch sums the norms of shards as it likes
+        assert sent_bytes("all_reduce") - before == 8 * (num_ranks - 1)
     again = expert.clip_grad_norm_(net, 1e9)
     assert float(again) == pytest.approx(0.1, rel=1e-4)
-    return torch.cat([norm[None], net.first.weight.grad.flatten()])  # type: ignore[union-attr]
+    grad: Any = net.first.weight.grad
+    return torch.cat([norm[None], (grad.full_tensor() if is_sharded else grad).flatten()])
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_clipping(num_replicas: int) -> None:
+def test_clipping(num_replicas: int, is_sharded: bool) -> None:
     net: Net = dense_net(Case(5, 2))
     for rank in range(4):
         (loss_of(net, *batch(0, rank, 4)) / 4).backward()
     expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    results = run_ranks(4, check_norm, num_replicas)
+    results = run_ranks(4, check_norm, num_replicas, is_sharded)
     for found in results:
         assert torch.equal(found, results[0])
         assert float(found[0]) == pytest.approx(float(expected), rel=1e-5)
         grad = net.first.weight.grad
         assert grad is not None
         torch.testing.assert_close(found[1:].float(), grad.flatten(), rtol=1e-4, atol=1e-7)
+
+
+def check_overflow(rank: int) -> None:
+    """An infinite gradient of one rank's expert: no rank takes the step."""
+    net = expert_net(Case(2, 1))
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(net.parameters(), LR)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    for is_finite in (False, True):
+        scaler.scale(loss_of(net, *batch(0, rank, 4))).backward()
+        expert.average_gradients(net)
+        if not is_finite and rank == 1:
+            net.moe.experts["1"][0].bias.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 2.0
+        for name, value in net.state_dict().items():
+            if "experts" not in name:
+                assert torch.equal(value, before[name]) != is_finite
+
+
+def test_an_overflow_at_one_expert() -> None:
+    run_ranks(2, check_overflow)
 
 
 def check_refused(rank: int) -> None:
@@ -268,25 +302,41 @@ def test_systems_of_replicas_are_refused() -> None:
 # ---- checkpoints
 
 
-def save(rank: int, folder: Path) -> dict[str, Tensor]:
+def adamw_of(net: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), 0.01)
+
+
+def moments_of(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {n: optimizer.state[p]["exp_avg"].clone() for n, p in net.named_parameters()}
+
+
+def save(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     net = expert_net(Case(5, 2))
+    optimizer = adamw_of(net)
     loss_of(net, *batch(0, rank, 4)).backward()
     expert.average_gradients(net)
-    descend(net)
+    optimizer.step()
     whole = expert.full_state_dict(net)
-    dcp.save(net.state_dict(), checkpoint_id=folder)
-    return whole
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return whole, moments_of(net, optimizer)
 
 
-def load(rank: int, folder: Path, whole: dict[str, Tensor]) -> None:
+def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
     for is_whole in (False, True):
         net = expert_net(Case(5, 2))
         if is_whole:
             expert.load_full_state_dict(net, whole)
         else:
-            state = net.state_dict()
+            optimizer = adamw_of(net)
+            model_state, optimizer_state = get_state_dict(net, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
-            net.load_state_dict(state)
+            set_state_dict(
+                net, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"]
+            )
+            for name, moment in moments_of(net, optimizer).items():
+                assert torch.equal(moment, moments[name])
         found = expert.full_state_dict(net)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
@@ -299,12 +349,14 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_checkpoints_for_other_numbers_of_ranks(num_ranks: int, tmp_path: Path) -> None:
     results = run_ranks(2, save, tmp_path)
-    alone = dense_net(Case(5, 2))
-    alone.load_state_dict(results[0])
-    for whole in results:
-        assert all(torch.equal(value, results[0][name]) for name, value in whole.items())
+    first, _ = results[0]
+    dense_net(Case(5, 2)).load_state_dict(first)
+    moments: dict[str, Tensor] = {}
+    for whole, of_rank in results:
+        assert all(torch.equal(value, first[name]) for name, value in whole.items())
         assert all(value.device.type == "cpu" for value in whole.values())
-    run_ranks(num_ranks, load, tmp_path, results[0])
+        moments |= of_rank
+    run_ranks(num_ranks, load, tmp_path, first, moments)
 
 
 def check_buffers(rank: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.constant_buffer import broadcast_
 from ringcomm.parallel.expert.local_experts import LocalExperts
@@ -67,6 +68,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, DTensor):  # of fully_shard
+        value = value.full_tensor()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
@@ -26,8 +27,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     divided by the number of ranks, and summed over the ranks that have the same expert.
 
     Args:
-        model: with experts or without. Of DistributedDataParallel, which has averaged the
-            replicated parameters itself, only the experts are left to do.
+        model: with experts or without. Of DistributedDataParallel and of fully_shard, which have
+            averaged the other parameters themselves, only the experts are left to do.
         group: all ranks that have rows of their own. None: DistributedDataParallel's, or the
             default group.
 
@@ -45,7 +46,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
         _check_groups(name, experts, resolved)
     of_experts = set(expert_parameters(model).values())
     if ddp is None:
-        replicated = [param for param in model.parameters() if param not in of_experts]
+        others = [param for param in model.parameters() if param not in of_experts]
+        replicated = [param for param in others if not isinstance(param, DTensor)]
         all_reduce_mean_(_gradients(replicated, resolved), resolved)
     for experts in layers.values():
         params = list(experts.parameters())
@@ -99,7 +101,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     of_experts = set(expert_parameters(model).values())
     replicated = [param for param in model.parameters() if param not in of_experts]
-    square = _square_norm(replicated)
+    square = _whole(_square_norm(replicated))
     sums: dict[dist.ProcessGroup, Tensor] = {}
     for experts in split_experts(model).values():
         found = _square_norm(experts.parameters())
@@ -110,10 +112,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         dist.all_reduce(moved, group=group)
         square = square + moved.to(square.device)
     norm = square.sqrt()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, factor)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    torch._foreach_mul_(locals_, factor)
     return norm
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _square_norm(params: Iterable[nn.Parameter]) -> Tensor:
