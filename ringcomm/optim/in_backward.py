@@ -211,6 +211,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     def _check_replicas(self, new: list[Slot]) -> None:
         assert self.options.group is not None
+        self._weights.check_replicas(type(self).__name__)
         for slot in new:
             if slot.shards is not None:
                 raise ValueError(f"{slot.name} is sharded, and its shards know their group")

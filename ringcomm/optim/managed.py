@@ -17,6 +17,7 @@ from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
 from ringcomm.parallel import find_shards
+from ringcomm.parallel.expert.model_experts import refuse_experts
 
 _NO_BACKWARD = -1  # torch's id of no graph task
 
@@ -112,6 +113,11 @@ class ModelWeights:
             for param in module._parameters.values():
                 if param is not None:
                     self._owners.setdefault(param, []).append(module)
+
+    def check_replicas(self, optimizer: str) -> None:
+        """Raises ValueError where ranks are known to have other weights."""
+        if self._model is not None:
+            refuse_experts(self._model, f"{optimizer} with a group")
 
     def check(self, param: nn.Parameter, name: str) -> None:
         """Raises ValueError for a parameter that cannot be managed."""

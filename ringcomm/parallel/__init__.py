@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ringcomm.parallel import activations, constant_buffer, offload, tensor, zero
+from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
@@ -15,6 +15,7 @@ __all__ = [
     "WeightShards",
     "activations",
     "constant_buffer",
+    "expert",
     "find_shards",
     "offload",
     "pipeline",

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.expert.model_experts import refuse_experts
 from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_units import check_params, default_units, params_of_units
 from ringcomm.parallel.sharded_unit import ShardedUnit, ShardHome
@@ -92,6 +93,7 @@ class WeightShards:
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is sharded already: close() its WeightShards first")
+        refuse_experts(model, "WeightShards")
         check_params(model, allow_meta=home is not None)
         check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)

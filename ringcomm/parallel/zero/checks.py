@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.expert.model_experts import refuse_experts
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded
@@ -37,6 +38,7 @@ def check_model(
         raise ValueError("offload_weights wants an optimizer of ringcomm.parallel.offload")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
+    refuse_experts(model, "zero.shard")
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:

@@ -1,0 +1,32 @@
+"""Expert parallelism: tokens to the ranks of their experts and back, and what trains such models.
+
+The layer is ringcomm.nn.MixtureOfExperts.
+"""
+
+from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
+from ringcomm.parallel.expert.full_state import full_state_dict, load_full_state_dict
+from ringcomm.parallel.expert.gradients import average_gradients, clip_grad_norm_
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.expert.model_experts import (
+    expert_parameters,
+    ignore_in_ddp,
+    split_experts,
+)
+from ringcomm.parallel.expert.token_rows import rows_of_tokens, sums_of_rows
+
+__all__ = [
+    "DispatchPlan",
+    "LocalExperts",
+    "average_gradients",
+    "clip_grad_norm_",
+    "combine",
+    "dispatch",
+    "expert_parameters",
+    "full_state_dict",
+    "ignore_in_ddp",
+    "load_full_state_dict",
+    "plan_dispatch",
+    "rows_of_tokens",
+    "split_experts",
+    "sums_of_rows",
+]

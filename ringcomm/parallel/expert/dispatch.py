@@ -1,0 +1,176 @@
+"""Tokens to the ranks of their experts and back (Lepikhin et al. 2021, section 3.2).
+
+Splits are uneven: nothing is padded to a capacity, and a row travels only if its expert is on
+another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.expert.exchange import exchange_rows
+from ringcomm.parallel.flat_collectives import shard_sizes
+
+__all__ = ["DispatchPlan", "combine", "dispatch", "plan_dispatch"]
+
+# What ranks tell each other in front of the counts: see _facts_of().
+FACTS = ("the need of gradients", "the width of a token", "the dtype of tokens")
+NO_GRAD, NEEDS_NO_GRADIENT, NEEDS_GRADIENT = 0, 1, 2
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """How many rows go where, as the ranks of a group have agreed.
+
+    Attributes:
+        group: the ranks that share the experts.
+        sent: this rank's rows for each rank.
+        table: rows from each rank for each expert of this rank: table[rank][local expert].
+        width: of a row.
+        dtype: of the rows on the wire.
+        link: see exchange_rows().
+    """
+
+    group: dist.ProcessGroup
+    sent: Sequence[int]
+    table: Sequence[Sequence[int]]
+    width: int
+    dtype: torch.dtype
+    link: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """This rank's rows, whether they travel or not."""
+        return sum(self.sent)
+
+    @property
+    def received(self) -> list[int]:
+        """Rows from each rank."""
+        return [sum(of_rank) for of_rank in self.table]
+
+
+def plan_dispatch(
+    rows_per_expert: Tensor,
+    like: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_grad_needed: bool,
+) -> DispatchPlan:
+    """Tells the ranks of a group how many rows they will get from each other.
+
+    Args:
+        rows_per_expert: shape (experts,), int64: this rank's rows for each expert. The ranks have
+            contiguous experts, by shard_range().
+        like: shape (any, width): the dtype, width and device of the rows to come.
+        group: whose ranks.
+        is_grad_needed: whether this rank will call the backward pass for something of its own.
+
+    Returns:
+        The plan for one dispatch() and one combine().
+
+    Raises:
+        TypeError: rows have another dtype than float64, float32, float16 or bfloat16.
+        ValueError: the ranks' rows differ in width or dtype, or some ranks are in no_grad mode
+            while others need gradients. On all ranks.
+
+    Collective: 8 bytes for each expert of another rank, and 24 for each rank. It waits for the
+    device, once.
+    """
+    if like.dtype not in DTYPES:
+        raise TypeError(f"tokens are of {', '.join(map(str, DTYPES))}; got {like.dtype}")
+    num_experts, world_size = rows_per_expert.numel(), group.size()
+    sizes = shard_sizes(num_experts, world_size)
+    mine = _facts_of(like, is_grad_needed)
+    facts = rows_per_expert.new_tensor(mine)
+    parts = rows_per_expert.split(sizes)
+    message = torch.cat([piece for part in parts for piece in (facts, part)])
+    of_rank = len(FACTS) + sizes[group.rank()]
+    answer = message.new_empty(world_size * of_rank)
+    message_sizes = [len(FACTS) + size for size in sizes]
+    dist.all_to_all_single(answer, message, [of_rank] * world_size, message_sizes, group=group)
+    numbers = torch.cat([rows_per_expert, answer]).tolist()
+    counts, rest = numbers[:num_experts], numbers[num_experts:]
+    answers = [rest[i * of_rank : (i + 1) * of_rank] for i in range(world_size)]
+    needs_grad = _agree([numbers[: len(FACTS)] for numbers in answers])
+    ranges = [shard_range(num_experts, world_size, rank) for rank in range(world_size)]
+    return DispatchPlan(
+        group=group,
+        sent=[sum(counts[begin:end]) for begin, end in ranges],
+        table=[numbers[len(FACTS) :] for numbers in answers],
+        width=like.shape[-1],
+        dtype=like.dtype,
+        link=like.new_empty(0).requires_grad_(needs_grad),
+    )
+
+
+def _facts_of(like: Tensor, is_grad_needed: bool) -> list[int]:
+    need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
+    if not torch.is_grad_enabled():
+        need = NO_GRAD
+    return [need, like.shape[-1], DTYPES.index(like.dtype)]
+
+
+def _agree(facts: Sequence[Sequence[int]]) -> bool:
+    """Whether some rank needs a gradient, and so all take part in the backward pass."""
+    for idx, name in list(enumerate(FACTS))[1:]:
+        values = [of_rank[idx] for of_rank in facts]
+        if len(set(values)) > 1:
+            words = [str(DTYPES[value]) for value in values] if idx == 2 else values
+            raise ValueError(f"ranks disagree on {name}: by rank {words}")
+    needs = [of_rank[0] for of_rank in facts]
+    if NEEDS_GRADIENT in needs and NO_GRAD in needs:
+        raise ValueError(
+            f"rank {needs.index(NO_GRAD)} is in no_grad mode, and rank"
+            f" {needs.index(NEEDS_GRADIENT)} waits for it in the backward pass: train or evaluate"
+            " on all ranks of experts alike"
+        )
+    return NEEDS_GRADIENT in needs
+
+
+def dispatch(rows: Tensor, plan: DispatchPlan) -> tuple[list[Tensor], Tensor]:
+    """Brings rows to the ranks of their experts.
+
+    Args:
+        rows: shape (plan.num_rows, width), by expert.
+        plan: from plan_dispatch().
+
+    Returns:
+        For each of this rank's experts its rows, those of rank 0 first; and the link for combine().
+
+    Collective, forward and backward: the bytes of the rows whose experts are on other ranks, and
+    backward those that have come from there.
+    """
+    received, link = exchange_rows(rows, plan.link, plan.sent, plan.received, plan.group)
+    pieces = received.split([num for of_rank in plan.table for num in of_rank])
+    num_local = len(plan.table[0])
+    return [torch.cat(pieces[local::num_local]) for local in range(num_local)], link
+
+
+def combine(results: Sequence[Tensor], link: Tensor, plan: DispatchPlan) -> Tensor:
+    """Brings the experts' results back to where their rows have come from.
+
+    Args:
+        results: for each of this rank's experts, in the shape of its rows.
+        link: from dispatch().
+        plan: the same as dispatch()'s.
+
+    Returns:
+        Shape (plan.num_rows, width), in the order of the rows that were given to dispatch().
+
+    Collective, as dispatch() in the other direction.
+    """
+    by_rank = [
+        result.split([of_rank[local] for of_rank in plan.table])
+        for local, result in enumerate(results)
+    ]
+    pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
+    empty = link.new_empty(0, plan.width, dtype=plan.dtype)  # of a rank without experts
+    rows, _ = exchange_rows(torch.cat([empty, *pieces]), link, plan.received, plan.sent, plan.group)
+    return rows

@@ -1,0 +1,92 @@
+"""Whole checkpoints of models whose experts are shared among ranks, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ringcomm.parallel.constant_buffer import broadcast_
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.expert.model_experts import split_experts
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state_dict() that the model with all experts in one place would have.
+
+    On every rank, in memory of the CPU. torch.distributed.checkpoint needs it not: the keys of
+    different experts differ, and it saves what each rank has, and loads for other numbers of ranks.
+
+    Collective: every rank broadcasts its experts to those that share the layer.
+    """
+    layers = split_experts(model)
+    prefixes = tuple(f"{name}." if name else "" for name in layers)
+    mine = model.state_dict()
+    state = {
+        key: _copied(value)
+        for key, value in mine.items()
+        if not prefixes or not key.startswith(prefixes)
+    }
+    for prefix, experts in zip(prefixes, layers.values(), strict=True):
+        state.update(_gathered(experts, prefix))
+    return state
+
+
+def _gathered(experts: LocalExperts, prefix: str) -> dict[str, Any]:
+    group = experts.group
+    mine = experts.state_dict(prefix=prefix)
+    kinds = {key: v.to("meta") if isinstance(v, Tensor) else v for key, v in mine.items()}
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, kinds, group=group)
+    device = _device_of(group)
+    state: dict[str, Any] = {}
+    for rank, theirs in enumerate(of_ranks):
+        values = mine if rank == group.rank() else theirs
+        tensors = {
+            key: value.detach().contiguous().to(device)
+            if rank == group.rank()
+            else torch.empty(value.shape, dtype=value.dtype, device=device)
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        broadcast_(tensors.values(), group, group_src=rank)
+        state.update({key: _copied(tensors.get(key, value)) for key, value in values.items()})
+    return state
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors of a collective may be."""
+    devices = group._device_types
+    cpu = torch.device("cpu")
+    return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, DTensor):  # of fully_shard
+        value = value.full_tensor()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Takes this rank's part of a whole checkpoint, of any number of ranks.
+
+    Args:
+        model: whose values are replaced.
+        state_dict: of full_state_dict(), or of the model with all experts in one place.
+
+    Raises:
+        RuntimeError: as load_state_dict(): keys are missing or unknown, or shapes differ.
+    """
+    elsewhere = tuple(
+        f"{name}.{idx}." if name else f"{idx}."
+        for name, experts in split_experts(model).items()
+        for idx in range(experts.num_experts)
+        if str(idx) not in experts
+    )
+    model.load_state_dict({k: v for k, v in state_dict.items() if not k.startswith(elsewhere)})

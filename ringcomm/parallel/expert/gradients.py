@@ -1,0 +1,129 @@
+"""Gradients of a model with experts under data parallelism: means, and their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.backend import resolve_group
+from ringcomm.parallel.constant_buffer import all_reduce_mean_
+from ringcomm.parallel.expert.local_experts import LocalExperts
+from ringcomm.parallel.expert.model_experts import expert_parameters, split_experts
+
+__all__ = ["average_gradients", "clip_grad_norm_"]
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Makes gradients those of the mean of the ranks' losses; between backward() and step().
+
+    A replicated parameter's gradient becomes the mean over the ranks. An expert's is the sum over
+    the tokens of all ranks that share the experts already, since these have sent them: it is
+    divided by the number of ranks, and summed over the ranks that have the same expert.
+
+    Args:
+        model: with experts or without. Of DistributedDataParallel and of fully_shard, which have
+            averaged the other parameters themselves, only the experts are left to do.
+        group: all ranks that have rows of their own. None: DistributedDataParallel's, or the
+            default group.
+
+    Raises:
+        ValueError: a layer's group and replica_group do not make up the group; nothing was written.
+
+    Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
+    parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
+    A gradient that some ranks have is 0 on the others.
+    """
+    ddp: Any = model if isinstance(model, DistributedDataParallel) else None
+    resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
+    layers = split_experts(model)
+    for name, experts in layers.items():
+        _check_groups(name, experts, resolved)
+    of_experts = set(expert_parameters(model).values())
+    if ddp is None:
+        others = [param for param in model.parameters() if param not in of_experts]
+        replicated = [param for param in others if not isinstance(param, DTensor)]
+        all_reduce_mean_(_gradients(replicated, resolved), resolved)
+    for experts in layers.values():
+        params = list(experts.parameters())
+        if experts.replica_group is not None:
+            all_reduce_mean_(_gradients(params, experts.replica_group), experts.replica_group)
+        for param in params:
+            if param.grad is not None:
+                param.grad.div_(experts.group.size())
+
+
+def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:
+    num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+    if experts.group.size() * num_replicas != group.size():
+        raise ValueError(
+            f"{group.size()} ranks average, and {name or 'the model'} has experts over"
+            f" {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
+            " replica_group, and all ranks that have rows of their own as the group here"
+        )
+
+
+def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
+    """The gradients that some rank of the group has, of zeros where this one has none."""
+    trained = [param for param in params if param.requires_grad]
+    if not trained:
+        return []
+    has_grad = torch.tensor([param.grad is not None for param in trained], dtype=torch.uint8)
+    has_grad = has_grad.to(trained[0].device)
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
+    grads = []
+    for param, is_there in zip(trained, has_grad.tolist(), strict=True):
+        if is_there:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grads.append(param.grad)
+    return grads
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for a model with experts: one norm, of all ranks' experts.
+
+    torch's own would clip by another factor on every rank, and replicas would drift apart.
+
+    Args:
+        model: gradients are averaged: see average_gradients().
+        max_norm: of all gradients as one vector.
+
+    Returns:
+        The norm before, of no dimension, the same on all ranks.
+
+    Collective: an all_reduce of one number for each group that shares experts.
+    """
+    of_experts = set(expert_parameters(model).values())
+    replicated = [param for param in model.parameters() if param not in of_experts]
+    square = _whole(_square_norm(replicated))
+    sums: dict[dist.ProcessGroup, Tensor] = {}
+    for experts in split_experts(model).values():
+        found = _square_norm(experts.parameters())
+        sums[experts.group] = sums.get(experts.group, 0) + found
+    for group, total in sums.items():
+        device = next(model.parameters()).device
+        moved = total.to(device)
+        dist.all_reduce(moved, group=group)
+        square = square + moved.to(square.device)
+    norm = square.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    torch._foreach_mul_(locals_, factor)
+    return norm
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _square_norm(params: Iterable[nn.Parameter]) -> Tensor:
+    """In float64, 0 where there is no gradient."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return torch.nn.utils.get_total_norm(grads).double().square()

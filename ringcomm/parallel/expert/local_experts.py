@@ -1,0 +1,109 @@
+"""The experts of a layer that one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.ops.fused_update import shard_range
+from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch
+from ringcomm.parallel.tensor.splits import refuse_copy
+
+__all__ = ["LocalExperts"]
+
+
+class LocalExperts(nn.ModuleDict):
+    """This rank's experts, by their numbers in the whole layer, so that names differ between ranks.
+
+    Args:
+        experts: of the whole layer, in order, the same on all ranks: each rank keeps its own of
+            them, as they are. An iterator may make one after the other.
+        num_experts: how many there are.
+        group: the ranks that share the experts, contiguous ones by shard_range(); a rank has none
+            where there are fewer experts.
+        replica_group: the ranks that have the same experts as this one, None where it is alone.
+
+    Attributes:
+        range: the experts [begin, end) of this rank.
+
+    Raises:
+        ValueError: there are more or fewer experts, or two of them share a parameter.
+    """
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __init__(
+        self,
+        experts: Iterable[nn.Module],
+        num_experts: int,
+        group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
+        self.range = shard_range(num_experts, group.size(), group.rank())
+        seen: set[nn.Parameter] = set()
+        num_seen = 0
+        for idx, expert in enumerate(experts):
+            params = set(expert.parameters())
+            if seen & params:
+                raise ValueError(f"expert {idx} shares a parameter with another: copy it for each")
+            seen |= params
+            num_seen += 1
+            if self.range[0] <= idx < self.range[1]:
+                self[str(idx)] = expert
+        if num_seen != num_experts:
+            raise ValueError(f"there are {num_seen} experts, and {num_experts} were announced")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks have other experts."""
+        return self.group.size() > 1
+
+    def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """Each row through its expert, wherever that is.
+
+        Args:
+            rows: shape (plan.num_rows, width), by expert.
+            plan: from plan_dispatch().
+
+        Returns:
+            The results in the order and dtype of the rows. Every expert runs, on no rows too, so
+            that its parameters have gradients on every rank in every step.
+
+        Raises:
+            ValueError: an expert's result has another shape than its rows.
+            RuntimeError: DistributedDataParallel would average the experts of different ranks.
+
+        Collective, forward and backward: see dispatch() and combine().
+        """
+        self._check_ddp()
+        parts, link = dispatch(rows, plan)
+        results = []
+        for (idx, expert), part in zip(self.items(), parts, strict=True):
+            result = expert(part)
+            if result.shape != part.shape:
+                raise ValueError(
+                    f"expert {idx} makes {tuple(result.shape)} of {tuple(part.shape)}: the results"
+                    " of experts have the shape of their tokens"
+                )
+            results.append(result.to(plan.dtype))
+        return combine(results, link, plan)
+
+    def _check_ddp(self) -> None:
+        ddp: Any = DistributedDataParallel
+        if not self.is_split or ddp._get_active_ddp_module() is None:
+            return
+        if not all(getattr(param, "_ddp_ignored", False) for param in self.parameters()):
+            raise RuntimeError(
+                "DistributedDataParallel has replaced this rank's experts by those of rank 0, and"
+                " would average them: call ringcomm.parallel.expert.ignore_in_ddp(model) before"
+            )
+
+    def extra_repr(self) -> str:
+        """Which experts of how many."""
+        return f"{self.range[0]}:{self.range[1]} of {self.num_experts}"

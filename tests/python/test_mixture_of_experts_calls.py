@@ -1,0 +1,438 @@
+"""MixtureOfExperts: what it is given, and how it is used: autocast, recomputation, accumulation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_models import (
+    DIM,
+    HIDDEN,
+    Case,
+    DenseMixture,
+    Net,
+    batch,
+    choose,
+    dense_net,
+    descend,
+    expert_net,
+    loss_of,
+    make_expert,
+    sent_bytes,
+)
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ringcomm.nn import MixtureOfExperts, TopKRouter
+from ringcomm.ops import shard_range
+from ringcomm.parallel import expert
+
+# ---- the router
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 1), (5, 3), (4, 4), (1, 1)])
+def test_routing(num_experts: int, top_k: int, capacity_factor: float | None) -> None:
+    torch.manual_seed(0)
+    case = Case(num_experts, top_k, capacity_factor)
+    router = TopKRouter(DIM, num_experts, top_k, capacity_factor=capacity_factor)
+    for num_tokens in (0, 1, 13):
+        x = torch.randn(num_tokens, DIM)
+        routing = router(x)
+        kept, num_dropped = choose(routing.probabilities.tolist(), case)
+        found = [
+            [int(e) for e, is_kept in zip(of_token, mask, strict=True) if is_kept]
+            for of_token, mask in zip(routing.experts, routing.is_kept, strict=True)
+        ]
+        assert found == kept
+        assert int(routing.num_dropped_tokens) == num_dropped
+        flat = [e for of_token in kept for e in of_token]
+        assert routing.tokens_per_expert.tolist() == [flat.count(e) for e in range(num_experts)]
+        if capacity_factor is not None:
+            most = router.capacity(num_tokens)
+            assert most is not None
+            assert int(routing.tokens_per_expert.max()) <= most
+
+
+def test_equal_probabilities_take_the_smaller_numbers() -> None:
+    router = TopKRouter(DIM, 6, 2, capacity_factor=1.0)
+    nn.init.zeros_(router.weight)
+    routing = router(torch.randn(9, DIM))
+    assert routing.experts.tolist() == [[0, 1]] * 9
+    assert routing.is_kept.tolist() == [[True, True]] * 3 + [[False, False]] * 6  # by position
+    assert routing.tokens_per_expert.tolist() == [3, 3, 0, 0, 0, 0]
+    assert float(routing.load_balancing_loss.detach()) == pytest.approx(1)
+    assert float(routing.router_z_loss.detach()) == pytest.approx(torch.tensor(6.0).log() ** 2)
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    """Of the last token the first choice has a place, of the first one the second has none."""
+    router = TopKRouter(2, 2, 2, capacity_factor=0.5)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(2))
+    routing = router(torch.tensor([[3.0, 0.0], [0.0, 3.0]]))
+    assert routing.is_kept.tolist() == [[True, False], [True, False]]
+    assert "top_k=2, capacity_factor=0.5" in repr(router)
+
+
+def test_the_balance_is_worst_when_all_choose_one() -> None:
+    router = TopKRouter(2, 4, 1)
+    with torch.no_grad():
+        router.weight.zero_()[2] = 100.0
+    routing = router(torch.ones(5, 2))
+    assert float(routing.load_balancing_loss.detach()) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"top_k": 5}, "top_k=5 of 4 experts: choose 1 to 4 of them"),
+        ({"top_k": 0}, "top_k=0 of 4 experts"),
+        ({"num_experts": 0}, "num_experts is 1 or more, got 0"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 leaves experts no tokens: give some 1.25"),
+        ({"capacity_factor": -1.0}, "or None, which drops none"),
+        ({"capacity_factor": float("nan")}, "capacity_factor=nan"),
+        ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
+    ],
+)
+def test_arguments_of_the_router(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TopKRouter(**{"in_features": DIM, "num_experts": 4, **arguments})
+
+
+def test_the_router_is_in_float32() -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(DIM, 4).bfloat16()
+    x = torch.randn(7, DIM).bfloat16()
+    logits = x.float() @ router.weight.float().t()
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = router(x)
+    assert routing.logits.dtype == routing.weights.dtype == torch.float32
+    assert torch.equal(routing.logits, logits)
+    assert router.double()(x.double()).weights.dtype == torch.float64
+
+
+# ---- the layer
+
+
+def dense_like(layer: MixtureOfExperts, case: Case) -> DenseMixture:
+    """The oracle with a layer's values. Collective."""
+    dense = DenseMixture(case)
+    dense.load_state_dict(expert.full_state_dict(layer))
+    return dense.to(next(layer.parameters()).dtype)
+
+
+def make_layer(case: Case, **options: Any) -> MixtureOfExperts:
+    torch.manual_seed(3)
+    return MixtureOfExperts(
+        *(DIM, make_expert, case.num_experts, case.top_k),
+        capacity_factor=case.capacity_factor,
+        normalize_weights=case.normalize_weights,
+        **options,
+    )
+
+
+def check_layer(rank: int, world_size: int) -> None:
+    case = Case(5, 2)
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    begin, end = shard_range(5, world_size, rank)
+    assert layer.experts.range == (begin, end)
+    assert list(layer.experts) == [str(idx) for idx in range(begin, end)]
+    assert f"{begin}:{end} of 5" in repr(layer)
+    torch.manual_seed(rank)
+    for shape in ((DIM,), (3, DIM), (2, 3, DIM), (0, DIM), (4, 0, DIM), (1, 1, DIM)):
+        x = torch.randn(shape)
+        out = layer(x)
+        assert out.shape == x.shape
+        torch.testing.assert_close(out, dense(x), rtol=0, atol=1e-6)
+        assert torch.equal(out, layer(x))  # the same bits again
+    columns = torch.randn(DIM, 6).t()  # not contiguous
+    torch.testing.assert_close(layer(columns), dense(columns), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=rf"a token has {DIM} features, got tokens \(3, 2\)"):
+        layer(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="a token has"):
+        layer(torch.zeros(()))
+    with pytest.raises(RuntimeError, match="copy the whole ones before"):
+        copy.deepcopy(layer)
+    with pytest.raises(ValueError, match="choose 1 to 5"):
+        make_layer(Case(5, 6))
+    with pytest.raises(ValueError, match="3 outputs, and there are 2 experts"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 3), [make_expert(), make_expert()])
+    with pytest.raises(ValueError, match="expert 1 shares a parameter"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 2), [make_expert()] * 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layer(world_size: int) -> None:
+    run_ranks(world_size, check_layer, world_size)
+
+
+def check_double(rank: int) -> None:
+    """Gradients of everything, nearly exactly."""
+    case = Case(4, 3, capacity_factor=0.8)
+    layer = make_layer(case).double()
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    x = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    for module, tokens in ((layer, x), (dense, again)):
+        module(tokens).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-12)
+    for param in dense.parameters():
+        dist.all_reduce(param.grad)
+    dist.all_reduce(layer.router.weight.grad)
+    for name, param in layer.named_parameters():
+        expected = dense.get_parameter(name).grad
+        assert param.grad is not None
+        assert expected is not None
+        torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_float64(world_size: int) -> None:
+    run_ranks(world_size, check_double)
+
+
+def check_skew(rank: int, world_size: int) -> None:
+    """All tokens of all ranks to one expert; then one token of one rank."""
+    layer = make_layer(Case(4, 1))
+    with torch.no_grad():
+        layer.router.weight.zero_()[2] = 1.0
+    x = torch.rand(7, DIM)
+    out = layer(x)
+    assert layer.routing is not None
+    assert layer.routing.tokens_per_expert.tolist() == [0, 0, 7, 0]
+    out.sum().backward()
+    num_rows = torch.zeros(())
+    for idx, module in layer.experts.items():
+        grad = module.get_parameter("2.bias").grad
+        assert grad is not None
+        num_rows += grad[0] if idx == "2" else 0
+        assert idx == "2" or not any(p.grad.any() for p in module.parameters())  # type: ignore[union-attr]
+    weights = layer.routing.weights.detach().sum()
+    dist.all_reduce(weights)
+    if "2" in layer.experts:
+        assert float(num_rows) == pytest.approx(float(weights), rel=1e-5)
+    one = torch.rand(1 if rank == world_size - 1 else 0, DIM)
+    assert layer(one).shape == one.shape
+    layer(one).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_tokens_to_one_expert(world_size: int) -> None:
+    run_ranks(world_size, check_skew, world_size)
+
+
+def check_dropped(rank: int) -> None:
+    """A token that no expert takes has 0, and a gradient of 0."""
+    layer = make_layer(Case(2, 1, capacity_factor=0.25))
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    x = torch.rand(8, DIM, requires_grad=True)
+    out = layer(x)
+    assert layer.routing is not None
+    assert int(layer.routing.num_dropped_tokens) == 7
+    assert out[0].any()
+    assert not out[1:].any()
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad[0].any()
+    assert not x.grad[1:].any()
+
+
+def test_dropped_tokens() -> None:
+    run_ranks(2, check_dropped)
+
+
+# ---- dtypes
+
+
+def check_autocast(rank: int) -> None:
+    case = Case(3, 2)
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(5, DIM, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), dense(x.float()), rtol=0, atol=0.03)
+        out.float().sum().backward()
+    half = layer.bfloat16()
+    assert half(torch.randn(5, DIM).bfloat16()).dtype == torch.bfloat16
+    layer.float()
+    with pytest.raises(ValueError, match=r"disagree on the dtype of tokens: by rank \['torch.fl"):
+        layer(torch.randn(5, DIM, dtype=torch.float32 if rank == 0 else torch.float64))
+    assert layer(torch.randn(5, DIM)).isfinite().all()  # the group is whole
+    with pytest.raises(TypeError, match=r"tokens are of torch\.float64, .*; got torch\.complex64"):
+        expert.plan_dispatch(
+            torch.zeros(3, dtype=torch.int64),
+            torch.zeros(2, DIM, dtype=torch.complex64),
+            layer.experts.group,
+            is_grad_needed=False,
+        )
+
+
+def test_dtypes() -> None:
+    run_ranks(2, check_autocast)
+
+
+# ---- who needs gradients
+
+
+def check_needs(rank: int) -> None:
+    """A rank without experts answers in the backward pass, whatever requires grad there."""
+    layer = make_layer(Case(2, 1))  # none on rank 2
+    x = torch.randn(4, DIM)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    layer.router.requires_grad_(False)
+    out = layer(x)  # experts alone are trained, and rank 2 has none
+    assert out.requires_grad
+    out.sum().backward()
+    for module in layer.experts.values():
+        assert all(param.grad is not None for param in module.parameters())
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+    mine = x.clone().requires_grad_(rank == 1)  # of one rank alone
+    out = layer(mine)
+    out.sum().backward()
+    assert (mine.grad is not None) == (rank == 1)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    layer.requires_grad_(True)
+    words = "rank 1 is in no_grad mode, and rank 0 waits for it"
+    with torch.set_grad_enabled(rank != 1), pytest.raises(ValueError, match=words):
+        layer(x)
+
+
+def test_who_needs_gradients() -> None:
+    run_ranks(3, check_needs)
+
+
+def check_shape(rank: int) -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(DIM, lambda: nn.Linear(DIM, HIDDEN), 2, 1)
+    with pytest.raises(ValueError, match=rf"expert {rank} makes \(\d+, {HIDDEN}\) of"):
+        layer(torch.randn(4, DIM))
+
+
+def test_an_expert_of_another_shape() -> None:
+    run_ranks(2, check_shape)
+
+
+# ---- recomputation, dropout, accumulation
+
+
+class Recomputed(nn.Module):
+    def __init__(self, layer: nn.Module, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.layer, self.use_reentrant = layer, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            out: Tensor = self.layer(x)
+        else:
+            out = checkpoint(self.layer, x, use_reentrant=self.use_reentrant)
+        return out
+
+
+def make_dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Dropout(0.5), nn.Linear(HIDDEN, DIM))
+
+
+def check_recomputed(rank: int, use_reentrant: bool) -> None:
+    """The same bits; experts drop the same features, routers choose the same experts again."""
+    grads = []
+    bytes_sent = []
+    seen: list[list[Tensor]] = []
+    for kind in (None, use_reentrant):
+        torch.manual_seed(7)
+        layer = MixtureOfExperts(DIM, make_dropping, 2, 2, capacity_factor=0.8)
+        chosen: list[Tensor] = []
+        layer.router.register_forward_hook(
+            lambda _, __, out, chosen=chosen: chosen.append(out.experts)
+        )
+        block = Recomputed(layer, kind)
+        torch.manual_seed(rank)
+        x = torch.randn(9, DIM, requires_grad=True)
+        before = sent_bytes()
+        out = block(x)
+        loss = out.square().sum()
+        if not use_reentrant:  # where the router's losses have no gradient
+            assert layer.routing is not None
+            loss = loss + layer.routing.load_balancing_loss
+        middle = sent_bytes()
+        loss.backward()
+        bytes_sent.append((middle - before, sent_bytes() - middle))
+        seen.append(chosen)
+        assert x.grad is not None
+        grads.append([x.grad, *(param.grad for param in layer.parameters())])
+    for one, two in zip(*grads, strict=True):
+        assert torch.equal(one, two)
+    assert len(seen[1]) == 2
+    assert torch.equal(seen[1][0], seen[1][1])
+    assert bytes_sent[1][0] == bytes_sent[0][0]
+    assert bytes_sent[1][1] == bytes_sent[0][1] + bytes_sent[0][0]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_recomputation(world_size: int, use_reentrant: bool) -> None:
+    run_ranks(world_size, check_recomputed, use_reentrant)
+
+
+def check_accumulation(rank: int, world_size: int) -> dict[str, Tensor]:
+    net = expert_net(Case(4, 2))
+    for micro in range(3):
+        (loss_of(net, *batch(micro, rank, 4)) / 3).backward()
+    expert.average_gradients(net)
+    descend(net)
+    return expert.full_state_dict(net)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_accumulated_gradients(world_size: int) -> None:
+    net: Net = dense_net(Case(4, 2))
+    for micro in range(3):
+        for rank in range(world_size):
+            (loss_of(net, *batch(micro, rank, 4)) / 3 / world_size).backward()
+    descend(net)
+    for whole in run_ranks(world_size, check_accumulation, world_size):
+        for name, value in net.state_dict().items():
+            torch.testing.assert_close(whole[name], value, rtol=0, atol=2e-6)
+
+
+# ---- whole layers into parts
+
+
+def check_from_experts(rank: int) -> None:
+    torch.manual_seed(0)
+    gate = nn.Linear(DIM, 3)
+    gate.weight.requires_grad_(False)
+    experts = [make_expert() for _ in range(3)]
+    layer = MixtureOfExperts.from_experts(gate, experts, 2, normalize_weights=True)
+    assert not layer.router.weight.requires_grad
+    assert layer.router.bias is not None
+    assert layer.router.bias.requires_grad
+    x = torch.randn(5, DIM)
+    probabilities = gate(x).softmax(-1)
+    weights, chosen = probabilities.topk(2)
+    expected = torch.zeros_like(x)
+    for token in range(5):
+        for weight, idx in zip(weights[token] / weights[token].sum(), chosen[token], strict=True):
+            expected[token] += weight * experts[int(idx)](x[token])
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
+    for idx, module in layer.experts.items():
+        assert module is experts[int(idx)]
+
+
+def test_from_experts() -> None:
+    run_ranks(2, check_from_experts)
