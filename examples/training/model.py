@@ -117,7 +117,9 @@ class Experts(nn.Module):
         probabilities = self.router(x).softmax(-1)
         chosen = probabilities.topk(TOP_K, -1)
         weights = torch.zeros_like(probabilities).scatter(-1, chosen.indices, chosen.values)
-        parts = [expert(x) * weights[..., i, None] for i, expert in enumerate(self.experts.values())]
+        parts = [
+            expert(x) * weights[..., i, None] for i, expert in enumerate(self.experts.values())
+        ]
         return torch.stack(parts).sum(0)
 
 

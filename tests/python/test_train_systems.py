@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from training.corpus import Batches
 from training.launch import run_ranks
+from training.learn import SYSTEM_COLLECTIVES
+from training.mesh import MeshSizes
 from training.model import PRESETS, Llama, ModelConfig, initial_weights, shard_range
 from training.system import TrainState
 from training.systems import build_system
@@ -123,6 +126,52 @@ def test_tensor_parallel_equals_one_process(
     for ours, _ in ranks:
         assert_same(ours, ranks[0][1], atol=1e-5)
         assert ours["losses"] == ranks[0][0]["losses"]
+
+
+EXPERTS = replace(TINY, num_experts=3)
+DEEP = replace(TINY, num_layers=4)
+MESHES = {
+    "tp 2, shared tokens": (2, TINY, MeshSizes(tp=2, shares_tokens=True)),
+    "tp 4, copied heads": (4, TINY, MeshSizes(tp=4)),
+    "tp 3, uneven": (3, UNEVEN, MeshSizes(tp=3, shares_tokens=True)),
+    "pp 2": (2, TINY, MeshSizes(pp=2)),
+    "pp 2, gpipe": (2, TINY, MeshSizes(pp=2, schedule="gpipe", num_microbatches=3)),
+    "pp 2, interleaved": (2, DEEP, MeshSizes(pp=2, schedule="interleaved")),
+    "pp 2, zero-bubble": (2, TINY, MeshSizes(pp=2, schedule="zero-bubble")),
+    "pp 2, zbv": (2, DEEP, MeshSizes(pp=2, schedule="zbv")),
+    "ep 2": (2, EXPERTS, MeshSizes(ep=2)),
+    "ep 3": (3, EXPERTS, MeshSizes(ep=3)),
+    "dp 2, tp 2": (4, TINY, MeshSizes(tp=2, zero_stage=1)),
+    "dp 2, pp 2, ZeRO-2": (4, TINY, MeshSizes(pp=2, num_microbatches=3, zero_stage=2)),
+    "replicas 2, ep 2": (4, EXPERTS, MeshSizes(ep=2)),
+    "ep 2, tp 2, shared tokens": (4, EXPERTS, MeshSizes(ep=2, tp=2, shares_tokens=True)),
+    "dp 2, pp 2, tp 2, shared tokens": (8, TINY, MeshSizes(pp=2, tp=2, shares_tokens=True, num_microbatches=3)),
+    "ep 2, pp 2, tp 2": (8, EXPERTS, MeshSizes(ep=2, pp=2, tp=2, num_microbatches=3)),
+}
+
+
+@pytest.mark.parametrize("name", list(MESHES))
+def test_meshes_equal_one_process(tmp_path: Path, name: str) -> None:
+    world_size, config, mesh = MESHES[name]
+
+    def work(wire: Wire) -> Any:
+        wire.reset()
+        before = wire.sent()
+        ours = train("mesh", "sgd", config, wire, mesh=mesh)
+        now = wire.sent()
+        sent = now.since(before).by_collective if now and before else {}
+        ours["sent"], ours["formula"] = dict(sent), wire.formula_bytes
+        return ours, (train("single", "sgd", config, None) if wire.rank == 0 else None)
+
+    ranks = on_ranks(world_size, BACKENDS[-1], tmp_path, work)
+    reference = ranks[0][1]
+    assert mean_losses([ours for ours, _ in ranks]) == pytest.approx(reference["losses"], abs=1e-5)
+    for ours, _ in ranks:
+        torch.testing.assert_close(ours["state"], reference["state"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours["state"], ranks[0][0]["state"], rtol=0, atol=0)
+    if world_size == 2:
+        for ours, _ in ranks:
+            assert sum(ours["sent"].get(kind, 0) for kind in SYSTEM_COLLECTIVES) == ours["formula"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
