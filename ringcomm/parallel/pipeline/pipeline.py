@@ -114,13 +114,22 @@ class Pipeline:
         ]
         self._own = {name: named[name] for name in names_of[rank]}
         self.module = tree_of(self._own)
-        check_can_materialize(self.module)
+        problem = _problem_of(self.module)
         shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         check_agreement(
-            {"options": options, "stages": self.stages, "parameters' shapes": shapes}, self.group
+            {
+                "options": options,
+                "stages": self.stages,
+                "parameters' shapes": shapes,
+                "state of their blocks": problem,
+            },
+            self.group,
         )
-        self.device = _device_of(self.module) if device is None else torch.device(device)
+        if problem != "ready":
+            raise ValueError(problem)
+        made = [p.device for p in self.module.parameters() if not p.is_meta]
+        self.device = torch.device(device or (made[0] if made else "cpu"))
         materialize(self.module, list(self.module.parameters()), self.device)
         self.module.to(self.device)
         tied = find_tied([[named[name] for name in own] for own in names_of], rank)
@@ -247,8 +256,13 @@ class Pipeline:
         load_state(self._own, [name for stage in self.stages for name in stage], state_dict)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    devices = {p.device for p in module.parameters() if not p.is_meta}
+def _problem_of(module: nn.Module) -> str:
+    """What keeps a rank from beginning, or "ready"."""
+    devices = {str(p.device) for p in module.parameters() if not p.is_meta}
     if len(devices) > 1:
-        raise ValueError(f"the blocks of this rank are on {sorted(map(str, devices))}: move them")
-    return devices.pop() if devices else torch.device("cpu")
+        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them"
+    try:
+        check_can_materialize(module)
+    except ValueError as error:
+        return str(error)
+    return "ready"

@@ -102,8 +102,9 @@ class Runner:
 
     def _shared_loss(self) -> Tensor:
         total = torch.zeros((), device=self._device)
+        losses, self._losses = self._losses, []
         if self._has_last:
-            total += torch.stack(self._losses).float().sum() / self._divisor
+            total += torch.stack(losses).float().sum() / self._divisor
         owner = self._plan.rank_of(self._plan.num_stages - 1)
         dist.broadcast(total, group=self._group, group_src=owner)
         return total

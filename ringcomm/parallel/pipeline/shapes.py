@@ -1,14 +1,13 @@
-"""What goes from stage to stage: shapes and dtypes, found without computing anything."""
+"""What goes from stage to stage: shapes and dtypes, found by a forward of zeros."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringcomm.parallel.pipeline.schedules import Plan
 
@@ -59,7 +58,9 @@ def find_boundaries(
 ) -> list[Specs]:
     """What each stage takes, and at the end what the last one returns.
 
-    Stages are run one after the other with tensors that have no memory.
+    Stages run one after the other. Not on fake tensors, which would save the time: what a module
+    keeps of a forward, such as a table for its positions, would be without memory ever after, and
+    so would autocast's copies of weights.
 
     Args:
         modules: this rank's, by stage.
@@ -88,27 +89,16 @@ def find_boundaries(
 
 
 def _outputs_of(module: nn.Module, inputs: Specs, device: torch.device) -> Specs:
-    kind = device.type
-    is_on = torch.is_autocast_enabled(kind)
-    # autocast's cache would keep weights that have no memory, for the forwards that come.
-    with torch.enable_grad(), torch.autocast(kind, enabled=is_on, cache_enabled=False):
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return specs_of(module(*(spec.like(device) for spec in inputs)))
-        except TypeError:
-            raise
-        except Exception:  # it looks at values, perhaps
-            return _outputs_of_zeros(module, inputs, device)
-
-
-def _outputs_of_zeros(module: nn.Module, inputs: Specs, device: torch.device) -> Specs:
     """Computes, and leaves no trace in buffers and generators."""
-    buffers: Sequence[tuple[Tensor, Tensor]] = [(b, b.clone()) for b in module.buffers()]
+    places = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.enable_grad(), torch.random.fork_rng(devices):
             return specs_of(module(*(spec.like(device) for spec in inputs)))
     finally:
+        for part, buffers in places:
+            part._buffers.update(buffers)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for buffer, value in values:
                 buffer.copy_(value)

@@ -61,7 +61,10 @@ class Stage(PipelineStage):
         Raises:
             ValueError: the module returns something else than it did when stages were made.
         """
-        result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+        try:
+            result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
+        except RuntimeError as error:
+            raise error.__cause__ or error  # noqa: B904  # torch tells of tensors only
         found = specs_of(result)
         if [s[:2] for s in found] != [s[:2] for s in self._expected]:
             raise ValueError(

@@ -1,0 +1,268 @@
+"""What a pipeline refuses, and says to change; checkpoints, evaluation, the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from curves import assert_weights, batch
+from pipeline_models import M, make_deep, make_tied, token_batch, tokens_loss
+from ranks import RankFailure, run_ranks
+from torch import Tensor, nn
+
+from ringcomm import RingcommError
+from ringcomm.parallel import pipeline
+
+mse = nn.functional.mse_loss
+
+
+def make(model: Any = None, schedule: str = "1f1b", **options: Any) -> pipeline.Pipeline:
+    given = make_deep() if model is None else model
+    return pipeline.Pipeline(given, mse, schedule, options.pop("num_microbatches", M), **options)
+
+
+# ---- arguments
+
+
+class Named(nn.Module):
+    """A model that is no row of blocks."""
+
+
+def build_wrongly(rank: int) -> None:
+    def refused(kind: type[Exception], message: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(kind, match=message):
+            make(*args, **options)
+
+    refused(TypeError, "blocks are an nn.Sequential, .*got Named", Named())
+    refused(TypeError, "block 1 is a int, no nn.Module", [nn.Linear(8, 8), 3])
+    refused(ValueError, "there are no blocks", nn.Sequential())
+    refused(ValueError, "1 blocks are too few for 2 stages", [nn.Linear(8, 8)])
+    refused(ValueError, "9 blocks are too few for 10 stages", None, "interleaved",
+            num_stages_per_rank=5)  # fmt: skip
+    refused(ValueError, "block a.b would be a part of block a",
+            {"a": nn.Linear(8, 8), "a.b": nn.Linear(8, 8)})  # fmt: skip
+    refused(ValueError, "costs are of each block: 2 for 9 blocks", costs=[1, 2])
+    refused(ValueError, "loss_reduction is", loss_reduction="none")
+    refused(ValueError, "ranks disagree on the options", num_microbatches=4 + 4 * rank)
+    refused(ValueError, "ranks disagree on the parameters' shapes",
+            [nn.Linear(8, 8 + rank), nn.Linear(8, 8)], costs=[1, 1])  # fmt: skip
+    bare = nn.ParameterList([torch.empty(2, device="meta")])
+    message = "state of their blocks: rank 0 has 0, a ParameterList, .* no reset_parameters"
+    refused(ValueError, message, [bare, nn.Linear(8, 8)])
+
+
+def test_what_is_no_pipeline() -> None:
+    run_ranks(2, build_wrongly)
+
+
+def step_wrongly(rank: int) -> None:
+    model = make_deep()
+    pipe = make(model)
+    x, y = batch(0)
+
+    def refused(kind: type[Exception], message: str, *args: Any) -> None:
+        with pytest.raises(kind, match=message):
+            pipe.step(*args)
+
+    refused(ValueError, "12 rows of inputs do not divide into 8 micro-batches: take 8 or 16",
+            x[:12], y[:12])  # fmt: skip
+    refused(ValueError, "0 rows of inputs", x[:0], y[:0])
+    refused(ValueError, "4 rows of inputs do not divide into 8 micro-batches: take 8 rows",
+            x[:4], y)  # fmt: skip
+    refused(ValueError, "the target have 8 rows, and the inputs 16", x, y[:8])
+    refused(TypeError, "target are tensors, got a NoneType", x, None)
+    refused(ValueError, r"stage 0 \(rank 0\) failed with float32\[2, 5\]: .*", x[:, :5], y)
+    refused(ValueError, "ranks disagree on the inputs of a micro-batch", x.double() if rank else x,
+            y)  # fmt: skip
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"call evaluate\(\)"):
+        pipe.step(x, y)
+    with pytest.raises(RuntimeError, match=r"call step\(..., record=True\)"):
+        pipe.timeline()
+    first = pipe.step(x, y)  # nothing of this has done harm
+    assert torch.equal(first, pipe.step(x, y))
+    assert float(pipe.step(x[:8], y[:8])) != float(first)  # another shape
+    model.append(nn.Linear(3, 3))
+    refused(ValueError, "was cut when its blocks were .* make a new Pipeline of it", x, y)
+
+
+def test_what_is_no_step() -> None:
+    run_ranks(2, step_wrongly)
+
+
+def other_shape_after_the_cut(rank: int) -> str:
+    pipe = make()
+    pipe.step(*batch(0))
+    if rank == 0:
+        block: Any = pipe.module.get_submodule(pipe.stages[0][-1])
+        block.forward = lambda x: x[:, :4]
+    with pytest.raises((ValueError, RingcommError)) as caught:
+        pipe.step(*batch(1))
+    return str(caught.value)
+
+
+def test_blocks_that_change_their_shapes_after_the_cut() -> None:
+    """As above, with a message that says what to do, on the rank that knows."""
+    first, second = run_ranks(2, other_shape_after_the_cut, fresh=True)
+    assert "was the model changed after it was cut? Make a new Pipeline" in first
+    assert "rank 0" in second
+
+
+def test_a_rank_that_fails_lets_no_other_wait() -> None:
+    """The group's time-out is 30 s; all ranks are back long before."""
+    with pytest.raises(RankFailure) as none:
+        run_ranks(2, fail_at_once, fresh=True, timeout_s=20.0)
+    assert "out of memory, say" in str(none.value)
+    assert "RingcommError" in str(none.value)
+
+
+def fail_at_once(rank: int) -> None:
+    pipe = make()
+    pipe.step(*batch(0))
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("out of memory, say")
+
+    if rank == 1:
+        list(pipe.module.children())[0].register_forward_pre_hook(fail)
+    pipe.step(*batch(1))
+
+
+# ---- states
+
+
+def states(rank: int, schedule: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = make_tied()
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    pipe = pipeline.Pipeline(model.blocks(), tokens_loss, schedule, M)
+    with torch.no_grad():
+        for param in pipe.parameters():
+            param.zero_()
+    zeros = pipe.full_state_dict()
+    assert not any(value.any() for value in zeros.values())
+    for wrong, message in (
+        ({k: v for k, v in expected.items() if k != "embed.weight"}, "missing"),
+        (expected | {"layers.9.up.weight": torch.zeros(1)}, "unknown .'layers.9.up.weight'"),
+        ({k: v[:1] for k, v in expected.items()}, "got"),
+    ):
+        own = set(pipe.module.state_dict())
+        if message == "missing" and "embed.weight" not in own:
+            continue
+        with pytest.raises(ValueError, match=message):
+            pipe.load_full_state_dict(wrong)
+    assert not any(value.any() for value in pipe.module.state_dict().values())
+    pipe.load_full_state_dict(expected)
+    return expected, pipe.full_state_dict(rank0_only=True)
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("interleaved", 4), ("zbv", 2)])
+def test_states_are_those_of_the_whole_model(schedule: str, num_ranks: int) -> None:
+    for rank, (expected, found) in enumerate(run_ranks(num_ranks, states, schedule)):
+        assert list(found) == (list(expected) if rank == 0 else [])
+        if rank == 0:
+            assert_weights(found, expected, atol=0)
+
+
+def build_on_meta(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with torch.device("meta"):
+        model = make_tied()
+    torch.manual_seed(rank)
+    pipe = pipeline.Pipeline(model.blocks(), tokens_loss, "1f1b", M)
+    others = [name for name, p in model.named_parameters() if p.is_meta]
+    assert others, "blocks of other ranks stay where they were"
+    loss = pipe.step(*token_batch(0))
+    assert loss.isfinite()
+    assert sum(p.numel() for p in pipe.parameters()) < sum(p.numel() for p in model.parameters())
+    return pipe.full_state_dict(), {k: p.grad for k, p in pipe.named_parameters()}  # type: ignore[misc]
+
+
+def test_models_on_the_meta_device() -> None:
+    """Each rank gives values to its own blocks; what is shared has those of the first."""
+    results = run_ranks(2, build_on_meta)
+    state = results[0][0]
+    assert torch.equal(state["embed.weight"], state["head.weight"])
+    assert torch.equal(results[0][1]["embed.weight"], results[1][1]["head.weight"])
+    model = make_tied()
+    model.load_state_dict(state)
+    x, y = token_batch(0)
+    tokens_loss(model(x), y).backward()
+    grad = model.embed.weight.grad
+    assert grad is not None
+    torch.testing.assert_close(results[0][1]["embed.weight"], grad, rtol=0, atol=1e-6)
+
+
+# ---- evaluation
+
+
+class Odd(nn.Module):
+    """Tuples between blocks, an integer among them; dropout, and a count in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        self.num_calls += 1
+        if int(ids.max()) < 0:  # looks at values
+            x = x + 1
+        return self.dropout(self.linear(x)).transpose(0, 1).contiguous().transpose(0, 1), ids
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.linear(x) + ids.unsqueeze(1)
+
+
+def make_odd() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Odd() for _ in range(5)), Head())
+
+
+def evaluate(rank: int, schedule: str) -> tuple[float, float, list[int]]:
+    pipe = make(make_odd(), schedule, costs=[1] * 6)
+    x, y = batch(0)
+    ids = torch.arange(16)
+    counts = [b for n, b in pipe.module.named_buffers() if n.endswith("num_calls")]
+    pipe.module.eval()
+    found = float(pipe.evaluate((x, ids), y))
+    again = float(pipe.evaluate((x, ids), y))
+    assert found == again
+    pipe.module.train()
+    trained = float(pipe.step((x, ids), y))
+    assert trained != found
+    return found, trained, [int(count) for count in counts]
+
+
+def whole_odd(model: nn.Sequential, x: Tensor, ids: Tensor) -> Tensor:
+    value: Any = (x, ids)
+    for block in model:
+        value = block(*value)
+    return value
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_evaluation_and_odd_blocks(schedule: str) -> None:
+    model = make_odd().eval()
+    x, y = batch(0)
+    with torch.no_grad():
+        expected = mse(whole_odd(model, x, torch.arange(16)), y)
+    for found, _, counts in run_ranks(2, evaluate, schedule):
+        assert found == pytest.approx(expected.item(), rel=1e-6)
+        assert set(counts) == {3 * M}  # shapes were found without a trace
+
+
+def test_ranks_without_the_first_stage_need_no_inputs() -> None:
+    losses = run_ranks(2, step_with_meta)
+    assert losses[0] == losses[1]
+
+
+def step_with_meta(rank: int) -> float:
+    pipe = make()
+    x, y = batch(0)
+    return float(pipe.step(x if rank == 0 else x.to("meta"), y if rank == 1 else y.to("meta")))

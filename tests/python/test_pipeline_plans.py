@@ -1,0 +1,160 @@
+"""Schedules without ranks: bubbles as exact fractions, live micro-batches, where models are cut."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import pytest
+from torch import nn
+
+from ringcomm.parallel import pipeline
+from ringcomm.parallel.pipeline.cut import default_costs
+from ringcomm.parallel.pipeline.schedules import make_plan
+
+RANKS = (1, 2, 3, 4, 8)
+TIMES = ((1, 1), (1, 2), (2, 3), (0.5, 1.25))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(("forward", "backward"), TIMES)
+def test_bubble_of_one_stage_per_rank(num_ranks: int, forward: float, backward: float) -> None:
+    """(p-1) / (m+p-1), whatever a backward takes."""
+    for schedule in ("gpipe", "1f1b"):
+        for num in {num_ranks, num_ranks + 1, 2 * num_ranks, 4 * num_ranks + 3}:
+            found = pipeline.simulate(
+                schedule, num_ranks, num, forward_us=forward, backward_us=backward
+            )
+            assert found.bubble() == Fraction(num_ranks - 1, num + num_ranks - 1)
+            total = (num + num_ranks - 1) * (Fraction(forward) + Fraction(backward))
+            assert found.span_us == total
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("per_rank", [1, 2, 3, 4])
+def test_bubble_of_interleaved_stages(num_ranks: int, per_rank: int) -> None:
+    for rounds, (forward, backward) in itertools.product((1, 2, 4), TIMES):
+        num = rounds * num_ranks
+        found = pipeline.simulate(
+            "interleaved",
+            num_ranks,
+            num,
+            num_stages_per_rank=per_rank,
+            forward_us=forward,
+            backward_us=backward,
+        )
+        assert found.bubble() == Fraction(num_ranks - 1, per_rank * num + num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_bubble_of_halved_backwards(num_ranks: int) -> None:
+    """A third of 1F1B's idle time where F, I and W take one each: ZB-H1 (Qi et al. 2023)."""
+    for num in (num_ranks, 2 * num_ranks, 4 * num_ranks):
+        one = pipeline.simulate("zero-bubble", num_ranks, num)
+        assert one.bubble() == Fraction(num_ranks - 1, 3 * num + num_ranks - 1)
+        two = pipeline.simulate("zero-bubble", num_ranks, num, num_stages_per_rank=2)
+        assert two.bubble() == Fraction(num_ranks - 1, 6 * num + num_ranks - 1)
+        if num >= 2 * num_ranks:  # fewer do not fill the V
+            v = pipeline.simulate("zbv", num_ranks, num)
+            assert v.bubble() == Fraction(num_ranks - 1, 6 * num + num_ranks - 1)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_live_micro_batches(num_ranks: int) -> None:
+    for num in (num_ranks, 3 * num_ranks):
+        live = pipeline.simulate("1f1b", num_ranks, num).max_live()
+        assert live == {i: min(num, num_ranks - i) for i in range(num_ranks)}
+        assert pipeline.simulate("gpipe", num_ranks, num).max_live() == dict.fromkeys(
+            range(num_ranks), num
+        )
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("schedule", list(pipeline.SCHEDULES))
+def test_plans_are_complete(schedule: str, num_ranks: int) -> None:
+    num = 2 * num_ranks
+    plan = make_plan(schedule, num_ranks, num)
+    halves = {"I", "W"} if schedule in ("zero-bubble", "zbv") else {"B"}
+    for rank, order in enumerate(plan.orders):
+        expected = {
+            (kind, stage, i)
+            for kind in {"F"} | halves
+            for stage in plan.stages_of(rank)
+            for i in range(num)
+        }
+        assert set(order) == expected
+        assert len(order) == len(expected)
+        assert all(plan.rank_of(stage) == rank for stage in plan.stages_of(rank))
+    all_stages = sorted(s for rank in range(num_ranks) for s in plan.stages_of(rank))
+    assert all_stages == list(range(plan.num_stages))
+    if schedule == "zbv":
+        assert plan.stages_of(0) == [0, plan.num_stages - 1]
+
+
+def test_stages_that_are_not_alike() -> None:
+    """The slowest sets the pace."""
+    found = pipeline.simulate("gpipe", 2, 10, forward_us=[1, 3], backward_us=[2, 6])
+    assert found.span_us == 1 + 10 * 9 + 2
+    assert found.busy_us(0) == 30
+    text = pipeline.draw(found)
+    assert text.splitlines()[0].startswith("rank 0")
+    assert text.splitlines()[-1] == f"bubble {float(100 * found.bubble()):.1f} %"
+    with pytest.raises(ValueError, match="3 times for 2 stages"):
+        pipeline.simulate("gpipe", 2, 10, forward_us=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1", 2, 4, None), "schedule is one of gpipe, 1f1b, .*got '1f1'"),
+        (("1f1b", 4, 2, None), 'micro-batches as ranks at least, 4; .*schedule="gpipe"'),
+        (("gpipe", 2, 0, None), "num_microbatches is a whole number, 1 or more; got 0"),
+        (("gpipe", 2, 2.0, None), "num_microbatches is a whole number"),
+        (("gpipe", 2, 4, 2), 'one stage per rank, .* schedule="interleaved"'),
+        (("zbv", 2, 4, 3), "zbv has two stages per rank, got num_stages_per_rank=3"),
+        (("interleaved", 4, 9, None), "num_microbatches=9 does not divide: take 8 or 10"),
+        (("zero-bubble", 4, 17, None), "num_microbatches=17 does not divide: take 16 or 20"),
+    ],
+)
+def test_numbers_that_do_not_go_together(
+    arguments: tuple[str, int, int, int | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(*arguments)
+
+
+# ---- cuts
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_cut_is_the_best(num_stages: int) -> None:
+    """Beside all cuts there are."""
+    for costs in ([1, 1, 1, 1, 1, 1], [7, 1, 1, 1, 1, 9], [0, 0, 5, 1, 0, 2], [3, 1, 4, 1, 5, 9]):
+        found = pipeline.cut(costs, num_stages)
+        sums = [sum(costs[i] for i in stage) for stage in found]
+        assert [i for stage in found for i in stage] == list(range(6))
+        assert all(len(stage) for stage in found)
+        largest = []
+        for inner in itertools.combinations(range(1, 6), num_stages - 1):
+            edges = (0, *inner, 6)
+            parts = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
+            largest.append((max(parts), sum(p * p for p in parts)))
+        assert (max(sums), sum(s * s for s in sums)) == min(largest)
+
+
+def test_cuts_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="2 blocks are too few for 3 stages"):
+        pipeline.cut([1, 1], 3)
+    with pytest.raises(ValueError, match="the cost of block 1 is -1"):
+        pipeline.cut([1, -1], 1)
+    with pytest.raises(ValueError, match="the cost of block 0 is nan"):
+        pipeline.cut([float("nan")], 1)
+    with pytest.raises(ValueError, match="num_stages is 1 or more, got 0"):
+        pipeline.cut([1], 0)
+
+
+def test_a_table_costs_nothing_and_a_head_that_shares_it_does() -> None:
+    table = nn.Embedding(100, 8)
+    head = nn.Linear(8, 100, bias=False)
+    head.weight = table.weight
+    assert default_costs([table, nn.Linear(8, 8), nn.Tanh(), head]) == [1, 73, 1, 801]
