@@ -60,7 +60,7 @@ def tree_of(blocks: Mapping[str, nn.Module]) -> nn.Module:
 class StageModule(nn.Module):
     """Blocks in turn; a tuple that one returns is the arguments of the next.
 
-    What it returns is contiguous, since it becomes a message.
+    What it returns becomes a message.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
@@ -77,6 +77,12 @@ class StageModule(nn.Module):
                 value = checkpoint(block, *args, use_reentrant=False)
             else:
                 value = block(*args)
-        if isinstance(value, tuple):
-            return tuple(v.contiguous() if isinstance(v, Tensor) else v for v in value)
-        return value.contiguous() if isinstance(value, Tensor) else value
+        return tuple(map(_as_message, value)) if isinstance(value, tuple) else _as_message(value)
+
+
+def _as_message(value: Any) -> Any:
+    """The same memory where that is contiguous, and not a view: torch detaches it in place."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.contiguous()
+    return torch.ops.aten._unsafe_view(value, value.shape) if value._is_view() else value
