@@ -124,7 +124,7 @@ def fail_at_once(rank: int) -> None:
         raise ArithmeticError("out of memory, say")
 
     if rank == 1:
-        list(pipe.module.children())[0].register_forward_pre_hook(fail)
+        next(iter(pipe.module.children())).register_forward_pre_hook(fail)
     pipe.step(*batch(1))
 
 
@@ -202,6 +202,7 @@ class Odd(nn.Module):
         self.is_view = is_view
         self.linear = nn.Linear(8, 8)
         self.dropout = nn.Dropout(0.5)
+        self.num_calls: Tensor
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:

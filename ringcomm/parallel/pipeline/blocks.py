@@ -25,7 +25,7 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
         found: dict[str, Any] = dict(blocks._modules)
     elif isinstance(blocks, Mapping):
         found = dict(blocks)
-    elif isinstance(blocks, Sequence) and not isinstance(blocks, str):
+    elif isinstance(blocks, Sequence):
         found = {str(idx): block for idx, block in enumerate(blocks)}
     else:
         raise TypeError(
@@ -39,7 +39,9 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
             raise TypeError(f"block {name} is a {type(block).__name__}, no nn.Module")
         for other in found:
             if other.startswith(f"{name}."):
-                raise ValueError(f"block {other} would be a part of block {name}: name it otherwise")
+                raise ValueError(
+                    f"block {other} would be a part of block {name}: name it otherwise"
+                )
     return found
 
 
