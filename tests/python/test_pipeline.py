@@ -1,4 +1,4 @@
-"""Pipelines against one process that runs the same micro-batches: losses and weights, to the bit."""
+"""Pipelines beside one process that runs the same micro-batches: losses and weights, to the bit."""
 
 from __future__ import annotations
 
@@ -228,5 +228,3 @@ def test_two_pipelines_of_two_stages(way: str, schedule: str) -> None:
     assert results[0].losses != results[2].losses
     for run in results:
         assert_weights(run.weights, expected.weights, atol=1e-6)
-
-

@@ -1,8 +1,9 @@
-"""What a step costs: bytes on the wire, activations in memory, forwards, and the order of it all."""
+"""What a step costs: bytes on the wire, activations, forwards; and the order of it all."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -111,9 +112,7 @@ class Saved:
             }
             self.max_bytes[stage] = max(self.max_bytes[stage], sum(sizes.values()))
             if idx == 0 and len({p.micro_batch for p in own}) == 1:
-                self.first_bytes[stage] = max(
-                    self.first_bytes.get(stage, 0), sum(sizes.values())
-                )
+                self.first_bytes[stage] = max(self.first_bytes.get(stage, 0), sum(sizes.values()))
         return found
 
     @staticmethod
@@ -225,7 +224,7 @@ def test_timeline(schedule: str, num_ranks: int, tmp_path: Path) -> None:
         for rank, order in enumerate(timeline.orders()):
             found = [action[1:4] for action in order]
             assert found == [tuple(work) for work in plan.orders[rank]]
-            for action, following in zip(order, order[1:], strict=False):
+            for action, following in itertools.pairwise(order):
                 assert action.begin_us <= action.end_us <= following.begin_us
         ends = {(a.kind, a.stage, a.micro_batch): a.end_us for a in timeline.actions}
         for action in timeline.actions:

@@ -25,7 +25,7 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
         found: dict[str, Any] = dict(blocks._modules)
     elif isinstance(blocks, Mapping):
         found = dict(blocks)
-    elif isinstance(blocks, Sequence) and not isinstance(blocks, str):
+    elif isinstance(blocks, Sequence):
         found = {str(idx): block for idx, block in enumerate(blocks)}
     else:
         raise TypeError(
@@ -39,7 +39,9 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
             raise TypeError(f"block {name} is a {type(block).__name__}, no nn.Module")
         for other in found:
             if other.startswith(f"{name}."):
-                raise ValueError(f"block {other} would be a part of block {name}: name it otherwise")
+                raise ValueError(
+                    f"block {other} would be a part of block {name}: name it otherwise"
+                )
     return found
 
 
@@ -60,7 +62,7 @@ def tree_of(blocks: Mapping[str, nn.Module]) -> nn.Module:
 class StageModule(nn.Module):
     """Blocks in turn; a tuple that one returns is the arguments of the next.
 
-    What it returns is contiguous, since it becomes a message.
+    What it returns becomes a message.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], recompute: bool) -> None:
@@ -77,6 +79,12 @@ class StageModule(nn.Module):
                 value = checkpoint(block, *args, use_reentrant=False)
             else:
                 value = block(*args)
-        if isinstance(value, tuple):
-            return tuple(v.contiguous() if isinstance(v, Tensor) else v for v in value)
-        return value.contiguous() if isinstance(value, Tensor) else value
+        return tuple(map(_as_message, value)) if isinstance(value, tuple) else _as_message(value)
+
+
+def _as_message(value: Any) -> Any:
+    """The same memory where that is contiguous, and not a view: torch detaches it in place."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.contiguous()
+    return torch.ops.aten._unsafe_view(value, value.shape) if value._is_view() else value

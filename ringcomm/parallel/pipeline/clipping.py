@@ -11,9 +11,7 @@ from ringcomm.parallel.pipeline.pipeline import Pipeline
 __all__ = ["clip_grad_norm_"]
 
 
-def clip_grad_norm_(
-    pipe: Pipeline, max_norm: float, *, error_if_nonfinite: bool = False
-) -> Tensor:
+def clip_grad_norm_(pipe: Pipeline, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """As torch.nn.utils.clip_grad_norm_, of the whole model, whose stages are on several ranks.
 
     Args:

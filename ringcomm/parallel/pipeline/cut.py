@@ -88,8 +88,6 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
 
 
 def stages_of_rank(rank: int, num_ranks: int, num_stages: int, is_v: bool) -> list[int]:
-    """In turn (0, p, 2p, ... on rank 0), or in a V: down the ranks and up again, as torch has it."""
+    """In turn (0, p, 2p, ... on rank 0), or in a V: down the ranks, and up again."""
     rows = range(num_stages // num_ranks)
-    return [
-        row * num_ranks + (num_ranks - 1 - rank if is_v and row % 2 else rank) for row in rows
-    ]
+    return [row * num_ranks + (num_ranks - 1 - rank if is_v and row % 2 else rank) for row in rows]

@@ -50,7 +50,7 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def to_svg(timeline: Timeline, title: str = "") -> str:
-    """The picture: second and later stages of a rank are paler, and the legend says what is what."""
+    """The picture: a rank's second and later stages are paler; a legend says what is what."""
     begin = min(action.begin_us for action in timeline.actions)
     scale = (WIDTH - LEFT - 10) / timeline.span_us
     rows_of: dict[int, list[int]] = {}

@@ -25,14 +25,10 @@ def forward_only(
 ) -> list[Any]:
     """What the last stage returns for each micro-batch; what is last on this rank, elsewhere.
 
-    Args:
-        modules: this rank's, by stage, in the order of the model.
-        boundaries: what each stage takes.
-        inputs: of the first stage, by micro-batch; where it is.
-
-    Collective: sends and receives.
+    Modules are this rank's, by stage, in the order of the model; boundaries what each stage takes;
+    inputs those of the first stage, by micro-batch, where it is. Collective: sends and receives.
     """
-    sent: list[dist.Work] = []
+    sent: list[dist.Work | None] = []
     outputs: list[Any] = list(inputs)
     for stage, module in modules.items():
         values, outputs = outputs, []
@@ -52,5 +48,6 @@ def forward_only(
                 for tensor in result if isinstance(result, tuple) else (result,):
                     sent.append(dist.isend(tensor, group=group, group_dst=target))
     for work in sent:
-        work.wait()
+        if work is not None:
+            work.wait()
     return outputs

@@ -28,11 +28,8 @@ def gather_state(
 ) -> dict[str, Any]:
     """The state_dict() of the whole model, in memory of the CPU.
 
-    Args:
-        blocks: this rank's.
-        names: of all blocks, in the order of the model.
-
-    Collective: one object, and one message or broadcast for each tensor.
+    Blocks are this rank's, names those of all, in the order of the model. Collective: one object,
+    and one message or broadcast for each tensor.
     """
     mine: dict[str, Any] = {}
     entries: list[_Entry] = []

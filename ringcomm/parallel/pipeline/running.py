@@ -133,9 +133,7 @@ class Runner:
 
     def _made_for(self, batch: tuple[Tensor, ...]) -> _Made:
         num = self._plan.num_microbatches
-        specs = tuple(
-            TensorSpec((x.shape[0] // num, *x.shape[1:]), x.dtype, False) for x in batch
-        )
+        specs = tuple(TensorSpec((x.shape[0] // num, *x.shape[1:]), x.dtype, False) for x in batch)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = (specs, autocast)

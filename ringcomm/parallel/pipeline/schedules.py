@@ -104,9 +104,7 @@ def make_plan(
             num_microbatches if schedule == "gpipe" else num_ranks - rank
             for rank in range(num_ranks)
         ]
-        orders = [
-            _one_stage(rank, num_microbatches, num) for rank, num in enumerate(num_first)
-        ]
+        orders = [_one_stage(rank, num_microbatches, num) for rank, num in enumerate(num_first)]
     return Plan(schedule, num_ranks, per_rank, num_microbatches, tuple(map(tuple, orders)))
 
 
@@ -120,7 +118,7 @@ def _check_numbers(schedule: str, num_ranks: int, num_microbatches: int, per_ran
             raise ValueError(f"{name} is a whole number, 1 or more; got {value!r}")
     if schedule in ("gpipe", "1f1b") and per_rank != 1:
         raise ValueError(
-            f'{schedule} has one stage per rank, got num_stages_per_rank={per_rank}: leave it out,'
+            f"{schedule} has one stage per rank, got num_stages_per_rank={per_rank}: leave it out,"
             ' or take schedule="interleaved"'
         )
     if schedule == "zbv" and per_rank != 2:

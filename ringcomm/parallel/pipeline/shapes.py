@@ -62,9 +62,7 @@ def find_boundaries(
     keeps of a forward, such as a table for its positions, would be without memory ever after, and
     so would autocast's copies of weights.
 
-    Args:
-        modules: this rank's, by stage.
-        inputs: of the first stage, the same on all ranks.
+    Modules are this rank's, by stage; inputs those of the first stage, the same on all ranks.
 
     Raises:
         ValueError: a stage failed; on all ranks.

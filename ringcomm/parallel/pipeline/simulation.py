@@ -28,7 +28,10 @@ def simulate(
         pipeline.simulate("1f1b", num_ranks=4, num_microbatches=8).bubble()  # Fraction(3, 11)
 
     Args:
-        schedule, num_ranks, num_microbatches, num_stages_per_rank: as of a Pipeline.
+        schedule: as of a Pipeline.
+        num_ranks: of its group.
+        num_microbatches: as of a Pipeline.
+        num_stages_per_rank: as of a Pipeline.
         forward_us: of one micro-batch in one stage, or a list by stage; in any unit.
         backward_us: the same of its backward, both halves.
         weight_us: of the half for weights, where the schedule has halves; default: half of it. The

@@ -102,7 +102,9 @@ class Stage(PipelineStage):
             self.log[-1] = (*self.log[-1][:4], self._now_us())
         return result
 
-    def _timed(self, kind: Kind, chunk: int, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    def _timed(
+        self, kind: Kind, chunk: int, call: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
         if self.log is None:
             return call(chunk, *args, **kw)
         begin_us = self._now_us()

@@ -65,7 +65,7 @@ class Timeline:
         return [[a for a in self.actions if a.rank == rank] for rank in range(self.num_ranks)]
 
     def max_live(self) -> dict[int, int]:
-        """By stage, how many micro-batches were forwarded and not yet through the backward, at most.
+        """By stage, how many micro-batches were forwarded and not through the backward, at most.
 
         min(m, p-i) in stage i of 1F1B, m in GPipe: it is their activations that memory is for.
         """

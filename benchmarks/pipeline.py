@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Measures the bubble of pipelines and their steps beside what their schedules allow.
+
+    python benchmarks/pipeline.py --worlds 2,4 --unit-ms 6 --seconds 2
+
+Stages sleep instead of computing, for a known time: more ranks than cores then disturb each other
+as little as on machines of their own. All of a rank's stages together take one unit for the forward
+of a micro-batch, and one for each half of its backward. The prediction is pipeline.simulate()'s:
+stages that take just so long, and messages that cost nothing. JSON lines are appended to
+benchmarks/results; --pictures FOLDER draws one step of each schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from torch import Tensor, nn
+
+from ringcomm.bench.interleave import open_default_group
+from ringcomm.bench.quantiles import median
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.records import percentiles
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import as_option, words
+from ringcomm.parallel import pipeline
+
+MIN_STEPS = 5
+ROWS_PER_MICROBATCH, WIDTH = 4, 256
+PICTURED = (4, 8)  # ranks, micro-batches
+
+
+class Case(NamedTuple):
+    """A schedule, with all that its step depends on."""
+
+    schedule: str
+    num_microbatches: int
+    stages_per_rank: int
+
+
+class SleepInputs(torch.autograd.Function):
+    """Sleeps in the half of the backward for inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class Sleeper(nn.Module):
+    """A stage: forward and both halves of the backward take equally long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self._seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        # The weight's own branch is left for the half that is for weights.
+        shifted = x + SleepInputs.apply(self.weight, self._seconds)
+        slept: Tensor = SleepInputs.apply(shifted, self._seconds)
+        return slept
+
+
+def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
+    """All of a number of ranks."""
+    for factor in options.factors:
+        for schedule, own in pipeline.SCHEDULES.items():
+            if schedule in options.schedules:
+                yield Case(schedule, factor * world_size, own.default_stages)
+
+
+def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
+    """What the schedule allows."""
+    stage_us = unit_us / case.stages_per_rank
+    return pipeline.simulate(
+        case.schedule,
+        world_size,
+        case.num_microbatches,
+        num_stages_per_rank=case.stages_per_rank,
+        forward_us=stage_us,
+        backward_us=2 * stage_us,
+    )
+
+
+def run_case(
+    case: Case, team: Team, options: argparse.Namespace
+) -> tuple[list[float], list[pipeline.Timeline], bool]:
+    """Steps' times in microseconds and their timelines; whether each did what was planned."""
+    seconds = options.unit_ms / 1e3 / case.stages_per_rank
+    blocks = [Sleeper(seconds) for _ in range(team.world_size * case.stages_per_rank)]
+    pipe = pipeline.Pipeline(
+        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * len(blocks)
+    )
+    x = torch.ones(case.num_microbatches * ROWS_PER_MICROBATCH, WIDTH)
+    pipe.step(x, x)
+    times_us: list[float] = []
+    timelines = []
+    is_planned = True
+    limit = time.monotonic() + options.seconds
+    while team.share(len(times_us) < MIN_STEPS or time.monotonic() < limit)[0]:
+        dist.barrier()
+        begin = time.perf_counter()
+        pipe.step(x, x, record=True)
+        times_us.append(1e6 * (time.perf_counter() - begin))
+        timelines.append(pipe.timeline())
+        for order, planned in zip(timelines[-1].orders(), pipe.plan.orders, strict=True):
+            is_planned &= [action[1:4] for action in order] == [tuple(work) for work in planned]
+    return times_us, timelines, is_planned
+
+
+def run_rank(team: Team, options: argparse.Namespace) -> None:
+    """Rank 0 reports all cases, and draws."""
+    open_default_group(team, "ringcomm")
+    watch = WeatherWatch(team)
+    for case in cases(options, team.world_size):
+        (times_us, timelines, is_planned), weather = watch.calmest(
+            partial(run_case, case, team, options), options.repeats
+        )
+        if team.rank > 0:
+            continue
+        bound = simulated(case, team.world_size, 1e3 * options.unit_ms)
+        bubbles = [float(timeline.bubble()) for timeline in timelines]
+        record = {
+            "world_size": team.world_size,
+            **case._asdict(),
+            "unit_us": 1e3 * options.unit_ms,
+            "bubble": {name: round(v, 4) for name, v in percentiles(bubbles, "share").items()},
+            "predicted_bubble": float(bound.bubble()),
+            **percentiles(times_us, "us"),
+            "bound_us": float(bound.span_us),
+            "over_bound": median(times_us) / float(bound.span_us),
+            "num_steps": len(times_us),
+            "verified": is_planned,
+            **weather.record(),
+        }
+        team.report([record])
+        if options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
+            middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
+            name = f"pipeline-{case.schedule}.svg"
+            title = (
+                f"{case.schedule}: a step of {team.world_size} ranks, {case.num_microbatches}"
+                f" micro-batches; predicted bubble {100 * float(bound.bubble()):.1f} %"
+            )
+            pipeline.draw(middle, options.pictures / name, title=title)
+    dist.destroy_process_group()
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        record["schedule"],
+        str(record["world_size"]),
+        str(record["num_microbatches"]),
+        f"{100 * record['predicted_bubble']:.1f} %",
+        f"{100 * record['bubble']['p50_share']:.1f} %",
+        f"{record['bound_us'] / 1e3:.1f}",
+        f"{record['p50_us'] / 1e3:.1f}",
+        f"{record['over_bound']:.3f}",
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size")
+    add = parser.add_argument
+    add("--worlds", type=as_option(words), default="2,4", help="numbers of ranks")
+    add("--factors", type=as_option(words), default="1,2,4", help="micro-batches per rank")
+    add("--schedules", type=as_option(words), default=",".join(pipeline.SCHEDULES))
+    add("--unit-ms", type=float, default=6.0, help="of a forward, and of half a backward")
+    add("--pictures", type=Path, help="draw a step of each schedule into this folder")
+    options = parser.parse_args(argv)
+    try:
+        options.worlds = [int(word) for word in options.worlds]
+        options.factors = [int(word) for word in options.factors]
+    except ValueError as error:
+        parser.error(str(error))
+    unknown = set(options.schedules) - set(pipeline.SCHEDULES)
+    if unknown:
+        parser.error(f"--schedules: {', '.join(sorted(unknown))}")
+    if min(*options.worlds, *options.factors) < 1 or options.unit_ms <= 0:
+        parser.error("wants ranks, micro-batches and a time above 0")
+    options.json = options.json or harness.default_path("pipeline")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures everything; returns the exit code, 3 when a step was not as planned."""
+    options = parse(argv)
+    report = Report("pipeline", options.json)
+    for world_size in options.worlds:
+        run_ranks(world_size, partial(run_rank, options=options), report.add)
+    headers = ["what", "ranks", "m", "bubble predicted", "measured", "bound, ms", "step, ms",
+               "over bound", "others %"]  # fmt: skip
+    caption = "m: micro-batches. Bubble: the idle share of all ranks' time. Medians."
+    return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("pipeline.py", main))
