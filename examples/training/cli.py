@@ -21,7 +21,13 @@ from training.corpus import Corpus, CorpusError, load_corpus
 from training.job import run_rank
 from training.mesh import MeshSizes
 from training.model import ALIASES, PRESETS
-from training.options import CONTEXT_BYTES, RACE_TOKENS, InputError, Options
+from training.options import (
+    CONTEXT_BYTES,
+    LEARN_ROWS_PER_RANK,
+    RACE_TOKENS,
+    InputError,
+    Options,
+)
 from training.phases import run_phases
 from training.system import TrainState
 from training.systems import MESH, OPTIMIZERS, PARALLELS, why_impossible
@@ -132,6 +138,17 @@ def _mesh(args: argparse.Namespace) -> MeshSizes | None:
     return sizes
 
 
+def _check_rows(mesh: MeshSizes) -> None:
+    """Whether rows and tokens divide, as many as learning takes."""
+    num_rows = LEARN_ROWS_PER_RANK * mesh.tp * mesh.pp
+    if mesh.pp > 1 and num_rows % mesh.num_microbatches_or_default:
+        raise InputError(
+            f"--micro-batches {mesh.num_microbatches}: {num_rows} rows do not divide into so many"
+        )
+    if mesh.shares_tokens and CONTEXT_BYTES % mesh.tp:
+        raise InputError(f"--sp: {mesh.tp} ranks cannot share {CONTEXT_BYTES} tokens evenly")
+
+
 def _check_offload(options: Options) -> None:
     if options.offload_path is not None and options.offload != "nvme":
         raise InputError("--offload-path is for --offload nvme")
@@ -235,6 +252,8 @@ def read_options(argv: list[str]) -> Options:
     )
     if reason is not None:
         raise InputError(reason)
+    if options.mesh is not None:
+        _check_rows(options.mesh)
     return options
 
 

@@ -6,6 +6,7 @@ together along tensor parallelism, then experts, then stages.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ class Hybrid(System):
         if sizes.tp > 1:
             tensor_parallel.split(model, self.mesh.tp, shares_tokens=sizes.shares_tokens)
         self._pipe: pipeline.Pipeline | None = None
+        self._prepared: set[torch.Size] = set()
         if sizes.pp > 1:
             self._pipe = self._cut_into_stages()
             self.part = self._pipe.module
@@ -48,11 +50,23 @@ class Hybrid(System):
             blocks,
             loss_of,
             sizes.schedule,
-            sizes.num_microbatches or 2 * sizes.pp,
+            sizes.num_microbatches_or_default,
             group=self.mesh.pp,
         )
 
     # ---- a step
+
+    def step(self, inputs: Tensor, targets: Tensor, lr: float) -> float:
+        """See ``System``. The first step of a shape prepares the pipeline, and is not counted."""
+        assert self.wire is not None
+        if self._pipe is None or inputs.shape in self._prepared:
+            return super().step(inputs, targets, lr)
+        self._prepared.add(inputs.shape)
+        formula_bytes = self.wire.formula_bytes
+        with self.wire.aside():
+            loss = super().step(inputs, targets, lr)
+        self.wire.formula_bytes = formula_bytes
+        return loss
 
     def _rows_of(self, num_rows: int) -> range:
         return shard_range(num_rows, self.mesh.dp.size(), self.mesh.dp.rank())

@@ -27,6 +27,7 @@ SYSTEM_COLLECTIVES = (
     "reduce_scatter",
     "all_gather",
     "reduce_scatter_update_all_gather",
+    "send",
 )
 
 

@@ -39,9 +39,9 @@ class MeshSizes:
         return self.tp == self.pp == self.ep == 1
 
     @property
-    def is_tensor_alone(self) -> bool:
-        """Whether all ranks see the same rows, and have all layers."""
-        return self.pp == self.ep == 1
+    def num_microbatches_or_default(self) -> int:
+        """Of the pipeline."""
+        return self.num_microbatches or 2 * self.pp
 
     def why_impossible(self, world_size: int, config: ModelConfig) -> str | None:
         """What is wrong with so many ranks, for the user; None if nothing is."""

@@ -32,10 +32,14 @@ def why_impossible(
     offloads: bool = False,
 ) -> str | None:
     """The reason why a system cannot be built, for the user; None if it can."""
-    has_state_in_parts = parallel in ZERO_STAGES or (mesh is not None and not mesh.is_tensor_alone)
-    if optimizer == "lomo" and (has_state_in_parts or offloads):
-        what = "--offload moves" if offloads else f"{parallel} splits"
+    if optimizer == "lomo" and (parallel in ZERO_STAGES or offloads):
+        what = "ZeRO splits" if parallel in ZERO_STAGES else "--offload moves"
         return f"{what} optimizer state, and LOMO has none: choose --optimizer adamw or sgd"
+    if optimizer == "lomo" and mesh is not None and (mesh.tp < world_size or mesh.zero_stage):
+        return (
+            "LOMO has no gradients to average or to gather from micro-batches: choose --optimizer"
+            " adamw or sgd, or --tp for all ranks"
+        )
     sizes = MeshSizes(tp=world_size) if parallel == "tp" else mesh
     if sizes is None:
         return None
