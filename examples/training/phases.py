@@ -66,7 +66,8 @@ def _say_sent(job: Job, learned: Learned) -> None:
     rest = learned.sent.total - sent
     job.screen.say(
         f"rank 0 sent {sent:,} bytes {comparison_sign(sent, learned.formula_bytes)} "
-        f"{learned.formula_bytes:,.0f} by the formula, and {rest:,} bytes of control and experts' tokens besides"
+        f"{learned.formula_bytes:,.0f} by the formula, and {rest:,} bytes of control and "
+        "experts' tokens besides"
     )
     if job.world_size == 2 and sent != learned.formula_bytes:
         job.fail(f"learning: {sent} bytes sent, formula {learned.formula_bytes:.0f}")

@@ -1,4 +1,4 @@
-"""What ``--parallel``, ``--optimizer`` and the mesh choose: a system, and what updates its weights."""
+"""What ``--parallel``, ``--optimizer`` and the mesh choose: a system, and what updates weights."""
 
 from __future__ import annotations
 

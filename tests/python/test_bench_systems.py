@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ringcomm import cli
 from ringcomm.bench import systems
 from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
 
-SIZES = ["--width", "32", "--layers", "2", "--tokens", "8", "--seconds", "0.1", "--repeats", "1"]
+SIZES = ["--width", "96", "--layers", "2", "--tokens", "12", "--seconds", "0.1", "--repeats", "1"]
 
 
 def run(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -45,7 +46,8 @@ def test_losses_bytes_and_memory(tmp_path: Path, world_size: int) -> None:
 
 
 def test_wrong_losses_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = systems.System(systems.SYSTEMS["ddp"].make, 2, like=systems.SYSTEMS["lomo"].like)
+    ddp = systems.SYSTEMS["ddp"]
+    wrong = replace(ddp, like=systems.SYSTEMS["lomo"].like)
     monkeypatch.setitem(systems.SYSTEMS, "ddp", wrong)
     status, records = run(tmp_path, "--systems", "ddp")
     assert status == EXIT_WRONG_RESULTS
@@ -57,6 +59,8 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--systems", "ddp,zero-9"], "zero-9"),
         (["--width", "33"], "multiple of 32"),
         (["--rows", "0"], "a row"),
+        (["--width", "32", "--systems", "tensor"], "for each of 2 ranks"),
+        (["--world-size", "5", "--layers", "1", "--systems", "pipeline"], "too few stages"),
     ):
         with pytest.raises(SystemExit):
             cli.run(["bench", "systems", *options])

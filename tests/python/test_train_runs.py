@@ -142,12 +142,53 @@ def test_memory_options_change_no_loss(
     assert not list(run_dir.glob("offload-*"))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, "--pp 2 --schedule gpipe --micro-batches 4"),
+        (2, "--ep 2 --optimizer adamw"),
+        (4, "--tp 2 --pp 2 --sp --schedule zero-bubble"),
+    ],
+)
+def test_meshes_change_no_loss(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], world_size: int, options: str
+) -> None:
+    run_dir = run(
+        tmp_path / "runs",
+        *("--no-race", "--steps", "4", "--world", str(world_size)),
+        *options.split(),
+    )
+    said = capfd.readouterr().out
+    assert "in one process: losses equal within" in said
+    assert "all losses equal to the last bit" in said or world_size > 2
+    assert not log_of(run_dir, "failure")
+
+
+def test_another_mesh_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a pipeline's checkpoint with AdamW's state, as tensor parallelism."""
+    monkeypatch.setattr(cli, "run_phases", learn.learn)
+    whole = run(tmp_path, "--no-race", "--steps", "6", "--optimizer", "adamw")
+    begun = run(tmp_path, "--no-race", "--steps", "3", "--pp", "2", "--optimizer", "adamw")
+    more = ["--tp", "2", "--sp", "--resume", str(begun), "--optimizer", "adamw"]
+    rest = run(tmp_path, "--no-race", "--steps", "6", *more)
+    assert len(log_of(rest, "step")) == 3
+    ends = [torch.load(d / "checkpoint.pt", weights_only=True)["state"] for d in (whole, rest)]
+    assert ends[0]["num_updates"] == ends[1]["num_updates"] == 6
+    assert ends[0]["moments"].keys() == ends[1]["moments"].keys()
+
+
 @pytest.mark.slow
-def test_torchrun_starts_it_too(tmp_path: Path) -> None:
-    argv = [*TINY, "--no-race", "--steps", "2", "--out", str(tmp_path)]
-    argv += ["--zero-stage", "3", "--offload", "nvme", "--partition-activations"]
-    argv += ["--backend", "ringcomm"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, "--zero-stage 3 --offload nvme --partition-activations --backend ringcomm"),
+        (4, "--tp 2 --pp 2 --sp --schedule 1f1b --micro-batches 4"),
+        (4, "--ep 2 --tp 2"),
+    ],
+)
+def test_torchrun_starts_it_too(tmp_path: Path, num_ranks: int, options: str) -> None:
+    argv = [*TINY, "--no-race", "--steps", "2", "--out", str(tmp_path), *options.split()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     done = subprocess.run(
         [*torchrun, "--standalone", str(EXAMPLES / "train.py"), *argv],
         capture_output=True,

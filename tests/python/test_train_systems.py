@@ -160,7 +160,11 @@ MESHES = {
         TINY,
         MeshSizes(pp=2, tp=2, shares_tokens=True, schedule="zero-bubble"),
     ),
-    "dp 2, pp 2, tp 2, shared tokens": (8, TINY, MeshSizes(pp=2, tp=2, shares_tokens=True, num_microbatches=3)),
+    "dp 2, pp 2, tp 2, shared tokens": (
+        8,
+        TINY,
+        MeshSizes(pp=2, tp=2, shares_tokens=True, num_microbatches=3),
+    ),
     "ep 2, pp 2, tp 2": (8, EXPERTS, MeshSizes(ep=2, pp=2, tp=2, num_microbatches=3)),
 }
 

@@ -100,6 +100,18 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
         (["--backend", "gloo", "--offload-path", "/tmp"], "is for --offload nvme"),
         (["--backend", "gloo", "--offload", "nvme", "--offload-path", "/no"], "no such folder"),
         (["--backend", "gloo", "--offload", "cpu", "--zero-stage", "3"], "runs over ringcomm"),
+        (["--tp", "3"], "2 is no multiple of that"),
+        (["--tp", "2", "--world", "6", "--ep", "2"], "which has 3 ranks here"),
+        (["--ep", "2", "--experts", "0"], "the model has none"),
+        (["--sp"], "add --tp 2"),
+        (["--tp", "2", "--parallel", "zero1"], "leave it out"),
+        (["--tp", "2", "--zero-stage", "3"], "ZeRO has stage 1 or 2"),
+        (["--pp", "5", "--world", "5"], "5 stages of 4 layers"),
+        (["--pp", "2", "--micro-batches", "3"], "16 rows do not divide"),
+        (["--pp", "0"], "are 1 or more"),
+        (["--schedule", "gpipe"], "add --pp 2"),
+        (["--pp", "2", "--partition-activations"], "leave out --pp"),
+        (["--pp", "2", "--optimizer", "lomo"], "LOMO has no gradients to average"),
     ],
 )
 def test_contradicting_options_are_refused(argv: list[str], words: str) -> None:

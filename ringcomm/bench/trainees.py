@@ -1,0 +1,251 @@
+"""The systems that `ringcomm bench systems` compares: how each is made of a model and a group."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.bench.decoder import Decoder
+from ringcomm.bench.decoder_parts import (
+    make_pipeline,
+    pipeline_bytes,
+    split_bytes,
+    split_layers,
+)
+from ringcomm.bench.gradient_watch import live_bytes
+from ringcomm.optim import Lomo
+from ringcomm.parallel import ParameterServer, WeightShards, find_shards, offload, zero
+
+if TYPE_CHECKING:
+    from ringcomm.bench.systems import Systems
+
+# What AdamW and LOMO learn with.
+ADAMW, LOMO = 1e-3, 0.1
+
+
+@dataclass
+class Trainee:
+    """One rank's end of a model that a system trains."""
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    optimizer: Any
+
+    def step(self, ids: Tensor) -> float:
+        """Trains a step; the loss of these rows before it."""
+        loss = self.backward(ids)
+        self.update()
+        return loss
+
+    def backward(self, ids: Tensor) -> float:
+        """The first half of a step; the loss."""
+        loss = self.call(ids)
+        loss.backward()
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """The other half."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def grad_bytes(self) -> int:
+        """What this rank keeps of gradients, between the halves."""
+        grads = [param.grad for param in self.model.parameters()]
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
+            grads += self.optimizer.gradient_tensors()
+        return live_bytes(grads)
+
+    def param_bytes(self) -> int:
+        """What this rank keeps of the weights between steps."""
+        found = []
+        for param in self.model.parameters():
+            shards = find_shards(param)
+            found.append(param if shards is None else shards.shard_of(param))
+        return live_bytes(found)
+
+    def state_bytes(self) -> int:
+        """What this rank keeps of the optimizer's state."""
+        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served):
+            return live_bytes(self.optimizer.state_tensors())
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        states = inner.state.values()
+        return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train on several ranks.
+
+    Attributes:
+        make: from a model and its group.
+        formula_bytes: what a rank sends in a step, from what is measured and the number of weights.
+        like: whose losses it has to have.
+        backend: of its group.
+        is_counted: whether what a rank sends belongs to one step; a server answers when asked.
+        sees_all: whether each rank is given the rows of all.
+    """
+
+    make: Callable[[Decoder, dist.ProcessGroup], Trainee]
+    formula_bytes: Callable[[Systems, int], float]
+    like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
+    backend: str = "ringcomm"
+    is_counted: bool = True
+    sees_all: bool = False
+
+
+def _parts(num: int) -> Callable[[Systems, int], float]:
+    """So many (N-1)/N of the weights' bytes."""
+    return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
+
+
+def _adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, ADAMW, fused=True)
+
+
+def _sgd(model: Decoder) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), LOMO)
+
+
+def _ddp(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    return Trainee(model, replica, _adamw(model.parameters()))
+
+
+def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        process_group=group,
+        lr=ADAMW,
+        fused=True,
+    )
+    return Trainee(model, replica, optimizer)
+
+
+def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
+    return Trainee(model, model, optimizer)
+
+
+def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    """All of it in files, in a folder that goes with the trainee."""
+    folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
+    adamw = offload.AdamW(model.parameters(), ADAMW, to="nvme", path=folder.name)
+    optimizer = zero.shard(model, adamw, 3, group=group, offload_weights=True)
+    weakref.finalize(optimizer, folder.cleanup)
+    return Trainee(model, model, optimizer)
+
+
+class _Served:
+    """A parameter server as an optimizer; what a step starts is over at its end."""
+
+    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+        self.made: list[torch.optim.Optimizer] = []
+        self.server = ParameterServer(model, self._make, group=group)
+
+    def _make(self, groups: Any) -> torch.optim.Optimizer:
+        self.made.append(_adamw(groups))
+        return self.made[-1]
+
+    def step(self) -> None:
+        """Waits for the update, which would go on beside whoever is measured next."""
+        self.server.push()
+        self.server.pull(fresh=True)
+
+    def zero_grad(self) -> None:
+        """push() has dropped them."""
+
+    def state_tensors(self) -> list[Tensor]:
+        """Of the keys that this rank serves: its copies of them, and the optimizer's state."""
+        copies = [p for made in self.made for group in made.param_groups for p in group["params"]]
+        states = [state for made in self.made for state in made.state.values()]
+        return [*copies, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
+
+def _served(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    return Trainee(model, model, _Served(model, group))
+
+
+def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    return Trainee(model, model, Lomo(model, LOMO, group=group))
+
+
+def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    WeightShards(model, group)
+    return Trainee(model, model, Lomo(model, LOMO))
+
+
+def _tensor(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) -> Trainee:
+    split_layers(model, group, shares_tokens=shares_tokens)
+    return Trainee(model, model, _adamw(model.parameters()))
+
+
+def _tensor_bytes(systems: Systems, _: int, *, shares_tokens: bool) -> float:
+    reduced = split_bytes(
+        systems.width, systems.num_layers, systems.num_tokens, shares_tokens=shares_tokens
+    )
+    return 2 * (1 - 1 / systems.world_size) * reduced
+
+
+def _largest_divisor(num: int, at_most: int) -> int:
+    return max(d for d in range(1, at_most + 1) if num % d == 0)
+
+
+class _Pipeline(Trainee):
+    """A stage, whose backward pass is the pipeline's."""
+
+    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.pipe: Any = None
+        super().__init__(model, model, None)
+
+    def backward(self, ids: Tensor) -> float:
+        """Of all micro-batches."""
+        if self.pipe is None:
+            num = _largest_divisor(ids.shape[0], 2 * self.group.size())
+            model: Any = self.model
+            self.pipe = make_pipeline(model, self.group, num)
+            self.model = self.pipe.module
+            self.optimizer = _adamw(self.pipe.parameters())
+        return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))
+
+
+def _pipeline_bytes(systems: Systems, _: int) -> float:
+    return pipeline_bytes(systems.width, systems.num_tokens, systems.world_size)
+
+
+SYSTEMS: dict[str, System] = {
+    "ddp": System(_ddp, _parts(2)),
+    "torch's zero-1": System(_torch_zero1, _parts(3)),
+    "torch's zero-1 on gloo": System(_torch_zero1, _parts(3), backend="gloo"),
+    "zero-1": System(partial(_zero, 1), _parts(2)),
+    "zero-2": System(partial(_zero, 2), _parts(2)),
+    "zero-3": System(partial(_zero, 3), _parts(3)),
+    "zero-3 in files": System(_offloaded, _parts(3)),
+    "parameter server": System(_served, _parts(2), is_counted=False),
+    "lomo": System(_lomo, _parts(2), like=_sgd),
+    "lomo on shards": System(_lomo_on_shards, _parts(3), like=_sgd),
+    "tensor": System(
+        partial(_tensor, shares_tokens=False),
+        partial(_tensor_bytes, shares_tokens=False),
+        sees_all=True,
+    ),
+    "tensor, tokens shared": System(
+        partial(_tensor, shares_tokens=True),
+        partial(_tensor_bytes, shares_tokens=True),
+        sees_all=True,
+    ),
+    "pipeline": System(_Pipeline, _pipeline_bytes, sees_all=True),
+}
