@@ -434,5 +434,31 @@ def check_from_experts(rank: int) -> None:
         assert module is experts[int(idx)]
 
 
+def check_agreement(rank: int) -> None:
+    """Ranks that were seeded differently, or asked for different layers; nobody waits."""
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="disagree on the sum of the router's values, which seeds"):
+        MixtureOfExperts(DIM, make_expert, 4)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"number of experts: rank 0 has 4, rank 1 has 5"):
+        MixtureOfExperts(DIM, make_expert, 4 + rank)
+    with pytest.raises(ValueError, match=r"arguments of the router: rank 0 has .*top_k=1"):
+        MixtureOfExperts(DIM, make_expert, 4, 1 + rank)
+    groups = [dist.new_group([r]) for r in range(2)]
+    torch.manual_seed(0)
+    experts = [make_expert() for _ in range(2)]
+    experts[rank].get_parameter("0.bias").data.fill_(rank + 1.0)
+    with pytest.raises(ValueError, match="disagree on the sum of the experts' values, which seeds"):
+        MixtureOfExperts.from_experts(
+            *(nn.Linear(DIM, 2), experts), group=groups[rank], replica_group=dist.group.WORLD
+        )
+    layer = MixtureOfExperts(DIM, make_expert, 4, device="meta")
+    assert layer.router.weight.is_meta
+
+
+def test_agreement() -> None:
+    run_ranks(2, check_agreement)
+
+
 def test_from_experts() -> None:
     run_ranks(2, check_from_experts)
