@@ -281,9 +281,10 @@ def check_refused(rank: int) -> None:
     net = expert_net(Case(4, 2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     words = r"each rank has experts of its own in moe.experts, and {} would give"
+    optimizer = torch.optim.SGD(net.parameters(), LR)
     for stage in (1, 2, 3):
         with pytest.raises(ValueError, match=words.format(r"zero\.shard")):
-            zero.shard(net, torch.optim.SGD(net.parameters(), LR), stage)
+            zero.shard(net, optimizer, stage)
     with pytest.raises(ValueError, match=words.format("WeightShards")):
         WeightShards(net)
     with pytest.raises(ValueError, match=words.format("Lomo with a group")):
@@ -296,7 +297,7 @@ def check_refused(rank: int) -> None:
 
 
 def test_systems_of_replicas_are_refused() -> None:
-    run_ranks(2, check_refused, fresh=True)
+    run_ranks(2, check_refused)
 
 
 # ---- checkpoints
@@ -346,7 +347,7 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
         expert.load_full_state_dict(net, {**whole, "moe.experts.5.0.bias": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_checkpoints_for_other_numbers_of_ranks(num_ranks: int, tmp_path: Path) -> None:
     results = run_ranks(2, save, tmp_path)
     first, _ = results[0]
