@@ -280,7 +280,7 @@ def test_an_overflow_at_one_expert() -> None:
 def check_refused(rank: int) -> None:
     net = expert_net(Case(4, 2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    words = r"each rank has experts of its own in moe.experts, and {} would give"
+    words = r"each rank has experts of its own in moe.experts, and {} would take"
     optimizer = torch.optim.SGD(net.parameters(), LR)
     for stage in (1, 2, 3):
         with pytest.raises(ValueError, match=words.format(r"zero\.shard")):
@@ -331,7 +331,7 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
         else:
             optimizer = adamw_of(net)
             model_state, optimizer_state = get_state_dict(net, optimizer)
-            state = {"model": model_state, "optimizer": optimizer_state}
+            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
             set_state_dict(
                 net, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moe_models import (
     DIM,
     HIDDEN,
@@ -26,6 +29,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ringcomm
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
 from ringcomm.parallel import expert
@@ -84,6 +88,30 @@ def check_layer(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layer(world_size: int) -> None:
     run_ranks(world_size, check_layer, world_size)
+
+
+def check_any(rank: int, case: Case, sizes: list[int]) -> None:
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    x = torch.randn(sizes[rank], DIM)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-6)
+    assert layer.routing is not None
+    assert int(layer.routing.num_dropped_tokens) == dense.num_dropped
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_layer(data: st.DataObject) -> None:
+    """The dense computation of the same experts, whatever the layer and the tokens."""
+    num_experts = data.draw(st.integers(1, 7))
+    top_k = data.draw(st.integers(1, num_experts))
+    capacity_factor = data.draw(st.none() | st.floats(0.1, 2))
+    case = Case(num_experts, top_k, capacity_factor, top_k > 1 and data.draw(st.booleans()))
+    world_size = data.draw(st.sampled_from([2, 4]))
+    sizes = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size)
+    run_ranks(world_size, check_any, case, data.draw(sizes))
 
 
 def check_double(rank: int) -> None:
@@ -240,6 +268,24 @@ def check_shape(rank: int) -> None:
 
 def test_an_expert_of_another_shape() -> None:
     run_ranks(2, check_shape)
+
+
+class Dying(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        os._exit(3)
+
+
+def check_death(rank: int) -> None:
+    torch.manual_seed(0)
+    experts = [make_expert(), Dying()]
+    layer = MixtureOfExperts.from_experts(nn.Linear(DIM, 2), experts, 1)
+    with pytest.raises(ringcomm.PeerDiedError) as caught:
+        layer(torch.randn(4, DIM))
+    assert caught.value.rank == 1
+
+
+def test_a_rank_that_dies_in_its_expert() -> None:
+    run_ranks(2, check_death, fresh=True, may_die=[1])
 
 
 # ---- recomputation, dropout, accumulation

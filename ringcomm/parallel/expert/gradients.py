@@ -37,7 +37,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
-    A gradient that some ranks have is 0 on the others.
+    A gradient that some ranks have is 0 on the others. Once for each step: calling
+    it again divides again.
     """
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
     resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
@@ -115,7 +116,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    torch._foreach_mul_(locals_, factor)
+    if locals_:
+        torch._foreach_mul_(locals_, factor)
     return norm
 
 
