@@ -34,7 +34,8 @@ class MixtureOfExperts(nn.Module):
         ringcomm.parallel.expert.average_gradients(model)
 
     A step sends, for each choice whose expert is on another rank, in_features elements there and
-    back, and as much backward; and 8 bytes for each expert and 24 for each rank elsewhere.
+    back, and as much backward; and forward 8 bytes for each expert elsewhere, and 24
+    for each other rank.
 
     Args:
         in_features: of a token.
