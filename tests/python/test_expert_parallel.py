@@ -231,10 +231,15 @@ def check_norm(rank: int, num_replicas: int, is_sharded: bool) -> Tensor:
     num_ranks = net.moe.experts.group.size()
     if not is_sharded:  # torch sums the norms of shards as it likes
         assert sent_bytes("all_reduce") - before == 8 * (num_ranks - 1)
-    again = expert.clip_grad_norm_(net, 1e9)
+    again = expert.clip_grad_norm_(net, 1e9, error_if_nonfinite=True)
     assert float(again) == pytest.approx(0.1, rel=1e-4)
     grad: Any = net.first.weight.grad
-    return torch.cat([norm[None], (grad.full_tensor() if is_sharded else grad).flatten()])
+    clipped = (grad.full_tensor() if is_sharded else grad).flatten().clone()
+    if "0" in net.moe.experts:  # of one rank's expert, seen by all
+        net.moe.experts["0"][0].bias.grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="the norm of the gradients is inf"):
+        expert.clip_grad_norm_(net, 0.1, error_if_nonfinite=True)
+    return torch.cat([norm[None], clipped])
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -341,10 +346,17 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
         found = expert.full_state_dict(net)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        expert.load_full_state_dict(net, {k: v for k, v in whole.items() if "first" not in k})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.5"):
+    rest = {name: value for name, value in whole.items() if name != "first.bias"}
+    with pytest.raises(ValueError, match=r"lacks \['first.bias'\] and has \[\] besides"):
+        expert.load_full_state_dict(net, rest)
+    with pytest.raises(ValueError, match=r"has \['moe.experts.5.0.bias'\] besides"):
         expert.load_full_state_dict(net, {**whole, "moe.experts.5.0.bias": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"last.bias is \(1,\) in the state, and \(3,\) in"):
+        expert.load_full_state_dict(net, {**whole, "last.bias": torch.zeros(1)})
+    names = {name for name in whole if rank == 0 or "experts" not in name}
+    assert expert.full_state_dict(net, rank0_only=True).keys() == names
+    with pytest.raises(ValueError, match=r"first.weight is on the meta device: model.to_empty"):
+        expert.load_full_state_dict(net.to("meta"), whole)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
