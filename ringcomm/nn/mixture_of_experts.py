@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.nn.top_k_router import Routing, TopKRouter
+from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.dispatch import plan_dispatch
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.token_rows import rows_of_tokens, sums_of_rows
@@ -33,7 +34,8 @@ class MixtureOfExperts(nn.Module):
         ringcomm.parallel.expert.average_gradients(model)
 
     A step sends, for each choice whose expert is on another rank, in_features elements there and
-    back, and as much backward; and 8 bytes for each expert and 24 for each rank elsewhere.
+    back, and as much backward; and forward 8 bytes for each expert elsewhere, and 24
+    for each other rank.
 
     Args:
         in_features: of a token.
@@ -56,7 +58,10 @@ class MixtureOfExperts(nn.Module):
             have no gradient: take use_reentrant=False.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range; two experts share a parameter; on all ranks, they
+            disagree on an argument, or have routers of other values.
+
+    Collective: one object of arguments.
     """
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -97,6 +102,16 @@ class MixtureOfExperts(nn.Module):
         self.router = router
         self.experts = LocalExperts(experts, router.num_experts, group, replica_group)
         self.routing: Routing | None = None
+        alike = {
+            "number of experts": router.num_experts,
+            "arguments of the router": repr(router),
+            "sum of the router's values, which seeds make alike": _sum_of(router),
+        }
+        check_agreement(alike, group)
+        if replica_group is not None:
+            alike["experts of replicas"] = self.experts.range
+            alike["sum of the experts' values, which seeds make alike"] = _sum_of(self.experts)
+            check_agreement(alike, replica_group)
 
     @classmethod
     def from_experts(
@@ -116,7 +131,9 @@ class MixtureOfExperts(nn.Module):
         rank's are taken as they are. The rest is as in the class.
 
         Raises:
-            ValueError: the router has another number of outputs, or an argument is out of range.
+            ValueError: the router has another number of outputs, or as the class.
+
+        Collective: one object of arguments.
         """
         if router.out_features != len(experts):
             raise ValueError(
@@ -171,6 +188,12 @@ class MixtureOfExperts(nn.Module):
         results = self.experts(rows_of_tokens(wire, slots, top_k), plan)
         weighted = results * routing.weights.reshape(-1).index_select(0, slots)[:, None]
         return sums_of_rows(weighted, slots, tokens.shape[0], top_k).to(x.dtype).view(x.shape)
+
+
+def _sum_of(module: nn.Module) -> str:
+    """Of all values, as a text, since NaN is not equal to itself."""
+    params = [param.detach() for param in module.parameters() if not param.is_meta]
+    return repr(float(sum(param.double().sum() for param in params)))
 
 
 def _wire_dtype(x: Tensor) -> torch.dtype:

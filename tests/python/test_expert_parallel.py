@@ -231,10 +231,15 @@ def check_norm(rank: int, num_replicas: int, is_sharded: bool) -> Tensor:
     num_ranks = net.moe.experts.group.size()
     if not is_sharded:  # torch sums the norms of shards as it likes
         assert sent_bytes("all_reduce") - before == 8 * (num_ranks - 1)
-    again = expert.clip_grad_norm_(net, 1e9)
+    again = expert.clip_grad_norm_(net, 1e9, error_if_nonfinite=True)
     assert float(again) == pytest.approx(0.1, rel=1e-4)
     grad: Any = net.first.weight.grad
-    return torch.cat([norm[None], (grad.full_tensor() if is_sharded else grad).flatten()])
+    clipped = (grad.full_tensor() if is_sharded else grad).flatten().clone()
+    if "0" in net.moe.experts:  # of one rank's expert, seen by all
+        net.moe.experts["0"][0].bias.grad.fill_(float("inf"))
+    with pytest.raises(RuntimeError, match="the norm of the gradients is inf"):
+        expert.clip_grad_norm_(net, 0.1, error_if_nonfinite=True)
+    return torch.cat([norm[None], clipped])
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -280,10 +285,11 @@ def test_an_overflow_at_one_expert() -> None:
 def check_refused(rank: int) -> None:
     net = expert_net(Case(4, 2))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    words = r"each rank has experts of its own in moe.experts, and {} would give"
+    words = r"each rank has experts of its own in moe.experts, and {} would take"
+    optimizer = torch.optim.SGD(net.parameters(), LR)
     for stage in (1, 2, 3):
         with pytest.raises(ValueError, match=words.format(r"zero\.shard")):
-            zero.shard(net, torch.optim.SGD(net.parameters(), LR), stage)
+            zero.shard(net, optimizer, stage)
     with pytest.raises(ValueError, match=words.format("WeightShards")):
         WeightShards(net)
     with pytest.raises(ValueError, match=words.format("Lomo with a group")):
@@ -296,7 +302,7 @@ def check_refused(rank: int) -> None:
 
 
 def test_systems_of_replicas_are_refused() -> None:
-    run_ranks(2, check_refused, fresh=True)
+    run_ranks(2, check_refused)
 
 
 # ---- checkpoints
@@ -330,7 +336,7 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
         else:
             optimizer = adamw_of(net)
             model_state, optimizer_state = get_state_dict(net, optimizer)
-            state = {"model": model_state, "optimizer": optimizer_state}
+            state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
             dcp.load(state, checkpoint_id=folder)
             set_state_dict(
                 net, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"]
@@ -340,13 +346,20 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
         found = expert.full_state_dict(net)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        expert.load_full_state_dict(net, {k: v for k, v in whole.items() if "first" not in k})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.5"):
+    rest = {name: value for name, value in whole.items() if name != "first.bias"}
+    with pytest.raises(ValueError, match=r"lacks \['first.bias'\] and has \[\] besides"):
+        expert.load_full_state_dict(net, rest)
+    with pytest.raises(ValueError, match=r"has \['moe.experts.5.0.bias'\] besides"):
         expert.load_full_state_dict(net, {**whole, "moe.experts.5.0.bias": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"last.bias is \(1,\) in the state, and \(3,\) in"):
+        expert.load_full_state_dict(net, {**whole, "last.bias": torch.zeros(1)})
+    names = {name for name in whole if rank == 0 or "experts" not in name}
+    assert expert.full_state_dict(net, rank0_only=True).keys() == names
+    with pytest.raises(ValueError, match=r"first.weight is on the meta device: call model"):
+        expert.load_full_state_dict(net.to("meta"), whole)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_checkpoints_for_other_numbers_of_ranks(num_ranks: int, tmp_path: Path) -> None:
     results = run_ranks(2, save, tmp_path)
     first, _ = results[0]

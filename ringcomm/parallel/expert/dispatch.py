@@ -80,15 +80,14 @@ def plan_dispatch(
         ValueError: the ranks' rows differ in width or dtype, or some ranks are in no_grad mode
             while others need gradients. On all ranks.
 
-    Collective: 8 bytes for each expert of another rank, and 24 for each rank. It waits for the
-    device, once.
+    Collective: 8 bytes for each expert of another rank, and 24 for each other rank. It waits
+    for the device, once.
     """
     if like.dtype not in DTYPES:
         raise TypeError(f"tokens are of {', '.join(map(str, DTYPES))}; got {like.dtype}")
     num_experts, world_size = rows_per_expert.numel(), group.size()
     sizes = shard_sizes(num_experts, world_size)
-    mine = _facts_of(like, is_grad_needed)
-    facts = rows_per_expert.new_tensor(mine)
+    facts = rows_per_expert.new_tensor(_facts_of(like, is_grad_needed))
     parts = rows_per_expert.split(sizes)
     message = torch.cat([piece for part in parts for piece in (facts, part)])
     of_rank = len(FACTS) + sizes[group.rank()]
@@ -98,12 +97,12 @@ def plan_dispatch(
     numbers = torch.cat([rows_per_expert, answer]).tolist()
     counts, rest = numbers[:num_experts], numbers[num_experts:]
     answers = [rest[i * of_rank : (i + 1) * of_rank] for i in range(world_size)]
-    needs_grad = _agree([numbers[: len(FACTS)] for numbers in answers])
+    needs_grad = _agree([of_peer[: len(FACTS)] for of_peer in answers])
     ranges = [shard_range(num_experts, world_size, rank) for rank in range(world_size)]
     return DispatchPlan(
         group=group,
         sent=[sum(counts[begin:end]) for begin, end in ranges],
-        table=[numbers[len(FACTS) :] for numbers in answers],
+        table=[of_peer[len(FACTS) :] for of_peer in answers],
         width=like.shape[-1],
         dtype=like.dtype,
         link=like.new_empty(0).requires_grad_(needs_grad),

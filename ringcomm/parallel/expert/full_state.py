@@ -17,11 +17,16 @@ from ringcomm.parallel.expert.model_experts import split_experts
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Any]:
     """The state_dict() that the model with all experts in one place would have.
 
-    On every rank, in memory of the CPU. torch.distributed.checkpoint needs it not: the keys of
-    different experts differ, and it saves what each rank has, and loads for other numbers of ranks.
+    In memory of the CPU. torch.distributed.checkpoint needs it not: the keys of different experts
+    differ, and it saves what each rank has, and loads for other numbers of ranks.
+
+    Args:
+        model: with layers of experts.
+        rank0_only: whether only the first rank of each layer's group keeps experts, and the others'
+            dict has what is replicated alone.
 
     Collective: every rank broadcasts its experts to those that share the layer.
     """
@@ -34,11 +39,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         if not prefixes or not key.startswith(prefixes)
     }
     for prefix, experts in zip(prefixes, layers.values(), strict=True):
-        state.update(_gathered(experts, prefix))
+        is_kept = not rank0_only or experts.group.rank() == 0
+        state.update(_gathered(experts, prefix, is_kept))
     return state
 
 
-def _gathered(experts: LocalExperts, prefix: str) -> dict[str, Any]:
+def _gathered(experts: LocalExperts, prefix: str, is_kept: bool) -> dict[str, Any]:
     group = experts.group
     mine = experts.state_dict(prefix=prefix)
     kinds = {key: v.to("meta") if isinstance(v, Tensor) else v for key, v in mine.items()}
@@ -56,7 +62,8 @@ def _gathered(experts: LocalExperts, prefix: str) -> dict[str, Any]:
             if isinstance(value, Tensor)
         }
         broadcast_(tensors.values(), group, group_src=rank)
-        state.update({key: _copied(tensors.get(key, value)) for key, value in values.items()})
+        if is_kept:
+            state.update({key: _copied(tensors.get(key, value)) for key, value in values.items()})
     return state
 
 
@@ -81,7 +88,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
         state_dict: of full_state_dict(), or of the model with all experts in one place.
 
     Raises:
-        RuntimeError: as load_state_dict(): keys are missing or unknown, or shapes differ.
+        ValueError: names or shapes do not fit, or the model has no memory; nothing was written.
     """
     elsewhere = tuple(
         f"{name}.{idx}." if name else f"{idx}."
@@ -89,4 +96,19 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
         for idx in range(experts.num_experts)
         if str(idx) not in experts
     )
-    model.load_state_dict({k: v for k, v in state_dict.items() if not k.startswith(elsewhere)})
+    given = {k: v for k, v in state_dict.items() if not k.startswith(elsewhere)}
+    mine = model.state_dict()
+    if given.keys() != mine.keys():
+        missing, strangers = sorted(mine.keys() - given.keys()), sorted(given.keys() - mine.keys())
+        raise ValueError(f"the state lacks {missing[:3]} and has {strangers[:3]} besides")
+    for name, value in mine.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device: call model.to_empty(device=...) before"
+            )
+        if isinstance(value, Tensor) and given[name].shape != value.shape:
+            raise ValueError(
+                f"{name} is {tuple(given[name].shape)} in the state, and {tuple(value.shape)} in"
+                " the model"
+            )
+    model.load_state_dict(given)

@@ -37,7 +37,8 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
-    A gradient that some ranks have is 0 on the others.
+    A gradient that some ranks have is 0 on the others. Once for each step: calling
+    it again divides again.
     """
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
     resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
@@ -85,17 +86,20 @@ def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list
     return grads
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
     """torch.nn.utils.clip_grad_norm_ for a model with experts: one norm, of all ranks' experts.
 
     torch's own would clip by another factor on every rank, and replicas would drift apart.
 
     Args:
         model: gradients are averaged: see average_gradients().
-        max_norm: of all gradients as one vector.
+        max_norm: gradients are multiplied by min(1, max_norm / norm).
+        error_if_nonfinite: whether a norm that is not finite is a RuntimeError, on all ranks.
 
     Returns:
-        The norm before, of no dimension, the same on all ranks.
+        The 2-norm before, without dimensions, in float64, the same on all ranks.
 
     Collective: an all_reduce of one number for each group that shares experts.
     """
@@ -112,10 +116,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         dist.all_reduce(moved, group=group)
         square = square + moved.to(square.device)
     norm = square.sqrt()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    torch._foreach_mul_(locals_, factor)
+    if locals_:
+        torch._foreach_mul_(locals_, factor)
     return norm
 
 

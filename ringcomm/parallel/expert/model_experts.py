@@ -50,7 +50,7 @@ def refuse_experts(model: nn.Module, system: str) -> None:
     """Raises ValueError where ranks have experts of their own, for a system that wants replicas."""
     for name in split_experts(model):
         raise ValueError(
-            f"each rank has experts of its own in {name or 'the model'}, and {system} would give"
-            " all ranks those of rank 0: train such a model with an optimizer of torch and"
+            f"each rank has experts of its own in {name or 'the model'}, and {system} would take"
+            " them for replicas of one: train such a model with an optimizer of torch and"
             " ringcomm.parallel.expert.average_gradients()"
         )

@@ -1,0 +1,113 @@
+"""Mixtral models of Hugging Face transformers with their experts shared among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringcomm.nn.mixture_of_experts import MixtureOfExperts
+
+__all__ = ["MixtralExpert", "split_experts_"]
+
+
+class MixtralExpert(nn.Module):
+    """One expert of a block, whose weights the block has side by side.
+
+    Args:
+        gate_up_proj: shape (2 * intermediate, hidden); copied.
+        down_proj: shape (hidden, intermediate); copied.
+        act_fn: of the gate.
+    """
+
+    def __init__(
+        self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(gate_up_proj.detach().clone(), gate_up_proj.requires_grad)
+        self.down_proj = nn.Parameter(down_proj.detach().clone(), down_proj.requires_grad)
+        self.act_fn = act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, hidden) to the same shape."""
+        gate, up = F.linear(x, self.gate_up_proj).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj)
+
+
+def split_experts_(
+    model: Any,
+    *,
+    group: dist.ProcessGroup | None = None,
+    replica_group: dist.ProcessGroup | None = None,
+    capacity_factor: float | None = None,
+) -> Any:
+    """Has the ranks of a group share the experts of a Mixtral model, in place.
+
+    Each MixtralSparseMoeBlock becomes a MixtureOfExperts of the same results; its router then works
+    in float32. The model's own loss of balance finds no routers any more: add `load_balancing_loss`
+    of the layers' `routing`.
+
+    Args:
+        model: MixtralForCausalLM or another with such blocks, of transformers from 5.0 on, with the
+            same values on all ranks.
+        group: the ranks that share the experts; None for the default group.
+        replica_group: the ranks that have the same experts as this one.
+        capacity_factor: see TopKRouter.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: it has no such block, router_jitter_noise, or output_router_logits; nothing is
+            changed.
+
+    Collective.
+    """
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "MixtralSparseMoeBlock"
+        and hasattr(module.gate, "weight")
+        and hasattr(module.experts, "gate_up_proj")
+    }
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no MixtralSparseMoeBlock of transformers from 5.0 on"
+        )
+    if any(block.jitter_noise > 0 for block in blocks.values()):
+        raise ValueError("experts on several ranks have no router_jitter_noise: set it to 0")
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits finds no routers in layers that are split: set it to False, and"
+            " add load_balancing_loss of the layers' routing to the loss"
+        )
+    for name, block in blocks.items():
+        layer = _layer_of(block, group, replica_group, capacity_factor)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer)
+    return model
+
+
+def _layer_of(
+    block: Any,
+    group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None,
+    capacity_factor: float | None,
+) -> MixtureOfExperts:
+    weight = block.gate.weight
+    router = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    router.weight = weight
+    of_experts = block.experts
+    weights = zip(of_experts.gate_up_proj, of_experts.down_proj, strict=True)
+    return MixtureOfExperts.from_experts(
+        router,
+        [MixtralExpert(gate_up, down, of_experts.act_fn) for gate_up, down in weights],
+        block.top_k,
+        group=group,
+        replica_group=replica_group,
+        capacity_factor=capacity_factor,
+        normalize_weights=block.top_k > 1,
+    )

@@ -1,0 +1,94 @@
+"""TopKRouter: choices, places, losses, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_models import DIM, Case, choose
+from torch import nn
+
+from ringcomm.nn import TopKRouter
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 1), (5, 3), (4, 4), (1, 1)])
+def test_routing(num_experts: int, top_k: int, capacity_factor: float | None) -> None:
+    torch.manual_seed(0)
+    case = Case(num_experts, top_k, capacity_factor)
+    router = TopKRouter(DIM, num_experts, top_k, capacity_factor=capacity_factor)
+    for num_tokens in (0, 1, 13):
+        x = torch.randn(num_tokens, DIM)
+        routing = router(x)
+        kept, num_dropped = choose(routing.probabilities.tolist(), case)
+        found = [
+            [int(e) for e, is_kept in zip(of_token, mask, strict=True) if is_kept]
+            for of_token, mask in zip(routing.experts, routing.is_kept, strict=True)
+        ]
+        assert found == kept
+        assert int(routing.num_dropped_tokens) == num_dropped
+        flat = [e for of_token in kept for e in of_token]
+        assert routing.tokens_per_expert.tolist() == [flat.count(e) for e in range(num_experts)]
+        if capacity_factor is not None:
+            most = router.capacity(num_tokens)
+            assert most is not None
+            assert int(routing.tokens_per_expert.max()) <= most
+
+
+def test_equal_probabilities_take_the_smaller_numbers() -> None:
+    router = TopKRouter(DIM, 6, 2, capacity_factor=1.0)
+    nn.init.zeros_(router.weight)
+    routing = router(torch.randn(9, DIM))
+    assert routing.experts.tolist() == [[0, 1]] * 9
+    assert routing.is_kept.tolist() == [[True, True]] * 3 + [[False, False]] * 6  # by position
+    assert routing.tokens_per_expert.tolist() == [3, 3, 0, 0, 0, 0]
+    assert float(routing.load_balancing_loss.detach()) == pytest.approx(1)
+    assert float(routing.router_z_loss.detach()) == pytest.approx(torch.tensor(6.0).log() ** 2)
+
+
+def test_first_choices_come_before_second_ones() -> None:
+    """Of the last token the first choice has a place, of the first one the second has none."""
+    router = TopKRouter(2, 2, 2, capacity_factor=0.5)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(2))
+    routing = router(torch.tensor([[3.0, 0.0], [0.0, 3.0]]))
+    assert routing.is_kept.tolist() == [[True, False], [True, False]]
+    assert "top_k=2, capacity_factor=0.5" in repr(router)
+
+
+def test_the_balance_is_worst_when_all_choose_one() -> None:
+    router = TopKRouter(2, 4, 1)
+    with torch.no_grad():
+        router.weight.zero_()[2] = 100.0
+    routing = router(torch.ones(5, 2))
+    assert float(routing.load_balancing_loss.detach()) == pytest.approx(4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"top_k": 5}, "top_k=5 of 4 experts: choose 1 to 4 of them"),
+        ({"top_k": 0}, "top_k=0 of 4 experts"),
+        ({"num_experts": 0}, "num_experts is 1 or more, got 0"),
+        ({"capacity_factor": 0.0}, r"capacity_factor=0.0 leaves experts no tokens: give some 1.25"),
+        ({"capacity_factor": -1.0}, "or None, which drops none"),
+        ({"capacity_factor": float("nan")}, "capacity_factor=nan"),
+        ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
+    ],
+)
+def test_arguments_of_the_router(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TopKRouter(**{"in_features": DIM, "num_experts": 4, **arguments})
+
+
+def test_the_router_is_in_float32() -> None:
+    torch.manual_seed(0)
+    router = TopKRouter(DIM, 4).bfloat16()
+    x = torch.randn(7, DIM).bfloat16()
+    logits = x.float() @ router.weight.float().t()
+    with torch.autocast("cpu", torch.bfloat16):
+        routing = router(x)
+    assert routing.logits.dtype == routing.weights.dtype == torch.float32
+    assert torch.equal(routing.logits, logits)
+    assert router.double()(x.double()).weights.dtype == torch.float64
