@@ -79,11 +79,12 @@ class Mesh:
     def __init__(self, sizes: MeshSizes, wire: Wire) -> None:
         self.sizes = sizes
         dp = wire.world_size // (sizes.tp * sizes.pp)
-        box = torch.arange(wire.world_size).view(dp // sizes.ep, sizes.ep, sizes.pp, sizes.tp)
+        # Who talks most stands closest: layers in parts, then experts, replicas, stages.
+        box = torch.arange(wire.world_size).view(sizes.pp, dp // sizes.ep, sizes.ep, sizes.tp)
         self._backend = wire.backend
-        self.dp = self._group(box.flatten(0, 1), 0)
-        self.pp, self.tp = self._group(box, 2), self._group(box, 3)
-        self.ep, self.replicas = self._group(box, 1), self._group(box, 0)
+        self.dp = self._group(box.flatten(1, 2), 1)
+        self.pp, self.tp = self._group(box, 0), self._group(box, 3)
+        self.ep, self.replicas = self._group(box, 2), self._group(box, 1)
 
     def _group(self, box: torch.Tensor, dim: int) -> dist.ProcessGroup:
         """Of the ranks along a dimension."""
