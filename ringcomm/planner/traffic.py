@@ -1,0 +1,166 @@
+"""The bytes that a rank sends in a step, by what for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ringcomm.planner.candidate import Candidate
+from ringcomm.planner.job import Job
+from ringcomm.planner.rank_part import layers_of, rank_part
+from ringcomm.planner.shapes import ModelShape, Unit
+from ringcomm.planner.weights_memory import kept_by, sent_of_weights
+
+__all__ = ["Traffic", "calls_of_tensor_parallelism", "traffic_of"]
+
+_STATS_BYTES = 24  # of a token in the loss over classes in parts: ringcomm.ops.cross_entropy
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank and step.
+
+    Attributes:
+        data: weights and gradients among data-parallel ranks.
+        tensor: activations among tensor-parallel ranks, the loss's sums, norms' gradients.
+        pipeline: activations and their gradients to the neighbours.
+        expert: tokens to and from the experts of other ranks.
+        offloaded: to and from host memory or disks.
+    """
+
+    data: int = 0
+    tensor: int = 0
+    pipeline: int = 0
+    expert: int = 0
+    offloaded: int = 0
+
+    @property
+    def sent(self) -> int:
+        """To other ranks."""
+        return self.data + self.tensor + self.pipeline + self.expert
+
+    def __add__(self, other: Traffic) -> Traffic:
+        sums = (getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        return Traffic(*sums)
+
+
+def traffic_of(shape: ModelShape, job: Job, candidate: Candidate) -> Traffic:
+    """Of the rank that sends most: of a pipeline's first or last stage, or of one between them."""
+    pp = candidate.mesh.pp
+    stages = {0, min(1, pp - 1), pp - 1}
+    found = [_of_stage(shape, job, candidate, stage) for stage in sorted(stages)]
+    return max(found, key=lambda traffic: (traffic.sent, traffic.offloaded))
+
+
+def _of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> Traffic:
+    mesh, system = candidate.mesh, candidate.system
+    m = candidate.num_micro_batches
+    dense, experts = rank_part(shape, mesh, stage, candidate.head_stage)
+    owners = mesh.dp // mesh.ep
+    data = sent_of_weights(dense, system, job, mesh.dp, m)
+    data += sent_of_weights(experts, system, job, owners, m)
+    streamed = kept_by(dense, system, job, mesh.dp).streamed
+    streamed += kept_by(experts, system, job, owners).streamed
+    return Traffic(
+        data=data + _tied_bytes(shape, job, candidate, stage),
+        tensor=m * _tensor_bytes(shape, job, candidate, stage),
+        pipeline=m * _pipeline_bytes(shape, job, candidate, stage),
+        expert=m * _expert_bytes(shape, job, candidate, stage),
+        offloaded=streamed,
+    )
+
+
+def _message(shape: ModelShape, job: Job, candidate: Candidate) -> int:
+    return job.itemsize * candidate.micro_batch * job.sequence * shape.hidden
+
+
+def calls_of_tensor_parallelism(
+    shape: ModelShape, job: Job, candidate: Candidate, stage: int
+) -> int:
+    """Halves of all_reduces, of b·s·h each, in a micro-batch's passes on a stage.
+
+    A layer has two all_reduces forward and two backward, or as many reduce-scatters and
+    all-gathers; recomputation repeats what comes before its last one. The embedding has one, and
+    the head's input has one.
+    """
+    mesh = candidate.mesh
+    if mesh.tp == 1:
+        return 0
+    per_layer = 8
+    if candidate.checkpointing == "full":
+        per_layer += 3 if mesh.is_sequence_split else 2
+    ends = 2 * ((stage == 0) + (stage == candidate.head_stage))
+    halves = per_layer * layers_of(shape.layers, mesh.pp, stage) + ends
+    if mesh.is_sequence_split and job.regathers:
+        halves += 2 * layers_of(shape.layers, mesh.pp, stage) + (stage == candidate.head_stage)
+    return halves
+
+
+def _tensor_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:
+    """Of a micro-batch."""
+    mesh = candidate.mesh
+    t = mesh.tp
+    if t == 1:
+        return 0
+    halves = calls_of_tensor_parallelism(shape, job, candidate, stage)
+    sent = halves * (t - 1) * _message(shape, job, candidate) // t
+    if stage == candidate.head_stage:
+        tokens = candidate.micro_batch * job.sequence
+        sent += 2 * (t - 1) * _STATS_BYTES * (tokens + 1) // t
+    if mesh.is_sequence_split:
+        sent += 2 * (t - 1) * job.itemsize * _summed_elems(shape, candidate, stage) // t
+    copies = t // shape.kv_heads
+    if copies > 1:  # gradients of heads that several ranks have
+        elems = 2 * shape.head_dim * (shape.hidden + ("qkv" in shape.biases))
+        elems *= layers_of(shape.layers, mesh.pp, stage)
+        sent += 2 * (copies - 1) * job.itemsize * elems // copies
+    return sent
+
+
+def _summed_elems(shape: ModelShape, candidate: Candidate, stage: int) -> int:
+    """Of weights that every rank uses on its own tokens: norms, and biases of what leaves."""
+
+    def whole(unit: Unit) -> int:
+        return sum(w.num_elems for w in unit.weights if w.split is None and len(w.shape) == 1)
+
+    elems = whole(shape.layer) * layers_of(shape.layers, candidate.mesh.pp, stage)
+    return elems + (whole(shape.head) if stage == candidate.head_stage else 0)
+
+
+def _pipeline_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:
+    """Of a micro-batch: forward to the next stage, and back to the one before.
+
+    Interleaved stages are a ring of v rounds; the V form has two of each.
+    """
+    pp = candidate.mesh.pp
+    if pp == 1:
+        return 0
+    message = _message(shape, job, candidate)
+    if candidate.schedule == "interleaved":
+        v = job.virtual_stages
+        forward = v - (stage == pp - 1)
+        back = v - (stage == 0)
+    elif candidate.schedule == "zero-bubble":
+        forward = back = 2 - (stage == 0) - (stage == pp - 1)
+    else:
+        forward, back = int(stage < pp - 1), int(stage > 0)
+    return message * (forward + back)
+
+
+def _expert_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:
+    """Of a micro-batch: tokens go and come back, and so do gradients, if routed evenly."""
+    mesh = candidate.mesh
+    if mesh.ep == 1:
+        return 0
+    routed = _message(shape, job, candidate) * shape.top_k
+    routed //= mesh.tp if mesh.is_sequence_split else 1
+    passes = 6 if candidate.checkpointing == "full" else 4
+    num_layers = layers_of(shape.layers, mesh.pp, stage)
+    return passes * num_layers * routed * (mesh.ep - 1) // mesh.ep
+
+
+def _tied_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:
+    """A head that is the embedding, on two stages: an all_reduce of two."""
+    if not shape.tied or candidate.head_stage == 0 or stage not in (0, candidate.head_stage):
+        return 0
+    rows = -(-shape.vocab // candidate.mesh.tp)
+    return job.itemsize * rows * shape.hidden
