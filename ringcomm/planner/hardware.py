@@ -45,7 +45,8 @@ class Hardware:
         memory_rate: of the device's memory.
         inside_rate, outside_rate: between devices of a host, and of different ones.
         inside_alpha_s, outside_alpha_s: of a hop.
-        host_rate, disk_rate: to host memory and to disks.
+        host_rate: to host memory.
+        disk_rate: to all disks of a host together.
         per_host: devices of a host.
         host_memory_bytes: of a host.
         utilisation: the share of the peak that layers reach.

@@ -3,11 +3,13 @@
 A ring over N ranks, all_reduce of S bytes: 2 (N - 1) alpha + 2 (N - 1) / N S / beta. Where a group
 spans hosts, two ways: one ring through all, of which every host's devices carry a share over the
 network, or in levels: reduce-scatter inside the host, all_reduce of the shards between hosts,
-all-gather inside.
+all-gather inside. Between hosts that is a ring again, or two trees that share the bytes (Sanders et
+al. 2009, NCCL's double binary tree): 2 log2(hosts) hops in place of 2 (hosts - 1).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Group", "Link"]
@@ -58,14 +60,17 @@ class Group:
         return self.num_hosts == 1
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Seconds, by the faster of ring and levels."""
-        return 2 * self.half(num_bytes)
+        """Seconds, by the fastest of ring, levels and trees."""
+        if self.num_ranks == 1:
+            return 0.0
+        halves = 2 * min(self.ring(num_bytes), self.levels(num_bytes))
+        return min(halves, self.trees(num_bytes)) + self.call_s
 
     def half(self, num_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather of so many bytes, whole."""
         if self.num_ranks == 1:
             return 0.0
-        return min(self.ring(num_bytes), self.levels(num_bytes)) + self.call_s / 2
+        return min(self.ring(num_bytes), self.levels(num_bytes)) + self.call_s
 
     def ring(self, num_bytes: float) -> float:
         """Half of an all_reduce in one ring; between hosts all their ranks carry a share."""
@@ -83,9 +88,22 @@ class Group:
 
     def levels(self, num_bytes: float) -> float:
         """Half of an all_reduce in levels: rings inside hosts, rings between them."""
-        k, n = self.per_host, self.num_hosts
-        inside = self.inside.seconds(k - 1, num_bytes * (k - 1) / k)
-        return inside + self.outside.seconds(n - 1, num_bytes / k * (n - 1) / n)
+        n = self.num_hosts
+        share = num_bytes / self.per_host
+        return self._inside(num_bytes) + self.outside.seconds(n - 1, share * (n - 1) / n)
+
+    def trees(self, num_bytes: float) -> float:
+        """An all_reduce in levels: rings inside hosts, trees between them."""
+        between = 0.0
+        if self.num_hosts > 1:
+            hops = 2 * math.ceil(math.log2(self.num_hosts))
+            between = self.outside.seconds(hops, 2 * num_bytes / self.per_host)
+        return 2 * self._inside(num_bytes) + between
+
+    def _inside(self, num_bytes: float) -> float:
+        """A reduce-scatter among the ranks of a host."""
+        k = self.per_host
+        return self.inside.seconds(k - 1, num_bytes * (k - 1) / k)
 
     def all_to_all(self, num_bytes: float) -> float:
         """Seconds in which each rank sends so many bytes, evenly, to the others."""

@@ -91,17 +91,15 @@ def rank_part(
 def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:
     """A weight's shape on the first rank of a tensor-parallel group."""
     sizes = list(weight.shape)
-    offset = 0
     if weight.is_expert:
         sizes[0] //= mesh.ep
-        offset = 1
-    if mesh.tp == 1 or weight.split is None:
-        return tuple(sizes)
-    if weight.split == "kv_heads":
-        sizes[0] = max(1, shape.kv_heads // mesh.tp) * shape.head_dim
-    elif weight.split == "heads":
-        sizes[0] //= mesh.tp
-    else:
-        dim = offset + (weight.split == "columns")
-        sizes[dim] = -(-sizes[dim] // mesh.tp)
-    return tuple(sizes)
+    if mesh.tp > 1 and weight.split is not None:
+        if weight.split == "kv_heads":
+            sizes[0] = max(1, shape.kv_heads // mesh.tp) * shape.head_dim
+        elif weight.split == "heads":
+            sizes[0] //= mesh.tp
+        else:
+            dim = weight.is_expert + (weight.split == "columns")
+            sizes[dim] = -(-sizes[dim] // mesh.tp)
+    # Experts one below the other, as matrices of their own are: shards are of whole rows.
+    return (sizes[0] * sizes[1], sizes[2]) if weight.is_expert else tuple(sizes)

@@ -28,7 +28,7 @@ class StepTime:
             pipeline's between its first and last micro-batch.
         data: of weights and gradients, what computing does not hide.
         data_hidden: what it does hide; no part of the step.
-        offload: to and from host memory or disks, what computing does not hide.
+        offload: to and from host memory or disks, which takes turns with computing.
         update: of weights and states, by the device's memory.
         bubble: in which a rank of a pipeline waits.
     """
@@ -112,7 +112,10 @@ def _tensor_seconds(
     halves = calls_of_tensor_parallelism(shape, job, candidate, 0)
     if not halves:
         return 0.0
-    return halves * cluster.tensor_group(candidate.mesh).half(_message(shape, job, candidate))
+    group, num_bytes = cluster.tensor_group(candidate.mesh), _message(shape, job, candidate)
+    if candidate.mesh.is_sequence_split:
+        return halves * group.half(num_bytes)
+    return halves / 2 * group.all_reduce(num_bytes)
 
 
 def _expert_seconds(
@@ -167,15 +170,14 @@ def _data_seconds(
         if not num_bytes or group.num_ranks == 1:
             continue
         calls = max(1, -(-num_bytes // BUCKET_BYTES)) if system.stage < 3 else part.num_layers + 1
-        once += calls * group.half(num_bytes / calls)
+        collective = group.half if system.stage else group.all_reduce
+        once += calls * collective(num_bytes / calls)
     backward = compute * 2 / 3
     if system.stage == 3:
         return 3 * m * once, compute
     if system.stage == 2:
         return (m + 1) * once, min(backward, m * once)
-    # Replicas hide both halves of an all_reduce, stage 1 the first one.
-    halves = 2 if system.stage == 0 else 1
-    return 2 * once, min(backward / m, halves * once)
+    return (2 if system.stage else 1) * once, min(backward / m, once)
 
 
 def _offload_seconds(candidate: Candidate, cluster: Cluster, traffic: Traffic) -> float:

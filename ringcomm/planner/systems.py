@@ -38,6 +38,8 @@ class System:
         """
         if self.name == "single":
             return None if dp == pp == tp == 1 else "single is one rank"
+        if self.name == "ddp" and dp == pp == tp == 1:
+            return "one rank has no replicas: it is single"
         if "host" in (self.states, self.weights) and is_host:
             return "the device is the host: there is no other memory to offload to"
         if self.stage in (2, 3) and pp > 1:

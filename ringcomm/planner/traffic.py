@@ -58,14 +58,13 @@ def _of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> 
     owners = mesh.dp // mesh.ep
     data = sent_of_weights(dense, system, job, mesh.dp, m)
     data += sent_of_weights(experts, system, job, owners, m)
-    streamed = kept_by(dense, system, job, mesh.dp).streamed
-    streamed += kept_by(experts, system, job, owners).streamed
+    kept = kept_by(dense, system, job, mesh.dp) + kept_by(experts, system, job, owners)
     return Traffic(
         data=data + _tied_bytes(shape, job, candidate, stage),
         tensor=m * _tensor_bytes(shape, job, candidate, stage),
         pipeline=m * _pipeline_bytes(shape, job, candidate, stage),
         expert=m * _expert_bytes(shape, job, candidate, stage),
-        offloaded=streamed,
+        offloaded=kept.streamed + m * kept.streamed_each,
     )
 
 

@@ -5,7 +5,8 @@ The predictions of zero take a model: here it is one of parameters alone, on the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +28,8 @@ class Kept:
         parameters, gradients, states: on the device.
         buffers: what gathers, reduces and updates go through.
         elsewhere: what an offloading system keeps in host memory or on disks.
-        streamed: what goes to and comes from there in a step.
+        streamed: what goes to and comes from there for an update.
+        streamed_each: what does so for every micro-batch.
     """
 
     parameters: int = 0
@@ -36,20 +38,13 @@ class Kept:
     buffers: int = 0
     elsewhere: int = 0
     streamed: int = 0
+    streamed_each: int = 0
 
     def __add__(self, other: Kept) -> Kept:
-        return Kept(*(a + b for a, b in zip(_tuple(self), _tuple(other), strict=True)))
+        return Kept(*map(operator.add, astuple(self), astuple(other)))
 
-
-def _tuple(kept: Kept) -> tuple[int, ...]:
-    return (
-        kept.parameters,
-        kept.gradients,
-        kept.states,
-        kept.buffers,
-        kept.elsewhere,
-        kept.streamed,
-    )
+    def __sub__(self, other: Kept) -> Kept:
+        return Kept(*map(operator.sub, astuple(self), astuple(other)))
 
 
 def kept_bytes(num_params: int, system: System, job: Job, world_size: int = 1) -> Kept:
@@ -71,32 +66,45 @@ def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
         return Kept()
     if system.is_lomo:
         return _of_lomo(part, system, job, world_size)
+    if system.stage == 3 and part.num_layers > 2:
+        # A layer is a unit, and adds what every other one does: large models need not be built.
+        one, two = (
+            kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2)
+        )
+        added = replace(two - one, buffers=0)
+        return two + _times(part.num_layers - 2, added)
     if system.weights != "device":
         return _of_infinity(part, job, world_size)
+    return _of_zero(part, system, job, world_size)
+
+
+def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     from ringcomm.parallel import zero
 
-    model = _model(part, itemsize=4)
-    memory = zero.predict_memory(
-        model,
-        _optimizer(model, job),
-        system.stage,
-        world_size=world_size,
-        param_dtype=_param_dtype(job),
-    )
+    model, optimizer = _model(part, 4, job.optimizer)
+    options: Any = {"world_size": world_size, "param_dtype": _param_dtype(job)}
+    memory = zero.predict_memory(model, optimizer, system.stage, **options)
     states = memory.states
     if system.stage == 0 and job.itemsize == 2:
         states += 4 * part.num_elems  # masters, which replicas keep as well
     if not system.is_offloaded:
         return Kept(memory.parameters, memory.gradients, states, memory.buffers)
-    chunks = NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes
     return Kept(
         memory.parameters,
         memory.gradients,
         0,
-        memory.buffers + min(chunks, states),
+        memory.buffers + min(_chunk_bytes(job), states),
         elsewhere=states,
         streamed=2 * states,
     )
+
+
+def _times(count: int, kept: Kept) -> Kept:
+    return Kept(*(count * number for number in astuple(kept)))
+
+
+def _chunk_bytes(job: Job) -> int:
+    return NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes
 
 
 @lru_cache(maxsize=4096)
@@ -115,17 +123,19 @@ def sent_of_weights(
         return shares * (world_size - 1) * job.itemsize * part.num_elems // world_size
     from ringcomm.parallel import zero
 
-    if system.weights != "device":
-        model, options = _model(part, job.itemsize), {"offload_weights": True}
+    is_elsewhere = system.weights != "device"
+    model, optimizer = _model(part, job.itemsize if is_elsewhere else 4, job.optimizer)
+    arguments: Any = {"world_size": world_size}
+    if is_elsewhere:
+        arguments["offload_weights"] = True
     else:
-        model, options = _model(part, itemsize=4), {"param_dtype": _param_dtype(job)}
-    arguments: Any = {"world_size": world_size, **options}
-    once = zero.predict_traffic(model, _optimizer(model, job), system.stage, **arguments)
+        arguments["param_dtype"] = _param_dtype(job)
+    once = zero.predict_traffic(model, optimizer, system.stage, **arguments)
     if system.stage == 3:
         return num_micro_batches * once
     if system.stage == 1:
         return once
-    shards = zero.predict_memory(model, _optimizer(model, job), 2, **arguments).gradients
+    shards = zero.predict_memory(model, optimizer, 2, **arguments).gradients
     gathered = (world_size - 1) * shards
     return gathered + num_micro_batches * (once - gathered)
 
@@ -145,22 +155,20 @@ def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
 def _of_infinity(part: RankPart, job: Job, world_size: int) -> Kept:
     from ringcomm.parallel import zero
 
-    model = _model(part, job.itemsize)
-    memory = zero.predict_memory(
-        model, _optimizer(model, job), 3, world_size=world_size, offload_weights=True
-    )
+    model, optimizer = _model(part, job.itemsize, job.optimizer)
+    memory = zero.predict_memory(model, optimizer, 3, world_size=world_size, offload_weights=True)
     shard = -(-part.num_elems // world_size)
     states, weights = shard * job.state_bytes, shard * job.itemsize
-    chunks = NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes
     return Kept(
         memory.parameters,
         memory.gradients,
         0,
-        memory.buffers + min(chunks, states),
+        memory.buffers + min(_chunk_bytes(job), states),
         elsewhere=states + 2 * weights,
-        # States both ways; weights come for both passes and the update, which writes them;
-        # gradients go and come back.
-        streamed=2 * states + 6 * weights,
+        # States and weights both ways. Weights come for both passes; a gradient goes and comes
+        # back, for the next one to be added or for the update.
+        streamed=2 * states + 2 * weights,
+        streamed_each=4 * weights,
     )
 
 
@@ -171,8 +179,8 @@ def _param_dtype(job: Job) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _model(part: RankPart, itemsize: int) -> Any:
-    """Parameters of these shapes without memory: before, a unit per layer, after."""
+def _model(part: RankPart, itemsize: int, optimizer: str) -> Any:
+    """Parameters of these shapes without memory: before, a unit per layer, after; an optimizer."""
     import torch
     from torch import nn
 
@@ -192,12 +200,6 @@ def _model(part: RankPart, itemsize: int) -> Any:
     model.before = Unit(part.before)
     model.layers = nn.ModuleList(Unit(part.layer) for _ in range(part.num_layers))
     model.after = Unit(part.after)
-    return model
-
-
-def _optimizer(model: Any, job: Job) -> Any:
-    import torch
-
-    if job.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), 1e-3)
-    return torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+    if optimizer == "adamw":
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+    return model, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
