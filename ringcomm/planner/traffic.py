@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.job import Job
 from ringcomm.planner.rank_part import layers_of, rank_part
+from ringcomm.planner.ring_bytes import ring_elems
 from ringcomm.planner.shapes import ModelShape, Unit
 from ringcomm.planner.weights_memory import kept_by, sent_of_weights
 
@@ -101,28 +102,31 @@ def _tensor_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int)
     if t == 1:
         return 0
     halves = calls_of_tensor_parallelism(shape, job, candidate, stage)
-    sent = halves * (t - 1) * _message(shape, job, candidate) // t
-    if stage == candidate.head_stage:
-        tokens = candidate.micro_batch * job.sequence
-        sent += 2 * (t - 1) * _STATS_BYTES * (tokens + 1) // t
+    e, tokens = job.itemsize, candidate.micro_batch * job.sequence
     if mesh.is_sequence_split:
-        sent += 2 * (t - 1) * job.itemsize * _summed_elems(shape, candidate, stage) // t
+        sent = halves * (t - 1) * e * tokens // t * shape.hidden
+        num_layers = layers_of(shape.layers, mesh.pp, stage)
+        sent += num_layers * e * _summed_elems(shape.layer, t)
+        sent += e * _summed_elems(shape.head, t) if stage == candidate.head_stage else 0
+    else:
+        sent = halves // 2 * e * ring_elems(tokens * shape.hidden, t)
+    if stage == candidate.head_stage:
+        sent += _STATS_BYTES * ring_elems(tokens + 1, t)
     copies = t // shape.kv_heads
     if copies > 1:  # gradients of heads that several ranks have
         elems = 2 * shape.head_dim * (shape.hidden + ("qkv" in shape.biases))
         elems *= layers_of(shape.layers, mesh.pp, stage)
-        sent += 2 * (copies - 1) * job.itemsize * elems // copies
+        sent += e * ring_elems(elems, copies)
     return sent
 
 
-def _summed_elems(shape: ModelShape, candidate: Candidate, stage: int) -> int:
-    """Of weights that every rank uses on its own tokens: norms, and biases of what leaves."""
-
-    def whole(unit: Unit) -> int:
-        return sum(w.num_elems for w in unit.weights if w.split is None and len(w.shape) == 1)
-
-    elems = whole(shape.layer) * layers_of(shape.layers, candidate.mesh.pp, stage)
-    return elems + (whole(shape.head) if stage == candidate.head_stage else 0)
+def _summed_elems(unit: Unit, tp: int) -> int:
+    """Sent of the gradients of what every rank uses on its own tokens: norms, biases behind sums."""
+    return sum(
+        ring_elems(weight.num_elems, tp)
+        for weight in unit.weights
+        if weight.split is None and len(weight.shape) == 1
+    )
 
 
 def _pipeline_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ringcomm.planner.job import Job
 from ringcomm.planner.rank_part import RankPart, Shapes
+from ringcomm.planner.ring_bytes import ring_elems
 from ringcomm.planner.systems import System
 
 __all__ = ["Kept", "kept_bytes", "kept_by", "sent_of_weights"]
@@ -119,8 +120,8 @@ def sent_of_weights(
     if not part.num_elems or world_size == 1:
         return 0
     if system.is_lomo or system.stage == 0:
-        shares = 3 if system.stage == 3 else 2
-        return shares * (world_size - 1) * job.itemsize * part.num_elems // world_size
+        both = job.itemsize * ring_elems(part.num_elems, world_size)
+        return both * 3 // 2 if system.stage == 3 else both
     from ringcomm.parallel import zero
 
     is_elsewhere = system.weights != "device"
