@@ -7,6 +7,7 @@ import dataclasses
 from ringcomm.planner.hardware import HARDWARE, Hardware
 from ringcomm.planner.links import Group, Link
 from ringcomm.planner.mesh import Mesh
+from ringcomm.planner.sizes import in_gb
 from ringcomm.tuning import Tuning
 
 __all__ = ["Cluster"]
@@ -52,6 +53,11 @@ class Cluster:
         defaults["host_memory_bytes"] = self.hardware.host_memory_bytes
         for name, value in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or value)
+        if self.usable_bytes < 1:
+            raise ValueError(
+                f"{in_gb(self.memory_bytes)} of memory are less than the driver's"
+                f" {in_gb(self.hardware.reserved_bytes)}"
+            )
 
     @property
     def num_hosts(self) -> int:

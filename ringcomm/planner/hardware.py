@@ -3,8 +3,8 @@
 Sources, of dense products without sparsity and of one direction of a link:
 - H100 SXM, H200 SXM: NVIDIA H100 and H200 Tensor Core GPU data sheets (989 TFLOP/s bf16, 67 fp32,
   NVLink 900 GB/s both directions together, PCIe 5.0 x16); a NIC of 400 Gb/s per GPU as in DGX H100.
-- A100 80GB SXM: NVIDIA A100 data sheet (312 TFLOP/s bf16, 19.5 fp32, NVLink 600 GB/s, PCIe 4.0 x16);
-  a NIC of 200 Gb/s per GPU as in DGX A100.
+- A100 80GB SXM: NVIDIA A100 data sheet (312 TFLOP/s bf16, 19.5 fp32, NVLink 600 GB/s, PCIe 4.0
+  x16); a NIC of 200 Gb/s per GPU as in DGX A100.
 - RTX 4090: NVIDIA Ada GPU architecture paper, appendix A (165 TFLOP/s bf16 with sums in fp32, 83
   fp32; no NVLink, PCIe 4.0 x16); a NIC of 100 Gb/s per host of eight.
 - L4: NVIDIA L4 data sheet (121 TFLOP/s bf16, 30 fp32, 300 GB/s, PCIe 4.0 x16).

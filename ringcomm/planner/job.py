@@ -30,8 +30,8 @@ class Job:
             they can.
         regathers: whether what sequence parallelism has gathered is gathered again in the backward
             pass (Korthikanti et al. 2022); ringcomm.nn keeps it.
-        fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two float32
-            numbers per element.
+        fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two
+            float32 numbers per element.
         loads_whole: whether every rank reads all weights of its part of the model into host memory
             first, as torch.load does, in place of one at a time.
         utilisation: share of the peak that layers reach; 0 for the hardware's.
@@ -72,18 +72,22 @@ class Job:
         if not 0 <= self.utilisation <= 1:
             raise ValueError(f"utilisation is a share up to 1, got {self.utilisation}")
         if self.virtual_stages < 2:
-            raise ValueError(f"an interleaved rank has 2 stages at least, got {self.virtual_stages}")
-        choices = {"precision": ("bf16", "fp32"), "optimizer": ("adamw", "sgd")}
-        choices["attention"] = ("flash", "full")
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {' or '.join(known)}, got {getattr(self, name)!r}")
-        lists = {"systems": tuple(SYSTEMS), "schedules": SCHEDULES}
-        lists["checkpointings"] = CHECKPOINTINGS
-        for name, known in lists.items():
-            for value in getattr(self, name):
-                if value not in known:
-                    raise ValueError(f"{name} are of {', '.join(known)}, got {value!r}")
+            raise ValueError(
+                f"an interleaved rank has 2 stages at least, got {self.virtual_stages}"
+            )
+        known: dict[str, tuple[str, ...]] = {
+            "precision": ("bf16", "fp32"),
+            "optimizer": ("adamw", "sgd"),
+            "attention": ("flash", "full"),
+            "systems": tuple(SYSTEMS),
+            "schedules": SCHEDULES,
+            "checkpointings": CHECKPOINTINGS,
+        }
+        for name, names in known.items():
+            value = getattr(self, name)
+            for one in (value,) if isinstance(value, str) else value:
+                if one not in names:
+                    raise ValueError(f"{name}: known are {', '.join(names)}, got {one!r}")
         for name in _AXES:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is positive, or 0 for all, got {getattr(self, name)}")

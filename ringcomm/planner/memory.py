@@ -73,9 +73,7 @@ def _of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> 
     )
 
 
-def _alive(
-    shape: ModelShape, job: Job, candidate: Candidate, acts: Activations, stage: int
-) -> int:
+def _alive(shape: ModelShape, job: Job, candidate: Candidate, acts: Activations, stage: int) -> int:
     """What all micro-batches have that a stage has begun and not ended."""
     mesh = candidate.mesh
     num_layers = layers_of(shape.layers, mesh.pp, stage)

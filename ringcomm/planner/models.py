@@ -74,9 +74,7 @@ def find_model(name: str) -> ModelShape:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(
-            f"{name!r} is no model and no config.json; known are {', '.join(MODELS)}"
-        )
+        raise ValueError(f"{name!r} is no model and no config.json; known are {', '.join(MODELS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -96,9 +94,7 @@ def model_of_config(config: dict[str, Any], name: str) -> ModelShape:
     readers = {"llama": _of_llama, "mistral": _of_llama, "qwen2": _of_llama, "mixtral": _of_llama}
     readers["gpt2"] = _of_gpt2
     if kind not in readers:
-        raise ValueError(
-            f"{name}: model_type is one of {', '.join(sorted(readers))}, got {kind!r}"
-        )
+        raise ValueError(f"{name}: model_type is one of {', '.join(sorted(readers))}, got {kind!r}")
     try:
         return readers[kind](config, name)
     except KeyError as error:

@@ -47,7 +47,9 @@ def draw(plans: Plans, path: Path, top: int = 12) -> None:
         right.axvline(plans.cluster.usable_bytes / 1e9, color="grey", linestyle=":")
         right.set(xlabel="GB of the fullest rank; dotted: what a device has")
         left.invert_yaxis()
-        figure.suptitle(f"{plans.shape.name}, {plans.cluster.num_gpus} × {plans.cluster.hardware.name}")
+        figure.suptitle(
+            f"{plans.shape.name}, {plans.cluster.num_gpus} × {plans.cluster.hardware.name}"
+        )
         figure.savefig(path, metadata=metadata)
         plt.close(figure)
 

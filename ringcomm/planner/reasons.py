@@ -142,9 +142,7 @@ def _pipeline(job: Job, candidate: Candidate, traffic: Traffic) -> Iterator[str]
     )
 
 
-def _offload(
-    cluster: Cluster, job: Job, candidate: Candidate, traffic: Traffic
-) -> Iterator[str]:
+def _offload(cluster: Cluster, job: Job, candidate: Candidate, traffic: Traffic) -> Iterator[str]:
     system, hardware = candidate.system, cluster.hardware
     if not system.is_offloaded:
         return

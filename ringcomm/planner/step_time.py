@@ -105,9 +105,7 @@ def _message(shape: ModelShape, job: Job, candidate: Candidate) -> int:
     return job.itemsize * candidate.micro_batch * job.sequence * shape.hidden
 
 
-def _tensor_seconds(
-    shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate
-) -> float:
+def _tensor_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
     """Of a micro-batch on the first stage."""
     halves = calls_of_tensor_parallelism(shape, job, candidate, 0)
     if not halves:
@@ -118,9 +116,7 @@ def _tensor_seconds(
     return halves / 2 * group.all_reduce(num_bytes)
 
 
-def _expert_seconds(
-    shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate
-) -> float:
+def _expert_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
     """Of a micro-batch: two all_to_alls a layer each way."""
     mesh = candidate.mesh
     if mesh.ep == 1:
@@ -132,9 +128,7 @@ def _expert_seconds(
     return calls * cluster.expert_group(mesh).all_to_all(routed * (mesh.ep - 1) / mesh.ep)
 
 
-def _pipeline_seconds(
-    shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate
-) -> float:
+def _pipeline_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
     """The way through all stages and back; what micro-batches send between may be hidden."""
     pp = candidate.mesh.pp
     if pp == 1:
@@ -192,9 +186,7 @@ def _offload_seconds(candidate: Candidate, cluster: Cluster, traffic: Traffic) -
     return traffic.offloaded * sharers / hardware.disk_rate
 
 
-def _update_seconds(
-    shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate
-) -> float:
+def _update_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
     """States and masters are read and written, gradients read, weights written."""
     mesh, system = candidate.mesh, candidate.system
     dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)

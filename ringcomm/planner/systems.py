@@ -34,8 +34,7 @@ class System:
         return self.states != "device"
 
     def fault(self, dp: int, pp: int, tp: int, *, is_host: bool) -> str | None:
-        """Why it does not go with such axes, or on a device that is its own host; None if it does.
-        """
+        """Why it does not go with such axes, or on a device that is its host; None if it does."""
         if self.name == "single":
             return None if dp == pp == tp == 1 else "single is one rank"
         if self.name == "ddp" and dp == pp == tp == 1:

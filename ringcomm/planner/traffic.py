@@ -121,7 +121,7 @@ def _tensor_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: int)
 
 
 def _summed_elems(unit: Unit, tp: int) -> int:
-    """Sent of the gradients of what every rank uses on its own tokens: norms, biases behind sums."""
+    """Sent of gradients of what every rank uses on its own tokens: norms, biases behind sums."""
     return sum(
         ring_elems(weight.num_elems, tp)
         for weight in unit.weights

@@ -15,7 +15,7 @@ from ringcomm.planner.rank_part import RankPart, Shapes
 from ringcomm.planner.ring_bytes import ring_elems
 from ringcomm.planner.systems import System
 
-__all__ = ["Kept", "kept_bytes", "kept_by", "sent_of_weights"]
+__all__ = ["Kept", "kept_by", "kept_bytes", "sent_of_weights"]
 
 CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
 NUM_CHUNKS = 3  # one comes, one is at work, one goes
@@ -69,9 +69,7 @@ def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
         return _of_lomo(part, system, job, world_size)
     if system.stage == 3 and part.num_layers > 2:
         # A layer is a unit, and adds what every other one does: large models need not be built.
-        one, two = (
-            kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2)
-        )
+        one, two = (kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2))
         added = replace(two - one, buffers=0)
         return two + _times(part.num_layers - 2, added)
     if system.weights != "device":

@@ -48,7 +48,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.enter(self.norm1(x))
         q, k, v = (
-            w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.q, self.k, self.v)
+            w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.q, self.k, self.v)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))

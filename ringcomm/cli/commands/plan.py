@@ -49,7 +49,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to look at").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
-    several = {"type": as_option(words), "default": [], "metavar": "NAMES"}
+    several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
     add("--systems", help="separated by commas (default: all)", **several)
     add("--schedules", help="of pipelines (default: all)", **several)
     add("--checkpointing", help="none, selective, full (default: all)", **several)
