@@ -61,5 +61,5 @@ def _bars(axes: Any, names: list[str], parts: tuple[str, ...], values: list[list
         if any(of_plans):
             axes.barh(names, of_plans, left=begin, label=part, color=color)
         begin = [a + b for a, b in zip(begin, of_plans, strict=True)]
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=7, frameon=False, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes.spines[["top", "right"]].set_visible(False)

@@ -110,7 +110,10 @@ def _best(
     if found:
         return max(found, key=lambda plan: plan.tokens_per_s)
     where = f"{mesh}, {schedule}" if schedule else str(mesh)
-    return Refusal(system.name, where, leanest[1] if leanest is not None else fault)
+    reason = leanest[1] if leanest is not None else fault
+    if system.is_lomo:
+        reason += "; an update inside the backward pass allows one micro-batch"
+    return Refusal(system.name, where, reason)
 
 
 def _candidates(

@@ -86,8 +86,11 @@ def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
     states = memory.states
     if system.stage == 0 and job.itemsize == 2:
         states += 4 * part.num_elems  # masters, which replicas keep as well
+    buffers = memory.buffers
+    if system.stage == 0 and world_size > 1:
+        buffers += memory.gradients  # DistributedDataParallel's buckets, unless it is told to share
     if not system.is_offloaded:
-        return Kept(memory.parameters, memory.gradients, states, memory.buffers)
+        return Kept(memory.parameters, memory.gradients, states, buffers)
     return Kept(
         memory.parameters,
         memory.gradients,

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_machines(parser)
     _add_job(parser)
     add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
+    add("--why", type=int, default=1, help="whose reasons to show (default: %(default)s, the first)")
     add("--json", action="store_true", help="print all plans as one JSON object")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
     add(
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(plans.to_json())
     else:
-        _print(plans, options.top)
+        _print(plans, options.top, options.why)
     if options.plot and plans.best is not None:
         _draw(plans, options)
     return 0 if plans.best is not None else 1
@@ -107,6 +108,8 @@ def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
         raise ValueError("--model and --gpus are wanted: --model llama-7b --gpus 8")
     if options.top < 0:
         raise ValueError(f"--top is not negative, got {options.top}")
+    if options.why < 1:
+        raise ValueError(f"--why counts from 1, got {options.why}")
     cluster = planner.Cluster(
         options.gpus,
         planner.find_hardware(options.hardware),
@@ -139,7 +142,7 @@ def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
     return planner.plan(planner.find_model(options.model), cluster, job)
 
 
-def _print(plans: Any, top: int) -> None:
+def _print(plans: Any, top: int, why: int) -> None:
     from ringcomm.bench.screen import make_console
     from ringcomm.planner.report import headline, refusal_lines, table_of_plans
 
@@ -149,8 +152,9 @@ def _print(plans: Any, top: int) -> None:
     console.print(headline(plans), soft_wrap=True)
     if plans.best is not None:
         console.print(table_of_plans(plans, top))
-        console.print(f"Why {plans.best.candidate.name}:", soft_wrap=True)
-        for reason in plans.best.reasons:
+        chosen = plans.ranked[min(why, len(plans)) - 1]
+        console.print(f"Why {chosen.candidate.name}:", soft_wrap=True)
+        for reason in chosen.reasons:
             console.print(f"- {reason}", soft_wrap=True)
     console.print("What does not fit, or does not go:")
     for line in refusal_lines(plans, top):
