@@ -12,7 +12,7 @@ from ringcomm.planner.schedules import live_micro_batches
 from ringcomm.planner.shapes import ModelShape
 from ringcomm.planner.weights_memory import Kept, kept_by
 
-__all__ = ["RankMemory", "memory_of", "weights_of_stage"]
+__all__ = ["RankMemory", "memory_of", "memory_of_stage", "weights_of_stage"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RankMemory:
 def memory_of(shape: ModelShape, job: Job, candidate: Candidate) -> RankMemory:
     """Of the fullest rank: the first stage of a pipeline, or the last, which has the logits."""
     stages = sorted({0, candidate.head_stage})
-    found = [_of_stage(shape, job, candidate, stage) for stage in stages]
+    found = [memory_of_stage(shape, job, candidate, stage) for stage in stages]
     return max(found, key=lambda memory: memory.device)
 
 
@@ -56,7 +56,8 @@ def weights_of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: i
     return kept_by(dense, system, job, mesh.dp) + kept_by(experts, system, job, owners)
 
 
-def _of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> RankMemory:
+def memory_of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> RankMemory:
+    """Of the ranks that one stage of the pipeline has."""
     kept = weights_of_stage(shape, job, candidate, stage)
     acts = activations_of(shape, job, candidate.mesh, candidate.micro_batch)
     system = candidate.system

@@ -11,7 +11,7 @@ from ringcomm.planner.ring_bytes import ring_elems
 from ringcomm.planner.shapes import ModelShape, Unit
 from ringcomm.planner.weights_memory import kept_by, sent_of_weights
 
-__all__ = ["Traffic", "calls_of_tensor_parallelism", "traffic_of"]
+__all__ = ["Traffic", "calls_of_tensor_parallelism", "traffic_of", "traffic_of_stage"]
 
 _STATS_BYTES = 24  # of a token in the loss over classes in parts: ringcomm.ops.cross_entropy
 
@@ -48,11 +48,12 @@ def traffic_of(shape: ModelShape, job: Job, candidate: Candidate) -> Traffic:
     """Of the rank that sends most: of a pipeline's first or last stage, or of one between them."""
     pp = candidate.mesh.pp
     stages = {0, min(1, pp - 1), pp - 1}
-    found = [_of_stage(shape, job, candidate, stage) for stage in sorted(stages)]
+    found = [traffic_of_stage(shape, job, candidate, stage) for stage in sorted(stages)]
     return max(found, key=lambda traffic: (traffic.sent, traffic.offloaded))
 
 
-def _of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> Traffic:
+def traffic_of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> Traffic:
+    """Of the first rank that one stage of the pipeline has."""
     mesh, system = candidate.mesh, candidate.system
     m = candidate.num_micro_batches
     dense, experts = rank_part(shape, mesh, stage, candidate.head_stage)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from zero_models import live_bytes
 import ringcomm
 from ringcomm import planner
 from ringcomm.optim import Lomo, memory_report
-from ringcomm.parallel import WeightShards, zero
+from ringcomm.parallel import WeightShards, offload, zero
 from ringcomm.planner import Cluster, Job, Plan
 
 CPU = planner.find_hardware("cpu-core")
@@ -22,12 +24,14 @@ SYSTEMS = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 RING = ringcomm.Options(algorithm="ring")
 
 
-def plan_of(num_ranks: int, system: str, **options: Any) -> Plan:
+def plan_of(
+    num_ranks: int, system: str, *, hardware: planner.Hardware = CPU, **options: Any
+) -> Plan:
     """Of the decoder; a replica's batch is BATCH rows."""
     replicas = num_ranks // options.get("tp", 1)
     options = {"precision": "fp32", "fused_norms": False, "checkpointings": ("none",), **options}
     job = Job(BATCH * SHAPE.context * replicas, systems=(system,), **options)
-    plans = planner.plan(SHAPE, Cluster(num_ranks, CPU), job)
+    plans = planner.plan(SHAPE, Cluster(num_ranks, hardware), job)
     found = [p for p in plans if p.candidate.mesh.pp == 1 and p.candidate.mesh.dp == replicas]
     assert len(found) == 1
     assert found[0].candidate.num_micro_batches == 1
@@ -150,6 +154,43 @@ def test_micro_batches(system: str) -> None:
     num_micro_batches = best.candidate.num_micro_batches
     measured = run_ranks(2, train, SYSTEMS[system], num_micro_batches, pg_options=RING)
     assert measured[0][0][-1] == best.traffic.data
+
+
+def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
+    model = Decoder()
+    path = folder / f"{rank}" if to == "nvme" else None
+    sharded: Any = zero.shard(model, offload.AdamW(model.parameters(), 1e-3, to=to, path=path), 2)
+    tier = sharded._inner.tier
+    before = moved = 0
+    for step in range(2):
+        model(rows(2 * step + rank)).backward()
+        gradients = live_bytes(sharded.gradient_tensors())
+        sharded.step()
+        sharded.zero_grad()
+        if to == "nvme":
+            moved = tier.store.read_bytes + tier.store.written_bytes - before
+            before += moved
+    return {
+        "parameters": live_bytes(model.parameters()),
+        "gradients": gradients,
+        "states": live_bytes(sharded.state_tensors()),
+        "elsewhere": tier.memory_bytes if to == "cpu" else moved // 2,
+        "moved": moved,
+    }
+
+
+@pytest.mark.parametrize("to", ["cpu", "nvme"])
+def test_offloaded_states(to: str, tmp_path: Path) -> None:
+    """Beside a device that has a host."""
+    device = dataclasses.replace(CPU, is_host=False)
+    found = plan_of(2, f"offload-{to}", hardware=device)
+    kept = run_ranks(2, train_offloaded, to, tmp_path, pg_options=RING)
+    for name in ("parameters", "gradients", "states"):
+        assert kept[0][name] == pytest.approx(getattr(found.memory, name), rel=0.05)
+    predicted = found.memory.disk if to == "nvme" else found.memory.host
+    assert kept[0]["elsewhere"] == pytest.approx(predicted, rel=0.05)  # in blocks of 4 KiB
+    if to == "nvme":
+        assert kept[0]["moved"] == pytest.approx(found.traffic.offloaded, rel=0.05)
 
 
 def count_split(rank: int, is_sequence_split: bool, is_checkpointed: bool) -> list[int]:

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_machines(parser)
     _add_job(parser)
     add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
-    add("--why", type=int, default=1, help="whose reasons to show (default: %(default)s, the first)")
+    add(
+        "--why", type=int, default=1, help="whose reasons to show (default: %(default)s, the first)"
+    )
     add("--json", action="store_true", help="print all plans as one JSON object")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
     add(
