@@ -29,17 +29,16 @@ class Stage(nn.Module):
         super().__init__()
         whole = Decoder(DEEP)
         per_stage = DEEP.layers // NUM_STAGES
-        self.layers = whole.layers[stage * per_stage : (stage + 1) * per_stage]  # type: ignore[assignment]
+        self.layers = whole.layers[stage * per_stage : (stage + 1) * per_stage]
         self.tok = whole.tok if stage == 0 else None
-        is_last = stage == NUM_STAGES - 1
-        self.norm, self.head = (whole.norm, whole.head) if is_last else (None, None)
+        self.end: Any = nn.Sequential(whole.norm, whole.head) if stage == NUM_STAGES - 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.tok is None else self.tok(x)
         layers: Any = self.layers
         for layer in layers:
             x = layer(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        return x if self.end is None else self.end(x)
 
 
 class Watch:
