@@ -56,6 +56,7 @@ def _weights(shape: ModelShape, job: Job, candidate: Candidate, memory: RankMemo
         formula = f"{e} Φ + {e} Φ/{n}"
     share = mesh.pp * mesh.tp
     of = f"Φ = {shape.num_params:,} weights" + (f" / {share}" if share > 1 else "")
+    of += f", of experts 1/{mesh.ep}" if mesh.ep > 1 else ""
     kept = memory.parameters + memory.gradients + memory.states
     return f"weights, gradients, states: {formula} bytes, {of}: {in_gb(kept)}"
 

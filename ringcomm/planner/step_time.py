@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.cluster import Cluster
 from ringcomm.planner.job import Job
-from ringcomm.planner.rank_part import layers_of, rank_part
+from ringcomm.planner.rank_part import RankPart, layers_of, rank_part
 from ringcomm.planner.schedules import bubble
 from ringcomm.planner.shapes import ModelShape
+from ringcomm.planner.systems import System
 from ringcomm.planner.traffic import Traffic, calls_of_tensor_parallelism
 from ringcomm.planner.weights_memory import kept_by
 
@@ -149,9 +150,9 @@ def _data_seconds(
 ) -> tuple[float, float]:
     """Of weights and gradients, and how much of it computing may hide.
 
-    The last micro-batch's backward pass hides the gradients of replicas and of stage 1, each
-    micro-batch's those of stage 2. Weights that are gathered after the update are not hidden;
-    those of stage 3 are behind all computing.
+    DistributedDataParallel hides gradients behind the last micro-batch's backward pass, and
+    fully_shard gathers and reductions behind all computing. Stages 1 and 2, LOMO and offloaded
+    weights communicate where they stand.
     """
     mesh, system, m = candidate.mesh, candidate.system, candidate.num_micro_batches
     if mesh.dp == 1:
@@ -163,15 +164,22 @@ def _data_seconds(
         num_bytes = job.itemsize * part.num_elems
         if not num_bytes or group.num_ranks == 1:
             continue
-        calls = max(1, -(-num_bytes // BUCKET_BYTES)) if system.stage < 3 else part.num_layers + 1
+        calls = _num_calls(part, system, num_bytes)
         collective = group.half if system.stage else group.all_reduce
         once += calls * collective(num_bytes / calls)
-    backward = compute * 2 / 3
+    halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
+    blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
+    hiding = compute if system.stage == 3 else compute * 2 / 3 / m
+    return halves * once, 0.0 if blocks else hiding
+
+
+def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:
+    """Collectives that all weights, or their gradients, take: by bucket, unit, or weight."""
+    if system.is_lomo and system.stage == 0:
+        return len(part.before) + part.num_layers * len(part.layer) + len(part.after)
     if system.stage == 3:
-        return 3 * m * once, compute
-    if system.stage == 2:
-        return (m + 1) * once, min(backward, m * once)
-    return (2 if system.stage else 1) * once, min(backward / m, once)
+        return part.num_layers + 1
+    return -(-num_bytes // BUCKET_BYTES)
 
 
 def _offload_seconds(candidate: Candidate, cluster: Cluster, traffic: Traffic) -> float:

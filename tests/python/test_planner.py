@@ -249,6 +249,16 @@ def test_dominating_parts() -> None:
     assert best("offload-nvme", h100).time.largest == "offload"
 
 
+def test_who_hides_what() -> None:
+    """DDP and fully_shard communicate beside computing; the others where they stand."""
+    plans = plans_of("gpt2", 8, tp=1, pp=1)
+    hidden = {plan.candidate.system.name: plan.time.data_hidden > 0 for plan in plans}
+    assert {name for name, hides in hidden.items() if hides} == {"ddp", "zero3"}
+    assert {"zero1", "zero2", "lomo", "infinity-cpu"} <= set(hidden)
+    for plan in plans:
+        assert plan.time.data + plan.time.data_hidden > 0
+
+
 # ---- operators on devices
 
 
