@@ -1,0 +1,207 @@
+"""Weights, gradients and states of a rank, and what it sends of them, by ringcomm.parallel.zero.
+
+The predictions of zero take a model: here it is one of parameters alone, on the meta device.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ringcomm.planner.job import Job
+from ringcomm.planner.rank_part import RankPart, Shapes
+from ringcomm.planner.ring_bytes import ring_elems
+from ringcomm.planner.systems import System
+
+__all__ = ["Kept", "kept_by", "kept_bytes", "sent_of_weights"]
+
+CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
+NUM_CHUNKS = 3  # one comes, one is at work, one goes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a rank.
+
+    Attributes:
+        parameters, gradients, states: on the device.
+        buffers: what gathers, reduces and updates go through.
+        elsewhere: what an offloading system keeps in host memory or on disks.
+        streamed: what goes to and comes from there for an update.
+        streamed_each: what does so for every micro-batch.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    states: int = 0
+    buffers: int = 0
+    elsewhere: int = 0
+    streamed: int = 0
+    streamed_each: int = 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(*map(operator.add, astuple(self), astuple(other)))
+
+    def __sub__(self, other: Kept) -> Kept:
+        return Kept(*map(operator.sub, astuple(self), astuple(other)))
+
+
+def kept_bytes(num_params: int, system: System, job: Job, world_size: int = 1) -> Kept:
+    """Of so many weights in one piece; without a model's shapes, rounding and buffers are unlike.
+
+    kept_bytes(7_000_000_000, SYSTEMS["ddp"], job) is the 16 bytes a weight of mixed precision.
+    """
+    return kept_by(RankPart((), ((num_params,),), 1, ()), system, job, world_size)
+
+
+@lru_cache(maxsize=4096)
+def kept_by(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
+    """What a rank keeps of its weights when so many ranks have the same ones.
+
+    Raises:
+        ValueError: there is no such world size.
+    """
+    if not part.num_elems:
+        return Kept()
+    if system.is_lomo:
+        return _of_lomo(part, system, job, world_size)
+    if system.stage == 3 and part.num_layers > 2:
+        # A layer is a unit, and adds what every other one does: large models need not be built.
+        one, two = (kept_by(replace(part, num_layers=n), system, job, world_size) for n in (1, 2))
+        added = replace(two - one, buffers=0)
+        return two + _times(part.num_layers - 2, added)
+    if system.weights != "device":
+        return _of_infinity(part, job, world_size)
+    return _of_zero(part, system, job, world_size)
+
+
+def _of_zero(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
+    from ringcomm.parallel import zero
+
+    model, optimizer = _model(part, 4, job.optimizer)
+    options: Any = {"world_size": world_size, "param_dtype": _param_dtype(job)}
+    memory = zero.predict_memory(model, optimizer, system.stage, **options)
+    states = memory.states
+    if system.stage == 0 and job.itemsize == 2:
+        states += 4 * part.num_elems  # masters, which replicas keep as well
+    buffers = memory.buffers
+    if system.stage == 0 and world_size > 1:
+        buffers += memory.gradients  # DistributedDataParallel's buckets, unless it is told to share
+    if not system.is_offloaded:
+        return Kept(memory.parameters, memory.gradients, states, buffers)
+    return Kept(
+        memory.parameters,
+        memory.gradients,
+        0,
+        memory.buffers + min(_chunk_bytes(job), states),
+        elsewhere=states,
+        streamed=2 * states,
+    )
+
+
+def _times(count: int, kept: Kept) -> Kept:
+    return Kept(*(count * number for number in astuple(kept)))
+
+
+def _chunk_bytes(job: Job) -> int:
+    return NUM_CHUNKS * CHUNK_ELEMS * job.state_bytes
+
+
+@lru_cache(maxsize=4096)
+def sent_of_weights(
+    part: RankPart, system: System, job: Job, world_size: int, num_micro_batches: int
+) -> int:
+    """Bytes that a rank sends of weights and gradients in a step.
+
+    2 (N - 1) / N of them, of replicas and at stages 1 and 2; 3 (N - 1) / N at stage 3. Stage 2
+    reduces, and stage 3 gathers and reduces, in every micro-batch.
+    """
+    if not part.num_elems or world_size == 1:
+        return 0
+    if system.is_lomo or system.stage == 0:
+        both = job.itemsize * ring_elems(part.num_elems, world_size)
+        return both * 3 // 2 if system.stage == 3 else both
+    from ringcomm.parallel import zero
+
+    is_elsewhere = system.weights != "device"
+    model, optimizer = _model(part, job.itemsize if is_elsewhere else 4, job.optimizer)
+    arguments: Any = {"world_size": world_size}
+    if is_elsewhere:
+        arguments["offload_weights"] = True
+    else:
+        arguments["param_dtype"] = _param_dtype(job)
+    once = zero.predict_traffic(model, optimizer, system.stage, **arguments)
+    if system.stage == 3:
+        return num_micro_batches * once
+    if system.stage == 1:
+        return once
+    shards = zero.predict_memory(model, optimizer, 2, **arguments).gradients
+    gathered = (world_size - 1) * shards
+    return gathered + num_micro_batches * (once - gathered)
+
+
+def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
+    """16-bit weights are updated as they are; the gradient that lives is the largest."""
+    e = job.itemsize
+    gradient = e * part.largest_elems
+    if system.stage == 0:
+        return Kept(e * part.num_elems, gradient)
+    # The weights outside of layers stay whole, as in ringcomm.parallel.WeightShards; and a layer's.
+    ends = RankPart(part.before, (), 0, part.after).num_elems
+    unit = RankPart((), part.layer, 1, ()).num_elems
+    return Kept(-(-e * part.num_elems // world_size), gradient, buffers=e * (ends + unit))
+
+
+def _of_infinity(part: RankPart, job: Job, world_size: int) -> Kept:
+    from ringcomm.parallel import zero
+
+    model, optimizer = _model(part, job.itemsize, job.optimizer)
+    memory = zero.predict_memory(model, optimizer, 3, world_size=world_size, offload_weights=True)
+    shard = -(-part.num_elems // world_size)
+    states, weights = shard * job.state_bytes, shard * job.itemsize
+    return Kept(
+        memory.parameters,
+        memory.gradients,
+        0,
+        memory.buffers + min(_chunk_bytes(job), states),
+        elsewhere=states + 2 * weights,
+        # States and weights both ways. Weights come for both passes; a gradient goes and comes
+        # back, for the next one to be added or for the update.
+        streamed=2 * states + 2 * weights,
+        streamed_each=4 * weights,
+    )
+
+
+def _param_dtype(job: Job) -> Any:
+    import torch
+
+    return torch.bfloat16 if job.itemsize == 2 else None
+
+
+@lru_cache(maxsize=1024)
+def _model(part: RankPart, itemsize: int, optimizer: str) -> Any:
+    """Parameters of these shapes without memory: before, a unit per layer, after; an optimizer."""
+    import torch
+    from torch import nn
+
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+
+    class Unit(nn.Module):
+        def __init__(self, shapes: Shapes) -> None:
+            super().__init__()
+            for i, shape in enumerate(shapes):
+                empty = torch.empty(shape, dtype=dtype, device="meta")
+                self.register_parameter(f"weight{i}", nn.Parameter(empty))
+
+        def forward(self) -> None:
+            """A unit is something that one can call."""
+
+    model = Unit(())
+    model.before = Unit(part.before)
+    model.layers = nn.ModuleList(Unit(part.layer) for _ in range(part.num_layers))
+    model.after = Unit(part.after)
+    if optimizer == "adamw":
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+    return model, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)

@@ -1,0 +1,101 @@
+"""The command `ringcomm plan`: what it prints, draws and refuses; and the page on scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_tuning import make_tuning
+
+from ringcomm import cli, tuning
+from ringcomm.planner.scale import collectives_table, plans_table
+
+SCALE = Path(__file__).resolve().parents[2] / "docs" / "design" / "scale.md"
+LLAMA = ["plan", "--model", "llama-7b", "--gpus", "8", "--memory", "80GiB", "--tokens", "1M"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> str:
+    assert cli.run(list(argv)) == status
+    return capsys.readouterr().out
+
+
+def test_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plans.svg"
+    pytest.importorskip("matplotlib")
+    out = printed(capsys, *LLAMA, "--top", "3", "--plot", str(picture))
+    assert "6,738,415,616 parameters" in out
+    assert "8 × h100 with 85.9 GB" in out
+    for word in ("params", "grads", "states", "acts", "buffers", "host", "sent GB", "bubble"):
+        assert word in out
+    assert "dominates with" in out
+    assert "ddp, dp 8: needs " in out
+    text = picture.read_text(encoding="utf-8")
+    assert "seconds of a step" in text
+    again = tmp_path / "again.svg"
+    printed(capsys, *LLAMA, "--top", "3", "--plot", str(again))
+    assert again.read_text(encoding="utf-8") == text
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, *LLAMA, "--json", "--systems", "zero3", "--pp", "1"))
+    assert {plan["system"] for plan in found["plans"]} == {"zero3"}
+    assert found["cluster"]["memory_bytes"] == 80 << 30
+    assert found["job"]["tokens"] == 1 << 20
+    assert found["plans"][0]["reasons"]
+
+
+def test_tuning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    tuning.save(make_tuning(), path)
+    small = ["--model", "gpt2", "--gpus", "2", "--tokens", "4k", "--hardware", "cpu-core"]
+    out = printed(capsys, "plan", *small, "--tuning", str(path))
+    assert "tuned with 2 ranks" in out
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *LLAMA, "--systems", "ddp", "--tp", "1", "--pp", "1", status=1)
+    assert "0 plans fit" in out
+    assert "needs " in out
+
+
+def test_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "plan", "--operators", "16GB,1GB", "--memory", "10GB")
+    assert "operator 1, 16.0 GB: split over devices 0, 1" in out
+    assert "operator 2, 1.00 GB: whole on device" in out
+    out = printed(capsys, "plan", "--operators", "10GB,10GB", "--memory", "10GB", "--gpus", "2")
+    assert "a pipeline of 2 stages" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "llama-8b", "--gpus", "8"], "known are llama-7b, llama-13b"),
+        (["--gpus", "8"], "--model and --gpus are wanted"),
+        (["--model", "gpt2", "--gpus", "12"], "no whole number of hosts of 8"),
+        (
+            ["--model", "gpt2", "--gpus", "8", "--memory", "80"],
+            "80 B of memory are less than the driver's 1.07 GB",
+        ),
+        (["--model", "gpt2", "--gpus", "8", "--tokens", "much"], "no number of tokens"),
+        (["--model", "gpt2", "--gpus", "8", "--tp", "3"], "do not make 8 gpus"),
+        (["--model", "gpt2", "--gpus", "8", "--systems", "zero9"], "systems: known are single"),
+        (["--model", "gpt2", "--gpus", "8", "--hardware", "abacus"], "none of h100"),
+        (["--model", "gpt2", "--gpus", "8", "--tuning", "no.json"], "no tuning file"),
+        (["--model", "gpt2", "--gpus", "8", "--top", "-1"], "--top is not negative"),
+        (["--operators", "16GB"], "--operators wants --memory"),
+        (["--operators", "16GB", "--memory", "10GB", "--gpus", "1"], "take 2 devices"),
+    ],
+)
+def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.run(["plan", *argv])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_page_on_scale() -> None:
+    """Its tables are what the planner computes."""
+    page = SCALE.read_text(encoding="utf-8")
+    for table in (collectives_table(), collectives_table(14 * 10**9), plans_table()):
+        assert table in page
