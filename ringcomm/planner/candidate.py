@@ -38,4 +38,4 @@ class Candidate:
     @property
     def head_stage(self) -> int:
         """The stage of the pipeline that has the model's end: in V form the first one."""
-        return 0 if self.schedule == "zero-bubble" else self.mesh.pp - 1
+        return 0 if self.schedule == "zbv" else self.mesh.pp - 1

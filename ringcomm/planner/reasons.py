@@ -130,7 +130,7 @@ def _pipeline(job: Job, candidate: Candidate, traffic: Traffic) -> Iterator[str]
     idle = bubble(candidate.schedule, p, m, job.virtual_stages)
     formula = {
         "interleaved": f"(p-1)/(vm+p-1) with v = {job.virtual_stages}",
-        "zero-bubble": "about 0 if weights' gradients take what was idle",
+        "zbv": "(p-1)/(6m+p-1)",
     }.get(candidate.schedule, "(p-1)/(m+p-1)")
     why = "2p to 4p"
     if m > 4 * p:

@@ -135,7 +135,7 @@ def _pipeline_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: 
     if pp == 1:
         return 0.0
     hop = cluster.pipeline_group(candidate.mesh).hop(_message(shape, job, candidate))
-    rounds = {"interleaved": job.virtual_stages, "zero-bubble": 2}.get(candidate.schedule, 1)
+    rounds = {"interleaved": job.virtual_stages, "zbv": 2}.get(candidate.schedule, 1)
     between = 2 * rounds * (candidate.num_micro_batches - 1)
     return hop * (2 * (pp * rounds - 1) + (1 - cluster.hardware.overlap) * between)
 

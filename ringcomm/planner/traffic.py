@@ -143,7 +143,7 @@ def _pipeline_bytes(shape: ModelShape, job: Job, candidate: Candidate, stage: in
         v = job.virtual_stages
         forward = v - (stage == pp - 1)
         back = v - (stage == 0)
-    elif candidate.schedule == "zero-bubble":
+    elif candidate.schedule == "zbv":
         forward = back = 2 - (stage == 0) - (stage == pp - 1)
     else:
         forward, back = int(stage < pp - 1), int(stage > 0)

@@ -158,10 +158,10 @@ def test_bubbles() -> None:
     for p, m in ((2, 4), (4, 16), (8, 16)):
         assert bubble("gpipe", p, m) == bubble("1f1b", p, m) == pytest.approx((p - 1) / (m + p - 1))
         assert bubble("interleaved", p, m, 4) == pytest.approx((p - 1) / (4 * m + p - 1))
-        assert bubble("zero-bubble", p, m) == 0
+        assert bubble("zbv", p, m) == pytest.approx((p - 1) / (6 * m + p - 1))
         assert [live_micro_batches("1f1b", p, m, i) for i in range(p)] == list(range(p, 0, -1))
         assert {live_micro_batches("gpipe", p, m, i) for i in range(p)} == {m}
-        assert {live_micro_batches("zero-bubble", p, m, i) for i in range(p)} == {p}
+        assert {live_micro_batches("zbv", p, m, i) for i in range(p)} == {p}
         # Narayanan et al. 2021: 1 + (p - 1) / (p v) times as much.
         assert live_micro_batches("interleaved", p, m, 0, 2) == min(m, p + (p - 1) / 2)
     assert live_micro_batches("1f1b", 8, 3, 0) == 3
