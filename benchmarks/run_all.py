@@ -53,6 +53,7 @@ JOBS: dict[str, list[str]] = {
         "ringcomm bench systems --width 256 --layers 5 --rows 4 --tokens 128 --seconds 90",
     ],
     "tensor_parallel": ["tensor_parallel.py"],
+    "planner": ["planner.py"],
     "offload": ["offload.py"],
     "footprint": ["footprint.py"],
 }

@@ -159,6 +159,8 @@ def _data_seconds(
         return 0.0, 0.0
     dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)
     once = 0.0
+    # At stage 3 what was gathered, and what will be reduced, is copied: read and written.
+    copies = 2 / cluster.hardware.memory_rate if system.stage == 3 else 0.0
     groups = ((dense, cluster.data_group(mesh)), (experts, cluster.replica_group(mesh)))
     for part, group in groups:
         num_bytes = job.itemsize * part.num_elems
@@ -166,7 +168,7 @@ def _data_seconds(
             continue
         calls = _num_calls(part, system, num_bytes)
         collective = group.half if system.stage else group.all_reduce
-        once += calls * collective(num_bytes / calls)
+        once += calls * collective(num_bytes / calls) + copies * num_bytes
     halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m

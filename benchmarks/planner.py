@@ -1,0 +1,224 @@
+#!/usr/bin/env python3
+"""Measures whole steps on two ranks beside what the planner says of them.
+
+    python benchmarks/planner.py
+
+The planner is told what this machine is, by three measurements of the same run: forward and
+backward of a rank's rows on both ranks at once, AdamW's update of all weights on both at once, and
+the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each one's
+time is held against its prediction, which has seen none of them. One JSON line per system and batch
+is appended to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+import torch.distributed as dist
+
+# isort: on
+from ringcomm import planner
+from ringcomm.bench.algorithms import measure_algorithms, world_of
+from ringcomm.bench.decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
+from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.systems import Systems
+from ringcomm.bench.trainees import SYSTEMS
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.planner.step_time import compute_seconds
+
+COMPUTE, UPDATE = "forward, backward", "update"
+WORLD_SIZE = 2
+# Rows and tokens of a rank's batch.
+BATCHES = ((1, 64), (4, 128))
+TUNED_SIZES = [1 << shift for shift in range(10, 25, 2)]
+TUNE_SECONDS = 0.4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A system of `ringcomm bench systems`, and how the planner calls it."""
+
+    name: str
+    system: str = "ddp"
+    axes: dict[str, Any] = dataclasses.field(default_factory=lambda: {"dp": WORLD_SIZE})
+    is_sequence_split: bool = False
+
+
+CASES = (
+    Case("ddp"),
+    Case("zero-1", "zero1"),
+    Case("zero-2", "zero2"),
+    Case("zero-3", "zero3"),
+    Case("lomo", "lomo"),
+    Case("lomo on shards", "lomo-shards"),
+    Case("tensor", axes={"tp": WORLD_SIZE}),
+    Case("tensor, tokens shared", axes={"tp": WORLD_SIZE}, is_sequence_split=True),
+    Case("pipeline", axes={"pp": WORLD_SIZE}),
+)
+
+
+def run_rank(team: Team, systems: Systems, repeats: int) -> None:
+    """One rank: all systems in turn, and what calibrates; rank 0 reports. Collective."""
+    open_default_group(team, "ringcomm")
+    group = dist.group.WORLD
+    assert group is not None
+    watch = WeatherWatch(team)
+    contenders = {}
+    for name in systems.names:
+        trainee = SYSTEMS[name].make(systems.model(), group)
+        ids = systems.ids_for(SYSTEMS[name], 0, team.rank)
+        contenders[name] = Contender(partial(_drop, trainee.step, ids), dist.barrier)
+    alone = systems.model()
+    rows = systems.ids(0)[: systems.rows]
+    contenders[COMPUTE] = Contender(partial(_backward, alone, rows), dist.barrier)
+    updated = systems.model()
+    adamw = torch.optim.AdamW(updated.parameters(), fused=True)
+    updated(rows).backward()
+    contenders[UPDATE] = Contender(adamw.step, dist.barrier)
+    timings, weather = watch.calmest(partial(measure, team, contenders, systems.seconds), repeats)
+    if timings is not None:
+        records = records_of(timings, COMPUTE, dict.fromkeys(timings, 0), name="system")
+        team.report([record | weather.record() for record in records])
+    dist.destroy_process_group()
+
+
+def _drop(step: Any, ids: torch.Tensor) -> None:
+    step(ids)
+
+
+def _backward(model: Decoder, ids: torch.Tensor) -> None:
+    model(ids).backward()
+    model.zero_grad()
+
+
+class Oracle:
+    """The planner, told of this machine."""
+
+    def __init__(self, systems: Systems, records: list[dict[str, Any]], world: Any) -> None:
+        times = {record["system"]: record["p50_us"] * 1e-6 for record in records}
+        self.systems = systems
+        self.shape = planner.ModelShape(
+            "decoder",
+            layers=systems.num_layers,
+            hidden=systems.width,
+            heads=systems.width // HEAD_WIDTH,
+            kv_heads=systems.width // HEAD_WIDTH,
+            ffn=4 * systems.width,
+            vocab=VOCAB_SIZE,
+            context=systems.tokens,
+            gated=False,
+        )
+        plain = dataclasses.replace(
+            planner.find_hardware("cpu-core"),
+            name="measured",
+            peak_flops={"bf16": 1.0, "fp32": 1.0},
+            utilisation=1.0,
+            memory_rate=24 * self.shape.num_params / times[UPDATE],
+            inside_alpha_s=world.alpha_us * 1e-6,
+            inside_rate=(1 << 20) / max(world.beta_us_per_mib, 1e-9) * 1e6,
+            call_s=world.overhead_us * 1e-6,
+        )
+        of_rank = planner.Job(systems.rows * systems.tokens, systems.tokens, "fp32")
+        one = planner.Cluster(1, plain)
+        flops = compute_seconds(self.shape, of_rank, one, 1, "none")
+        rate = flops / times[COMPUTE]
+        self.hardware = dataclasses.replace(plain, peak_flops={"bf16": rate, "fp32": rate})
+
+    def step_us(self, case: Case) -> float:
+        """The predicted time of a system's step."""
+        job = planner.Job(
+            self.systems.num_tokens,
+            self.systems.tokens,
+            "fp32",
+            fused_norms=False,
+            systems=(case.system,),
+            schedules=("1f1b",),
+            checkpointings=("none",),
+            is_sequence_split=case.is_sequence_split,
+        )
+        job = dataclasses.replace(job, **{"dp": 1, "pp": 1, "tp": 1, **case.axes})
+        plans = planner.plan(self.shape, planner.Cluster(WORLD_SIZE, self.hardware), job)
+        if plans.best is None:
+            raise ValueError(f"{case.name}: {plans.refused[0].reason}")
+        return plans.best.time.step * 1e6
+
+
+def predicted(records: list[dict[str, Any]], oracle: Oracle) -> list[dict[str, Any]]:
+    """The records of systems, with what the planner says."""
+    by_name = {record["system"]: record for record in records}
+    found = []
+    for case in CASES:
+        record = by_name[case.name]
+        expected = oracle.step_us(case)
+        found.append(
+            record
+            | {
+                "rows": oracle.systems.rows,
+                "tokens": oracle.systems.tokens,
+                "predicted_us": expected,
+                "measured_over_predicted": record["p50_us"] / expected,
+                "ratio": None,
+            }
+        )
+    return found
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    return [
+        f"{record['rows']} × {record['tokens']}",
+        record["system"],
+        *(f"{record[name] / 1e3:.2f}" for name in ("p50_us", "predicted_us")),
+        f"{record['measured_over_predicted']:.2f}",
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = harness.make_parser(__doc__, seconds=50.0, per="batch")
+    parser.add_argument("--width", type=int, default=256, help="of the model")
+    parser.add_argument("--layers", type=int, default=6, help="an even number of them")
+    options = parser.parse_args(argv)
+    options.json = options.json or harness.default_path("planner")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Measures; returns the exit code."""
+    options = parse(argv)
+    dimensions = {"world_size": WORLD_SIZE, "width": options.width, "layers": options.layers}
+    report = Report("planner", options.json, **dimensions)
+    tuned = measure_algorithms(WORLD_SIZE, TUNED_SIZES, TUNE_SECONDS, 2)
+    world = world_of(WORLD_SIZE, tuned)
+    for rows, tokens in BATCHES:
+        names = [case.name for case in CASES]
+        systems = Systems(
+            WORLD_SIZE, names, options.width, options.layers, rows, tokens, options.seconds, 1
+        )
+        systems.check()
+
+        def tell(records: list[dict[str, Any]], systems: Systems = systems) -> None:
+            report.add(predicted(records, Oracle(systems, records, world)))
+
+        run_ranks(WORLD_SIZE, partial(run_rank, systems=systems, repeats=options.repeats), tell)
+    headers = ["rows × tokens", "system", "measured ms", "predicted ms", "measured / predicted"]
+    caption = "Whole steps on two ranks, medians."
+    headers.append("others %")
+    return report.finish(table_of(headers, caption, report.records, row_of, ("tokens",)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("planner.py", main))
