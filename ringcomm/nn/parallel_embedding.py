@@ -108,7 +108,9 @@ class VocabParallelEmbedding(SplitModule):
             if self.padding_idx is not None:  # as in torch, it has no gradient
                 is_pad = (ids == self.padding_idx)[..., None]
                 out = torch.where(is_pad, out.detach(), out)
-        return leave(out, self.group, sequence_dim=self.sequence_dim) if self.leaves else out
+        if not self.leaves:
+            return out
+        return leave(out, self.group, sequence_dim=self.sequence_dim, inplace=True)
 
     def extra_repr(self) -> str:
         """As nn.Embedding has it."""

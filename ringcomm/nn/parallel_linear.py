@@ -221,7 +221,8 @@ class RowParallelLinear(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
-        out = leave(F.linear(x, self.weight), self.group, sequence_dim=self.sequence_dim)
+        part = F.linear(x, self.weight)
+        out = leave(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

@@ -47,7 +47,11 @@ def enter(
 
 
 def leave(
-    x: Tensor, group: dist.ProcessGroup | None = None, *, sequence_dim: int | None = None
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sequence_dim: int | None = None,
+    inplace: bool = False,
 ) -> Tensor:
     """Behind layers that split their input features, and so have a part of every sum.
 
@@ -55,6 +59,9 @@ def leave(
         x: this rank's part of the sums, of the same shape on all ranks.
         group: None for the default group.
         sequence_dim: of the result each rank takes an equal part along it.
+        inplace: without sequence_dim the sum takes the place of `x`, which is the result of an
+            operation that does not need it, such as a linear layer. Memory that is new costs more
+            than what is exchanged.
 
     Returns:
         The sum over the ranks; with `sequence_dim` this rank's part of it.
@@ -72,7 +79,7 @@ def leave(
             f"{resolved.size()} ranks cannot share {x.shape[sequence_dim]} tokens evenly: pad the"
             " sequences, or leave sequence parallelism out"
         )
-    result: Tensor = _Leave.apply(x, resolved.group_name, sequence_dim)
+    result: Tensor = _Leave.apply(x, resolved.group_name, sequence_dim, inplace)
     return result
 
 
@@ -129,18 +136,24 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
+    ) -> Tensor:
         ctx.group_name, ctx.sequence_dim = group_name, sequence_dim
-        if sequence_dim is None:
-            summed: Tensor = _ops.all_reduce(x, "sum", group_name)
-            return summed
-        return _scatter(x, group_name, sequence_dim)
+        if sequence_dim is not None:
+            return _scatter(x, group_name, sequence_dim)
+        if inplace and x.is_contiguous():
+            ctx.mark_dirty(x)
+            _ops.all_reduce_(x, "sum", group_name)
+            return x
+        summed: Tensor = _ops.all_reduce(x, "sum", group_name)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.sequence_dim is None:
-            return grads[0], None, None
-        return _gather(grads[0], ctx.group_name, ctx.sequence_dim), None, None
+            return grads[0], None, None, None
+        return _gather(grads[0], ctx.group_name, ctx.sequence_dim), None, None, None
 
 
 class _Join(torch.autograd.Function):
