@@ -155,9 +155,9 @@ def states(rank: int, schedule: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return expected, pipe.full_state_dict(rank0_only=True)
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("interleaved", 4), ("zbv", 2)])
-def test_states_are_those_of_the_whole_model(schedule: str, num_ranks: int) -> None:
-    for rank, (expected, found) in enumerate(run_ranks(num_ranks, states, schedule)):
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_states_are_those_of_the_whole_model(schedule: str) -> None:
+    for rank, (expected, found) in enumerate(run_ranks(2, states, schedule)):
         assert list(found) == (list(expected) if rank == 0 else [])
         if rank == 0:
             assert_weights(found, expected, atol=0)
