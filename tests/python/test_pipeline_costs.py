@@ -197,7 +197,7 @@ def forwards_in_a_step(rank: int, schedule: str, recompute: bool) -> tuple[int, 
     return max(calls.values()), max(saved.max_bytes.values())
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recomputation_is_a_forward_more_and_keeps_blocks_inputs(schedule: str) -> None:
     plain = run_ranks(2, forwards_in_a_step, schedule, False)
     again = run_ranks(2, forwards_in_a_step, schedule, True)

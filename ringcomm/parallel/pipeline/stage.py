@@ -27,6 +27,11 @@ class Stage(PipelineStage):
     which keeps the activations of a few of them only, that is what is left. Here a message gets
     memory when it is waited for, and the last user's reference frees it.
 
+    Args:
+        is_whole: whether the half of a backward that is for inputs does the other one as well.
+            torch runs the graph once for each group of weights in the other one, and so recomputes
+            a checkpoint once for each.
+
     Attributes:
         log: what it computed, if that is recorded.
     """
@@ -40,6 +45,7 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         inputs: Specs,
         outputs: Specs,
+        is_whole: bool,
     ) -> None:
         super().__init__(
             module,
@@ -49,6 +55,7 @@ class Stage(PipelineStage):
             input_args=tuple(spec.like("meta") for spec in inputs),
             output_args=tuple(spec.like("meta") for spec in outputs),
             group=group,
+            dw_builder=(lambda: _nothing) if is_whole else None,
         )
         self.log: Log | None = None
         self._expected = outputs
@@ -154,6 +161,10 @@ class Stage(PipelineStage):
         _drop_all(self.grad_recv_info)
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
+
+
+def _nothing() -> None:
+    """The half of a backward that has been done."""
 
 
 def _drop_all(infos: Mapping[int, Iterable[Any]]) -> None:
