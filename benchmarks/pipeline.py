@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures the bubble of pipelines and their steps beside what their schedules allow.
 
-    python benchmarks/pipeline.py --worlds 2,4 --unit-ms 20 --seconds 2
+    python benchmarks/pipeline.py --worlds 2,4 --unit-ms 40 --seconds 2
 
 Stages sleep instead of computing, for a known time: more ranks than cores then disturb each other
 as little as on machines of their own. All of a rank's stages together take one unit for the forward
@@ -104,22 +104,22 @@ def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
 
 
 def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) -> pipeline.Timeline:
-    """What the schedule allows to stages that take what these took, on average: sleeps are late."""
+    """What the schedule allows to stages that take what these usually took: sleeps are late."""
     found: dict[tuple[str, int], list[float]] = {}
     for timeline in timelines:
         for action in timeline.actions:
             times = found.setdefault((action.kind, action.stage), [])
             times.append(float(action.end_us - action.begin_us))
-    means = {key: sum(times) / len(times) for key, times in found.items()}
+    usual = {key: median(times) for key, times in found.items()}
     stages = range(world_size * case.stages_per_rank)
-    weights = [means.get(("W", stage), 0.0) for stage in stages]
-    whole = [means.get(("B", stage), means.get(("I", stage), 0.0)) for stage in stages]
+    weights = [usual.get(("W", stage), 0.0) for stage in stages]
+    whole = [usual.get(("B", stage), usual.get(("I", stage), 0.0)) for stage in stages]
     return pipeline.simulate(
         case.schedule,
         world_size,
         case.num_microbatches,
         num_stages_per_rank=case.stages_per_rank,
-        forward_us=[means["F", stage] for stage in stages],
+        forward_us=[usual["F", stage] for stage in stages],
         backward_us=[both + own for both, own in zip(whole, weights, strict=True)],
         weight_us=weights,
     )
@@ -216,7 +216,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--worlds", type=as_option(words), default="2,4", help="numbers of ranks")
     add("--factors", type=as_option(words), default="1,2,4", help="micro-batches per rank")
     add("--schedules", type=as_option(words), default=",".join(pipeline.SCHEDULES))
-    add("--unit-ms", type=float, default=20.0, help="of a forward, and of half a backward")
+    add("--unit-ms", type=float, default=40.0, help="of a forward, and of half a backward")
     add("--pictures", type=Path, help="draw a step of each schedule into this folder")
     options = parser.parse_args(argv)
     try:
@@ -243,7 +243,7 @@ def main(argv: list[str]) -> int:
                "over it", "over slept", "others %"]  # fmt: skip
     caption = (
         "m: micro-batches. Bubble: the idle share of all ranks' time; as predicted for stages of"
-        " equal times, for those that stages slept on average, and measured. Medians."
+        " equal times, for those that stages usually took, and measured. Medians."
     )
     return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
 

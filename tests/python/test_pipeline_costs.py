@@ -173,7 +173,7 @@ def live_storages() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_messages_leave_no_memory_behind(schedule: str) -> None:
     """torch's own stage keeps room for all micro-batches' messages, both ways."""
     for all_bytes, own_bytes in run_ranks(2, left_after_a_step, schedule):
