@@ -6,8 +6,9 @@
 Stages sleep instead of computing, for a known time: more ranks than cores then disturb each other
 as little as on machines of their own. All of a rank's stages together take one unit for the forward
 of a micro-batch, and one for each half of its backward. The prediction is pipeline.simulate()'s:
-stages that take just so long, and messages that cost nothing. JSON lines are appended to
-benchmarks/results; --pictures FOLDER draws one step of each schedule.
+stages that take just so long, and messages that cost nothing. With --stages compute they multiply
+matrices instead, and the prediction is that for the times that stages took; as many ranks as cores.
+JSON lines are appended to benchmarks/results; --pictures FOLDER draws one step of each schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ringcomm.bench.wording import as_option, words
 from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5
-ROWS_PER_MICROBATCH, WIDTH = 4, 256
+ROWS_PER_MICROBATCH, WIDTH, LAYERS_PER_RANK = 64, 512, 24
 PICTURED = (4, 8)  # ranks, micro-batches
 
 
@@ -80,6 +81,12 @@ class Sleeper(nn.Module):
         shifted = x + SleepInputs.apply(self.weight, self._seconds)
         slept: Tensor = SleepInputs.apply(shifted, self._seconds)
         return slept
+
+
+def computer(num_layers: int) -> nn.Sequential:
+    """A stage that computes, some milliseconds a layer."""
+    pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
 def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
@@ -129,10 +136,17 @@ def run_case(
     case: Case, team: Team, options: argparse.Namespace
 ) -> tuple[list[float], list[pipeline.Timeline], bool]:
     """Steps' times in microseconds and their timelines; whether each did what was planned."""
+    num_blocks = team.world_size * case.stages_per_rank
     seconds = options.unit_ms / 1e3 / case.stages_per_rank
-    blocks = [Sleeper(seconds) for _ in range(team.world_size * case.stages_per_rank)]
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [
+        Sleeper(seconds)
+        if options.stages == "sleep"
+        else computer(LAYERS_PER_RANK // case.stages_per_rank)
+        for _ in range(num_blocks)
+    ]
     pipe = pipeline.Pipeline(
-        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * len(blocks)
+        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * num_blocks
     )
     x = torch.ones(case.num_microbatches * ROWS_PER_MICROBATCH, WIDTH)
     pipe.step(x, x)
@@ -161,13 +175,15 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         )
         if team.rank > 0:
             continue
-        bound = simulated(case, team.world_size, 1e3 * options.unit_ms)
         slept = as_slept(case, team.world_size, timelines)
+        sleeps = options.stages == "sleep"
+        bound = simulated(case, team.world_size, 1e3 * options.unit_ms) if sleeps else slept
         bubbles = [float(timeline.bubble()) for timeline in timelines]
         record = {
             "world_size": team.world_size,
             **case._asdict(),
-            "unit_us": 1e3 * options.unit_ms,
+            "stages": options.stages,
+            "unit_us": 1e3 * options.unit_ms if sleeps else None,
             "bubble": {name: round(v, 4) for name, v in percentiles(bubbles, "share").items()},
             "predicted_bubble": float(bound.bubble()),
             **percentiles(times_us, "us"),
@@ -181,7 +197,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
             **weather.record(),
         }
         team.report([record])
-        if options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
+        if sleeps and options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
             middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
             name = f"pipeline-{case.schedule}.svg"
             title = (
@@ -195,7 +211,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 def row_of(record: dict[str, Any]) -> list[str]:
     """A record for people."""
     return [
-        record["schedule"],
+        f"{record['schedule']}, {record['stages']}",
         str(record["world_size"]),
         str(record["num_microbatches"]),
         f"{100 * record['predicted_bubble']:.1f} %",
@@ -213,6 +229,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
     parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size, five steps at least")
     add = parser.add_argument
+    add("--stages", choices=("sleep", "compute"), default="sleep", help="what they do")
     add("--worlds", type=as_option(words), default="2,4", help="numbers of ranks")
     add("--factors", type=as_option(words), default="1,2,4", help="micro-batches per rank")
     add("--schedules", type=as_option(words), default=",".join(pipeline.SCHEDULES))

@@ -53,7 +53,7 @@ JOBS: dict[str, list[str]] = {
         "ringcomm bench systems --width 256 --layers 5 --rows 4 --tokens 128 --seconds 90",
     ],
     "offload": ["offload.py"],
-    "pipeline": ["pipeline.py"],
+    "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
     "footprint": ["footprint.py"],
 }
 WITH_MPI = ("all_reduce",)

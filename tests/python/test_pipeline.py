@@ -61,6 +61,11 @@ def test_bits_of_one_process(schedule: str, num_ranks: int) -> None:
     assert_same_bits(run_ranks(num_ranks, train, schedule, {}), reference())
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_bits_over_three_ranks(schedule: str) -> None:
+    assert_same_bits(run_ranks(3, train, schedule, {}), reference())
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bits_with_recomputation(schedule: str) -> None:
     assert_same_bits(run_ranks(2, train, schedule, {"recompute": True}), reference())
