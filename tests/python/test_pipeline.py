@@ -182,7 +182,7 @@ def train_frozen(rank: int, schedule: str) -> dict[str, Tensor]:
     return {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_frozen_blocks(schedule: str) -> None:
     model = make_deep()
     for block in list(model)[:3]:

@@ -172,6 +172,8 @@ def build_on_meta(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     assert others, "blocks of other ranks stay where they were"
     loss = pipe.step(*token_batch(0))
     assert loss.isfinite()
+    with pytest.raises(ValueError, match="do not divide"):  # and gradients stay
+        pipe.step(*(part[:7] for part in token_batch(0)))
     assert sum(p.numel() for p in pipe.parameters()) < sum(p.numel() for p in model.parameters())
     return pipe.full_state_dict(), {k: p.grad for k, p in pipe.named_parameters()}  # type: ignore[misc]
 

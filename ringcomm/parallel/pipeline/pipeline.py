@@ -209,10 +209,8 @@ class Pipeline:
         """
         self._check_unchanged()
         self._log = []
-        self.tied.begin()
-        loss = self._runner.step(inputs, target, loss_scale, self._log if record else None)
-        self.tied.finish()
-        return loss
+        with self.tied.summed():
+            return self._runner.step(inputs, target, loss_scale, self._log if record else None)
 
     def evaluate(self, inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
         """The loss of a batch without gradients, on all ranks; arguments as of step().

@@ -29,9 +29,9 @@ class Stage(PipelineStage):
     memory when it is waited for, and the last user's reference frees it.
 
     Args:
-        is_whole: whether the half of a backward that is for inputs does the other one as well.
-            torch runs the graph once for each group of weights in the other one, and so recomputes
-            a checkpoint once for each.
+        recompute: whether the module has checkpoints. The half of a backward that is for inputs
+            then does the other one as well: there torch runs the graph once for each group of
+            weights, and would recompute a checkpoint once for each.
 
     Attributes:
         log: what it computed, if that is recorded.
@@ -46,8 +46,10 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         inputs: Specs,
         outputs: Specs,
-        is_whole: bool,
+        recompute: bool,
     ) -> None:
+        # Behind frozen blocks torch's half for the weights finds none of them.
+        has_no_halves = recompute or not any(spec.requires_grad for spec in inputs)
         super().__init__(
             module,
             stage_idx,
@@ -56,7 +58,7 @@ class Stage(PipelineStage):
             input_args=tuple(spec.like("meta") for spec in inputs),
             output_args=tuple(spec.like("meta") for spec in outputs),
             group=group,
-            dw_builder=(lambda: _nothing) if is_whole else None,
+            dw_builder=(lambda: _nothing) if stage_idx > 0 and has_no_halves else None,
         )
         self.log: Log | None = None
         self._expected = outputs
