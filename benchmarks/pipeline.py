@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Measures the bubble of pipelines and their steps beside what their schedules allow.
 
-    python benchmarks/pipeline.py --worlds 2,4 --unit-ms 6 --seconds 2
+    python benchmarks/pipeline.py --worlds 2,4 --unit-ms 40 --seconds 2
 
 Stages sleep instead of computing, for a known time: more ranks than cores then disturb each other
 as little as on machines of their own. All of a rank's stages together take one unit for the forward
 of a micro-batch, and one for each half of its backward. The prediction is pipeline.simulate()'s:
-stages that take just so long, and messages that cost nothing. JSON lines are appended to
-benchmarks/results; --pictures FOLDER draws one step of each schedule.
+stages that take just so long, and messages that cost nothing. With --stages compute they multiply
+matrices instead, and the prediction is that for the times that stages took; as many ranks as cores.
+JSON lines are appended to benchmarks/results; --pictures FOLDER draws one step of each schedule.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ringcomm.bench.wording import as_option, words
 from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5
-ROWS_PER_MICROBATCH, WIDTH = 4, 256
+ROWS_PER_MICROBATCH, WIDTH, LAYERS_PER_RANK = 64, 512, 24
 PICTURED = (4, 8)  # ranks, micro-batches
 
 
@@ -82,6 +83,12 @@ class Sleeper(nn.Module):
         return slept
 
 
+def computer(num_layers: int) -> nn.Sequential:
+    """A stage that computes, some milliseconds a layer."""
+    pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_layers)]
+    return nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
 def cases(options: argparse.Namespace, world_size: int) -> Iterator[Case]:
     """All of a number of ranks."""
     for factor in options.factors:
@@ -103,14 +110,43 @@ def simulated(case: Case, world_size: int, unit_us: float) -> pipeline.Timeline:
     )
 
 
+def as_slept(case: Case, world_size: int, timelines: list[pipeline.Timeline]) -> pipeline.Timeline:
+    """What the schedule allows to stages that take what these usually took: sleeps are late."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for timeline in timelines:
+        for action in timeline.actions:
+            times = found.setdefault((action.kind, action.stage), [])
+            times.append(float(action.end_us - action.begin_us))
+    usual = {key: median(times) for key, times in found.items()}
+    stages = range(world_size * case.stages_per_rank)
+    weights = [usual.get(("W", stage), 0.0) for stage in stages]
+    whole = [usual.get(("B", stage), usual.get(("I", stage), 0.0)) for stage in stages]
+    return pipeline.simulate(
+        case.schedule,
+        world_size,
+        case.num_microbatches,
+        num_stages_per_rank=case.stages_per_rank,
+        forward_us=[usual["F", stage] for stage in stages],
+        backward_us=[both + own for both, own in zip(whole, weights, strict=True)],
+        weight_us=weights,
+    )
+
+
 def run_case(
     case: Case, team: Team, options: argparse.Namespace
 ) -> tuple[list[float], list[pipeline.Timeline], bool]:
     """Steps' times in microseconds and their timelines; whether each did what was planned."""
+    num_blocks = team.world_size * case.stages_per_rank
     seconds = options.unit_ms / 1e3 / case.stages_per_rank
-    blocks = [Sleeper(seconds) for _ in range(team.world_size * case.stages_per_rank)]
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [
+        Sleeper(seconds)
+        if options.stages == "sleep"
+        else computer(LAYERS_PER_RANK // case.stages_per_rank)
+        for _ in range(num_blocks)
+    ]
     pipe = pipeline.Pipeline(
-        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * len(blocks)
+        blocks, lambda y, _: y.mean(), case.schedule, case.num_microbatches, costs=[1] * num_blocks
     )
     x = torch.ones(case.num_microbatches * ROWS_PER_MICROBATCH, WIDTH)
     pipe.step(x, x)
@@ -139,23 +175,29 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         )
         if team.rank > 0:
             continue
-        bound = simulated(case, team.world_size, 1e3 * options.unit_ms)
+        slept = as_slept(case, team.world_size, timelines)
+        sleeps = options.stages == "sleep"
+        bound = simulated(case, team.world_size, 1e3 * options.unit_ms) if sleeps else slept
         bubbles = [float(timeline.bubble()) for timeline in timelines]
         record = {
             "world_size": team.world_size,
             **case._asdict(),
-            "unit_us": 1e3 * options.unit_ms,
+            "stages": options.stages,
+            "unit_us": 1e3 * options.unit_ms if sleeps else None,
             "bubble": {name: round(v, 4) for name, v in percentiles(bubbles, "share").items()},
             "predicted_bubble": float(bound.bubble()),
             **percentiles(times_us, "us"),
             "bound_us": float(bound.span_us),
             "over_bound": median(times_us) / float(bound.span_us),
+            "slept_bubble": float(slept.bubble()),
+            "slept_bound_us": float(slept.span_us),
+            "over_slept_bound": median(times_us) / float(slept.span_us),
             "num_steps": len(times_us),
             "verified": is_planned,
             **weather.record(),
         }
         team.report([record])
-        if options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
+        if sleeps and options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
             middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
             name = f"pipeline-{case.schedule}.svg"
             title = (
@@ -169,26 +211,29 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
 def row_of(record: dict[str, Any]) -> list[str]:
     """A record for people."""
     return [
-        record["schedule"],
+        f"{record['schedule']}, {record['stages']}",
         str(record["world_size"]),
         str(record["num_microbatches"]),
         f"{100 * record['predicted_bubble']:.1f} %",
+        f"{100 * record['slept_bubble']:.1f} %",
         f"{100 * record['bubble']['p50_share']:.1f} %",
         f"{record['bound_us'] / 1e3:.1f}",
         f"{record['p50_us'] / 1e3:.1f}",
         f"{record['over_bound']:.3f}",
+        f"{record['over_slept_bound']:.3f}",
         f"{record['others_busy_percent']:.1f}",
     ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
-    parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size")
+    parser = harness.make_parser(__doc__, seconds=2.0, per="schedule and size, five steps at least")
     add = parser.add_argument
+    add("--stages", choices=("sleep", "compute"), default="sleep", help="what they do")
     add("--worlds", type=as_option(words), default="2,4", help="numbers of ranks")
     add("--factors", type=as_option(words), default="1,2,4", help="micro-batches per rank")
     add("--schedules", type=as_option(words), default=",".join(pipeline.SCHEDULES))
-    add("--unit-ms", type=float, default=6.0, help="of a forward, and of half a backward")
+    add("--unit-ms", type=float, default=40.0, help="of a forward, and of half a backward")
     add("--pictures", type=Path, help="draw a step of each schedule into this folder")
     options = parser.parse_args(argv)
     try:
@@ -211,9 +256,12 @@ def main(argv: list[str]) -> int:
     report = Report("pipeline", options.json)
     for world_size in options.worlds:
         run_ranks(world_size, partial(run_rank, options=options), report.add)
-    headers = ["what", "ranks", "m", "bubble predicted", "measured", "bound, ms", "step, ms",
-               "over bound", "others %"]  # fmt: skip
-    caption = "m: micro-batches. Bubble: the idle share of all ranks' time. Medians."
+    headers = ["what", "ranks", "m", "bubble", "slept", "measured", "bound, ms", "step, ms",
+               "over it", "over slept", "others %"]  # fmt: skip
+    caption = (
+        "m: micro-batches. Bubble: the idle share of all ranks' time; as predicted for stages of"
+        " equal times, for those that stages usually took, and measured. Medians."
+    )
     return report.finish(table_of(headers, caption, report.records, row_of, ("world_size",)))
 
 

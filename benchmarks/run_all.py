@@ -55,6 +55,7 @@ JOBS: dict[str, list[str]] = {
     "tensor_parallel": ["tensor_parallel.py"],
     "planner": ["planner.py"],
     "offload": ["offload.py"],
+    "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
     "footprint": ["footprint.py"],
 }
 WITH_MPI = ("all_reduce",)

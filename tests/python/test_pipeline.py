@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from curves import Run, assert_weights, batch, sgd
 from pipeline_models import M, Tied, accumulate, make_deep, make_tied, token_batch, tokens_loss
-from ranks import run_ranks
+from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -54,11 +54,16 @@ def assert_same_bits(runs: list[Run], expected: Run) -> None:
         assert_weights(run.weights, expected.weights, atol=0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bits_of_one_process(schedule: str, num_ranks: int) -> None:
     """Nine blocks, which do not divide."""
     assert_same_bits(run_ranks(num_ranks, train, schedule, {}), reference())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_bits_over_three_ranks(schedule: str) -> None:
+    assert_same_bits(run_ranks(3, train, schedule, {}), reference())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -177,7 +182,7 @@ def train_frozen(rank: int, schedule: str) -> dict[str, Tensor]:
     return {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_frozen_blocks(schedule: str) -> None:
     model = make_deep()
     for block in list(model)[:3]:
@@ -217,10 +222,14 @@ def train_on_mesh(rank: int, way: str, schedule: str) -> Run:
     return Run(losses, pipe.full_state_dict())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize("way", ["all_reduce", "zero", "ddp"])
 def test_two_pipelines_of_two_stages(way: str, schedule: str) -> None:
     """Ranks 0 and 1 see one half of the rows, ranks 2 and 3 the other."""
+    if way == "ddp" and schedule == "zero-bubble":
+        with pytest.raises(RankFailure, match="DistributedDataParallel does not see the grad"):
+            run_ranks(4, train_on_mesh, way, schedule)
+        return
     expected = reference()
     results = run_ranks(4, train_on_mesh, way, schedule)
     means = [(a + b) / 2 for a, b in zip(results[0].losses, results[2].losses, strict=True)]

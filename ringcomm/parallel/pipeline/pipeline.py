@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.agreement import check_agreement
@@ -52,19 +53,20 @@ class Pipeline:
             dimensions.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages per rank), "zero-bubble"
             (1F1B whose backward is done in halves: ZB-H1 and its interleaved form), or "zbv"
-            (ZB-V). All but gpipe and 1f1b have gradients of inputs and of weights apart, or more
-            messages: see docs/design/pipeline.md for which one wins where.
+            (ZB-V). The last two have backwards in halves: gradients of inputs first, for which the
+            stage before waits, and of weights later.
         num_microbatches: what a batch is cut into, along its first dimension.
         group: of the pipeline's ranks; None for the default group.
         num_stages_per_rank: default 2 for "interleaved" and "zbv", otherwise 1.
         costs: of each block, for the cut: times of a forward, say. Default: numbers of parameters,
             without tables of embeddings. See `pipeline.cut`.
-        recompute: keep the inputs of blocks only, and compute the rest again in the backward; twice
-            where it is done in halves.
+        recompute: keep the inputs of blocks only, and compute the rest again in the backward, of
+            which the halves are then done together.
         loss_reduction: "mean" if loss_fn is a mean over rows, "sum" if it is a sum.
         device: of the stages; default: that of the blocks, the CPU for those on the meta device.
         wrap: makes of each stage what data parallelism wants, say
-            `lambda stage: DistributedDataParallel(stage, process_group=dp_group)`.
+            `lambda stage: DistributedDataParallel(stage, process_group=dp_group)`, which is not for
+            backwards in halves.
 
     Attributes:
         module: this rank's blocks under their names in the whole model.
@@ -75,7 +77,8 @@ class Pipeline:
     Raises:
         TypeError: blocks are no modules.
         ValueError: there are fewer blocks than stages, the schedule does not come with these
-            numbers, a block on the meta device cannot make values, or ranks disagree.
+            numbers, a block on the meta device cannot make values, ranks disagree, or `wrap` made
+            what the schedule does not work with.
 
     Collective: one object; values of shared parameters.
     """
@@ -140,10 +143,28 @@ class Pipeline:
             stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)
             for stage in self.plan.stages_of(rank)
         }
+        wrapped = modules if wrap is None else {s: wrap(m) for s, m in modules.items()}
+        self._check_wrapped(wrapped.values())
         self._runner = Runner(
-            self.plan, modules, loss_fn, loss_reduction == "mean", self.group, self.device, wrap
+            self.plan,
+            modules,
+            loss_fn,
+            loss_reduction == "mean",
+            self.group,
+            self.device,
+            wrapped,
+            recompute,
         )
         self._log: Log = []
+
+    def _check_wrapped(self, modules: Iterable[nn.Module]) -> None:
+        has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
+        if has_halves and any(isinstance(m, DistributedDataParallel) for m in modules):
+            raise ValueError(
+                f"DistributedDataParallel does not see the gradients of {self.plan.schedule}, whose"
+                " backwards are in halves: average them after step(), or call zero.shard() on"
+                " Pipeline.module"
+            )
 
     # ---- this rank's part
 
@@ -188,10 +209,8 @@ class Pipeline:
         """
         self._check_unchanged()
         self._log = []
-        self.tied.begin()
-        loss = self._runner.step(inputs, target, loss_scale, self._log if record else None)
-        self.tied.finish()
-        return loss
+        with self.tied.summed():
+            return self._runner.step(inputs, target, loss_scale, self._log if record else None)
 
     def evaluate(self, inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
         """The loss of a batch without gradients, on all ranks; arguments as of step().

@@ -40,13 +40,13 @@ class Runner:
         is_mean: bool,
         group: dist.ProcessGroup,
         device: torch.device,
-        wrap: Callable[[nn.Module], nn.Module] | None,
+        wrapped: Mapping[int, nn.Module],
+        recompute: bool,
     ) -> None:
         self._plan = plan
         self._modules = modules
-        self._wrapped = {
-            stage: module if wrap is None else wrap(module) for stage, module in modules.items()
-        }
+        self._wrapped = wrapped
+        self._recompute = recompute
         self._loss_fn = loss_fn
         self._divisor = plan.num_microbatches if is_mean else 1
         self._group = group
@@ -155,6 +155,7 @@ class Runner:
                 self._group,
                 boundaries[idx],
                 boundaries[idx + 1],
+                self._recompute,
             )
             for idx, module in self._wrapped.items()
         ]

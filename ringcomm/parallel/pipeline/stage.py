@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ class Stage(PipelineStage):
     which keeps the activations of a few of them only, that is what is left. Here a message gets
     memory when it is waited for, and the last user's reference frees it.
 
+    Args:
+        recompute: whether the module has checkpoints. The half of a backward that is for inputs
+            then does the other one as well: there torch runs the graph once for each group of
+            weights, and would recompute a checkpoint once for each.
+
     Attributes:
         log: what it computed, if that is recorded.
     """
@@ -40,7 +46,10 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         inputs: Specs,
         outputs: Specs,
+        recompute: bool,
     ) -> None:
+        # Behind frozen blocks torch's half for the weights finds none of them.
+        has_no_halves = recompute or not any(spec.requires_grad for spec in inputs)
         super().__init__(
             module,
             stage_idx,
@@ -49,9 +58,12 @@ class Stage(PipelineStage):
             input_args=tuple(spec.like("meta") for spec in inputs),
             output_args=tuple(spec.like("meta") for spec in outputs),
             group=group,
+            dw_builder=(lambda: _nothing) if stage_idx > 0 and has_no_halves else None,
         )
         self.log: Log | None = None
         self._expected = outputs
+        self._expected_kinds = [(spec.shape, spec.dtype) for spec in outputs]
+        self._without_memory: dict[Any, Tensor] = {}
 
     # ---- computing
 
@@ -65,8 +77,9 @@ class Stage(PipelineStage):
             result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
         except RuntimeError as error:
             raise error.__cause__ or error  # noqa: B904  # torch tells of tensors only
-        found = specs_of(result)
-        if [s[:2] for s in found] != [s[:2] for s in self._expected]:
+        tensors = result if isinstance(result, tuple) else (result,)
+        if [(tuple(t.shape), t.dtype) for t in tensors] != self._expected_kinds:
+            found = specs_of(result)
             raise ValueError(
                 f"stage {self.stage_index} returned {', '.join(map(str, found))}, and the next one"
                 f" expects {', '.join(map(str, self._expected))}: was the model changed after it"
@@ -77,12 +90,11 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward of a micro-batch, or the half of it for the inputs."""
         is_full = kwargs.get("full_backward", True)
-        # As after a `with autocast()` that ends before loss.backward().
-        with torch.autocast(self.device.type, enabled=False):
+        with self._without_autocast():
             run = super().backward_one_chunk
             self._timed("B" if is_full else "I", bwd_chunk_id, run, *args, **kwargs)
-        _drop(self.args_recv_info[bwd_chunk_id])
-        _drop(self.grad_recv_info.get(bwd_chunk_id, ()))
+        self._drop(self.args_recv_info[bwd_chunk_id])
+        self._drop(self.grad_recv_info.get(bwd_chunk_id, ()))
         if bwd_chunk_id in self.bwd_cache:  # gradients become messages
             grads = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -91,9 +103,15 @@ class Stage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The half of the backward for the weights."""
-        with torch.autocast(self.device.type, enabled=False):
+        with self._without_autocast():
             run = super().backward_weight_one_chunk
             self._timed("W", bwd_chunk_id, run, *args, **kwargs)
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        """As after a `with autocast()` that ends before loss.backward()."""
+        kind = self.device.type
+        is_on = torch.is_autocast_enabled(kind)
+        return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
     def extend_forward(self, call: Callable[..., Any], *args: Any) -> Any:
         """Calls what belongs to the forward that came last: the loss."""
@@ -121,12 +139,12 @@ class Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
-        _drop_all(self.args_recv_info)
+        self._drop_all(self.args_recv_info)
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(*args, **kwargs)
-        _drop_all(self.grad_recv_info)
+        self._drop_all(self.grad_recv_info)
         return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -143,29 +161,38 @@ class Stage(PipelineStage):
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
-                info.buffer = torch.empty_like(
-                    buffer, device=self.device, requires_grad=buffer.requires_grad
+                # empty_like() of what is on the meta device takes ten times as long.
+                info.buffer = torch.empty(
+                    buffer.shape,
+                    dtype=buffer.dtype,
+                    device=self.device,
+                    requires_grad=buffer.requires_grad,
                 )
+
+    def _drop_all(self, infos: Mapping[int, Iterable[Any]]) -> None:
+        for of_chunk in infos.values():
+            self._drop(of_chunk)
+
+    def _drop(self, infos: Iterable[Any]) -> None:
+        """Lets go of messages; what stays in their place has their shape and no memory."""
+        for info in infos:
+            buffer = getattr(info, "buffer", None)
+            if isinstance(buffer, Tensor) and not buffer.is_meta:
+                kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
+                if kind not in self._without_memory:
+                    self._without_memory[kind] = torch.empty_like(
+                        buffer, device="meta", requires_grad=buffer.requires_grad
+                    )
+                info.buffer = self._without_memory[kind]
 
     def clear_runtime_states(self) -> None:
         """Forgets the last step, and what a step that failed has left."""
         super().clear_runtime_states()
-        _drop_all(self.args_recv_info)
-        _drop_all(self.grad_recv_info)
+        self._drop_all(self.args_recv_info)
+        self._drop_all(self.grad_recv_info)
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
 
 
-def _drop_all(infos: Mapping[int, Iterable[Any]]) -> None:
-    for of_chunk in infos.values():
-        _drop(of_chunk)
-
-
-def _drop(infos: Iterable[Any]) -> None:
-    """Lets go of messages; what stays in their place has their shape and no memory."""
-    for info in infos:
-        buffer = getattr(info, "buffer", None)
-        if isinstance(buffer, Tensor) and not buffer.is_meta:
-            info.buffer = torch.empty_like(
-                buffer, device="meta", requires_grad=buffer.requires_grad
-            )
+def _nothing() -> None:
+    """The half of a backward that has been done."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ class TiedWeights:
     ) -> None:
         self._ranks_of = dict(ranks_of)
         self._group = group
-        self._before: dict[nn.Parameter, Tensor | None] = {}
 
     def is_counted_elsewhere(self, param: nn.Parameter) -> bool:
         """Whether a rank before this one has it."""
@@ -36,21 +36,28 @@ class TiedWeights:
             with torch.no_grad():
                 param.copy_(values[0])
 
-    def begin(self) -> None:
-        """Sets gradients of earlier steps aside: they are sums already."""
-        for param in self._ranks_of:
-            self._before[param], param.grad = param.grad, None
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Gradients that are made inside become sums over all ranks, in the order of ranks.
 
-    def finish(self) -> None:
-        """Gives each weight the sum of all ranks' gradients, in the order of ranks."""
+        Those of steps before are sums already, and set aside as long; also if what is inside fails.
+        """
+        before = {param: param.grad for param in self._ranks_of}
+        for param in before:
+            param.grad = None
+        try:
+            yield
+        except BaseException:
+            for param, grad in before.items():
+                param.grad = grad
+            raise
         for param, ranks in self._ranks_of.items():
-            before = self._before.pop(param, None)
             if not param.requires_grad:
                 continue
             mine = torch.zeros_like(param) if param.grad is None else param.grad
             first, *others = self._exchange(mine, ranks)
-            total = sum(others, start=first.clone())
-            param.grad = total if before is None else before.add_(total)
+            total, earlier = sum(others, start=first.clone()), before[param]
+            param.grad = total if earlier is None else earlier.add_(total)
 
     def _exchange(self, mine: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Everybody's, in the order of ranks."""
