@@ -13,13 +13,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import harness
+from markdown_grid import grid
+from system_tables import (
+    offload_lines,
+    pipeline_lines,
+    planner_lines,
+    system_lines,
+    tensor_lines,
+)
 
 from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
 from ringcomm.bench.machine import MAX_OTHERS_PERCENT
@@ -106,12 +114,6 @@ def _mark(text: str, record: Record) -> str:
     return text if record["quiet"] else f"{text} *"
 
 
-def _grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[str]:
-    """A table whose first ``num_words`` columns are words, and the others figures."""
-    rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
-    return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
-
-
 def _backends(runs: list[Run]) -> list[str]:
     """Of all rows; the one that the others are compared with is the first."""
     backends = list(dict.fromkeys(record["backend"] for run in runs for record in run))
@@ -132,7 +134,7 @@ def _timing_grid(
         times = [microseconds(r["p50_us"]) if r else "–" for r in found]
         ratios = [comparison(r) if r else "–" for r in found[1:]]
         rows.append([*words(run[0]), *times, *ratios])
-    return _grid(headers, num_words, rows)
+    return grid(headers, num_words, rows)
 
 
 def _collective_lines(runs: list[Run]) -> list[str]:
@@ -167,7 +169,7 @@ def _operation_lines(runs: list[Run]) -> list[str]:
     return [
         f"{first['world_size']} ranks, {first['dtype']}, {first['device']}; median µs of calls over"
         f" {ours} by bytes, and how many times as long {theirs} takes:",
-        *_grid(["operation", *map(byte_count, sizes)], 1, rows),
+        *grid(["operation", *map(byte_count, sizes)], 1, rows),
     ]
 
 
@@ -201,7 +203,7 @@ def _floor_lines(runs: list[Run]) -> list[str]:
     return [
         "`all_reduce` over ringcomm beside the memory's floor, which is to read and write each byte"
         " once; medians, and what share the floor is (10–90 %):",
-        *_grid(headers, 0, rows),
+        *grid(headers, 0, rows),
     ]
 
 
@@ -221,7 +223,7 @@ def _update_lines(runs: list[Run]) -> list[str]:
     return [
         f"Gradients averaged and parameters updated ({first['optimizer']}), {first['world_size']}"
         f" ranks, {first['dtype']}; median of steps, the slowest rank counts (10–90 %):",
-        *_grid(["parameters", f"{subject}, µs", *headers], 0, rows),
+        *grid(["parameters", f"{subject}, µs", *headers], 0, rows),
     ]
 
 
@@ -240,7 +242,7 @@ def _step_lines(runs: list[Run]) -> list[str]:
         f"Training steps: {first['world_size']} ranks, {first['num_params']:,} parameters,"
         f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; communication is"
         " what a step takes beyond one that moves nothing (10–90 %):",
-        *_grid(headers, 1, rows),
+        *grid(headers, 1, rows),
     ]
 
 
@@ -260,7 +262,7 @@ def _race_lines(runs: list[Run]) -> list[str]:
         f"Training steps, {theirs} / {ours}, by tokens: {first['world_size']} ranks,"
         f" {first['num_params']:,} parameters, {first['device']}; median of pairs of neighbouring"
         " steps (10–90 %), the slowest rank counts:",
-        *_grid(headers, 1, rows),
+        *grid(headers, 1, rows),
     ]
 
 
@@ -284,7 +286,7 @@ def _loss_lines(runs: list[Run]) -> list[str]:
     return [
         f"Cross-entropy, forward and backward, {first['num_tokens']:,} tokens, {first['device']},"
         f" {where}; medians:",
-        *_grid(headers, 1, rows),
+        *grid(headers, 1, rows),
     ]
 
 
@@ -316,72 +318,8 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
         f"Training steps with LOMO: {ranks}, {first['num_params']:,} parameters,"
         f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank, the largest weight"
         f" {first['largest_weight_bytes'] / 2**20:.2f} MiB:",
-        *_grid(headers, 1, rows),
+        *grid(headers, 1, rows),
     ]
-
-
-def _system_lines(runs: list[Run]) -> list[str]:
-    """Whole steps by system: time, memory, bytes."""
-    run = runs[0]
-    first = run[0]
-    rows = []
-    for record in run:
-        parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
-        sent, formula = record["sent_bytes"], record["formula_bytes"]
-        rows.append(
-            [
-                record["system"],
-                f"{record['loss']:.4f}",
-                milliseconds(record["p50_us"]),
-                milliseconds(record["p99_us"]),
-                comparison(record) or "1×",
-                milliseconds(record["update_p50_us"]),
-                *(f"{part / 2**20:.1f}" for part in (*parts, sum(parts))),
-                f"({formula / 2**20:.1f})" if sent is None else f"{sent / 2**20:.1f}",
-            ]
-        )
-    headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
-    headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
-    return [
-        f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank"
-        " keeps, and sends in a step (in brackets by the formula, where nobody counts):",
-        *_grid(headers, 1, rows),
-    ]
-
-
-def _offload_lines(runs: list[Run]) -> list[str]:
-    """Files beside fio, AdamW beside torch's, steps beside memory and the formula."""
-    rows = []
-    for record in runs[0]:
-        ratio = record["ratio"]
-        rows.append(
-            [
-                record["name"],
-                _amount_of(record, "p50"),
-                record["peer"],
-                _amount_of(record, "peer_p50"),
-                "–"
-                if ratio is None
-                else f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})",
-                f"{record['predicted_efficiency']:.2f}" if "predicted_efficiency" in record else "",
-            ]
-        )
-    headers = ["what", "ringcomm", "beside", "its", "how much of it (10–90 %)", "predicted"]
-    return [
-        "Offload. Files: rate over fio's on the same file system. AdamW: torch's time over"
-        " ringcomm's. Steps of ZeRO-Infinity in files: time in memory over time with files, and"
-        " the share that the formula predicts where nothing overlaps:",
-        *_grid(headers, 1, rows),
-    ]
-
-
-def _amount_of(record: Record, name: str) -> str:
-    rate = record.get(f"{name}_bytes_per_s")
-    if rate is not None:
-        return f"{rate / 1e9:.2f} GB/s"
-    time_us = record.get(f"{name}_us")
-    return "–" if time_us is None else f"{milliseconds(time_us)} ms"
 
 
 def _is_floor(record: Record | None) -> bool:
@@ -396,12 +334,14 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
         values = [_mark(amount(r["value"], r["unit"]), r) if r else "–" for r in found]
         rows.append([run[0]["quantity"], *values])
     title = f"Footprint, {runs[0][0]['world_size']} ranks:"
-    return [title, *_grid(["quantity", *backends], 1, rows)]
+    return [title, *grid(["quantity", *backends], 1, rows)]
 
 
 def _is_usual(record: Record) -> bool:
     """Whether type, size and number of ranks are what README shows; some kinds do not say."""
-    if record["kind"] in ("cross_entropy", "lomo", "systems", "offload"):
+    if record["kind"] in (
+        *("cross_entropy", "lomo", "systems", "offload", "tensor_parallel", "pipeline", "planner"),
+    ):
         return True
     return (
         record.get("world_size") in README_WORLDS
@@ -441,8 +381,19 @@ LAYOUTS = {
         _optimizer_lines,
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
-    "systems": Layout("systems", _STEPS, (), _system_lines),
-    "offload": Layout("offload", (), (), _offload_lines),
+    "systems": Layout("systems", _STEPS, (), system_lines),
+    "tensor_parallel": Layout(
+        "tensor_parallel", ("world_size", "size"), ("rows", "tokens"), tensor_lines
+    ),
+    "pipeline": Layout(
+        "pipeline",
+        ("stages",),
+        ("world_size", "schedule", "num_microbatches"),
+        pipeline_lines,
+        lambda r: r["num_microbatches"] == 4 * r["world_size"],
+    ),
+    "planner": Layout("planner", ("world_size", "width", "layers"), ("rows",), planner_lines),
+    "offload": Layout("offload", (), (), offload_lines),
     "footprint": Layout("footprint", ("world_size",), ("quantity",), _footprint_lines),
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False

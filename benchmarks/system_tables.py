@@ -1,0 +1,137 @@
+"""Tables of training systems: README's, from their records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markdown_grid import grid
+
+from ringcomm.bench.wording import comparison, milliseconds
+
+Record = dict[str, Any]
+Run = list[Record]
+
+
+def system_lines(runs: list[Run]) -> list[str]:
+    """Whole steps by system: time, memory, bytes."""
+    run = runs[0]
+    first = run[0]
+    rows = []
+    for record in run:
+        parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
+        sent, formula = record["sent_bytes"], record["formula_bytes"]
+        rows.append(
+            [
+                record["system"],
+                f"{record['loss']:.4f}",
+                milliseconds(record["p50_us"]),
+                milliseconds(record["p99_us"]),
+                comparison(record) or "1×",
+                milliseconds(record["update_p50_us"]),
+                *(f"{part / 2**20:.1f}" for part in (*parts, sum(parts))),
+                f"({formula / 2**20:.1f})" if sent is None else f"{sent / 2**20:.1f}",
+            ]
+        )
+    headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
+    headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
+    return [
+        f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank"
+        " keeps, and sends in a step (in brackets by the formula, where nobody counts):",
+        *grid(headers, 1, rows),
+    ]
+
+
+def offload_lines(runs: list[Run]) -> list[str]:
+    """Files beside fio, AdamW beside torch's, steps beside memory and the formula."""
+    rows = []
+    for record in runs[0]:
+        ratio = record["ratio"]
+        rows.append(
+            [
+                record["name"],
+                _amount_of(record, "p50"),
+                record["peer"],
+                _amount_of(record, "peer_p50"),
+                "–"
+                if ratio is None
+                else f"{ratio['p50']:.2f} ({ratio['p10']:.2f}–{ratio['p90']:.2f})",
+                f"{record['predicted_efficiency']:.2f}" if "predicted_efficiency" in record else "",
+            ]
+        )
+    headers = ["what", "ringcomm", "beside", "its", "how much of it (10–90 %)", "predicted"]
+    return [
+        "Offload. Files: rate over fio's on the same file system. AdamW: torch's time over"
+        " ringcomm's. Steps of ZeRO-Infinity in files: time in memory over time with files, and"
+        " the share that the formula predicts where nothing overlaps:",
+        *grid(headers, 1, rows),
+    ]
+
+
+def _amount_of(record: Record, name: str) -> str:
+    rate = record.get(f"{name}_bytes_per_s")
+    if rate is not None:
+        return f"{rate / 1e9:.2f} GB/s"
+    time_us = record.get(f"{name}_us")
+    return "–" if time_us is None else f"{milliseconds(time_us)} ms"
+
+
+def tensor_lines(runs: list[Run]) -> list[str]:
+    """Forward and backward in parts: ringcomm's layers, DTensor's, and none that send."""
+    rows = []
+    for run in runs:
+        batch = f"{run[0]['rows']} × {run[0]['tokens']}"
+        for record in run:
+            times = [milliseconds(record[name]) for name in ("p50_us", "p99_us")]
+            rows.append([batch, record["way"], *times, comparison(record) or "1×"])
+    headers = ["rows × tokens", "way", "p50, ms", "p99, ms", "time / ringcomm's (10–90 %)"]
+    return [
+        f"Tensor parallelism, forward and backward: {runs[0][0]['world_size']} ranks, the main"
+        f" job's {runs[0][0]['size']} model:",
+        *grid(headers, 2, rows),
+    ]
+
+
+def pipeline_lines(runs: list[Run]) -> list[str]:
+    """Bubbles and steps beside what the schedule bounds them to."""
+    rows = []
+    for record in (record for run in runs for record in run):
+        rows.append(
+            [
+                record["schedule"],
+                *(str(record[name]) for name in ("world_size", "num_microbatches")),
+                f"{100 * record['predicted_bubble']:.1f} %",
+                f"{100 * record['bubble']['p50_share']:.1f} %",
+                f"{record['over_bound']:.2f}×",
+            ]
+        )
+    headers = ["schedule", "ranks", "micro-batches", "bubble, predicted", "measured"]
+    stages = {
+        "sleep": "stages that sleep",
+        "compute": "stages that compute, bounded by what their actions took",
+    }[runs[0][0]["stages"]]
+    return [
+        f"Pipelines, {stages}; step / bound is over the schedule's own length:",
+        *grid([*headers, "step / bound"], 1, rows),
+    ]
+
+
+def planner_lines(runs: list[Run]) -> list[str]:
+    """Whole steps beside what was predicted of them."""
+    rows = []
+    for record in (record for run in runs for record in run):
+        rows.append(
+            [
+                f"{record['rows']} × {record['tokens']}",
+                record["system"],
+                *(milliseconds(record[name]) for name in ("p50_us", "predicted_us")),
+                f"{record['measured_over_predicted']:.2f}",
+            ]
+        )
+    headers = ["rows × tokens", "system", "measured, ms", "predicted, ms", "measured / predicted"]
+    first = runs[0][0]
+    return [
+        f"The planner's steps, told this machine's speed: {first['world_size']} ranks, a decoder of"
+        f" {first['layers']} layers, width {first['width']}:",
+        *grid(headers, 2, rows),
+    ]
