@@ -90,21 +90,31 @@ def test_what_is_no_step() -> None:
     run_ranks(2, step_wrongly)
 
 
-def other_shape_after_the_cut(rank: int) -> str:
+def change_after_the_first_step(rank: int, change: str) -> str:
     pipe = make()
     pipe.step(*batch(0))
     if rank == 0:
         block: Any = pipe.module.get_submodule(pipe.stages[0][-1])
-        block.forward = lambda x: x[:, :4]
+        if change == "shape":
+            block.forward = lambda x: x[:, :4]
+        else:
+            block.requires_grad_(False)
     with pytest.raises((ValueError, RingcommError)) as caught:
         pipe.step(*batch(1))
     return str(caught.value)
 
 
-def test_blocks_that_change_their_shapes_after_the_cut() -> None:
-    """As above, with a message that says what to do, on the rank that knows."""
-    first, second = run_ranks(2, other_shape_after_the_cut, fresh=True)
-    assert "was the model changed after it was cut? Make a new Pipeline" in first
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", "was the model changed after it was cut? Make a new Pipeline"),
+        ("frozen", "weights were frozen, thawed or added after the first step"),
+    ],
+)
+def test_blocks_that_change_after_the_first_step(change: str, message: str) -> None:
+    """One rank knows what happened, and the other does not wait."""
+    first, second = run_ranks(2, change_after_the_first_step, change, fresh=True)
+    assert message in first
     assert "rank 0" in second
 
 

@@ -27,6 +27,7 @@ class _Made(NamedTuple):
     boundaries: list[Specs]
     stages: list[Stage]
     schedule: Any
+    trained: list[bool]  # this rank's weights
 
 
 class Runner:
@@ -71,6 +72,7 @@ class Runner:
             raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
         batch = self._checked(inputs, target)
         made = self._made_for(batch)
+        self._guarded(self._check_trained, made)
         for stage in made.stages:
             stage.log = log
         self._loss_scale = loss_scale
@@ -89,6 +91,17 @@ class Runner:
         except Exception:
             self._group.abort()
             raise
+
+    def _check_trained(self, made: _Made) -> None:
+        if self._trained() != made.trained:
+            raise ValueError(
+                "weights were frozen, thawed or added after the first step, when stages agreed on"
+                " who gets gradients: make a new Pipeline of the same blocks"
+            )
+
+    def _trained(self) -> list[bool]:
+        modules = self._modules.values()
+        return [param.requires_grad for module in modules for param in module.parameters()]
 
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
         loss = self._loss_fn(output, target)
@@ -161,7 +174,7 @@ class Runner:
         ]
         last = stages[-1]
         schedule = plan.start(stages, lambda *args: last.extend_forward(self._loss_of, *args))
-        return _Made(boundaries, stages, schedule)
+        return _Made(boundaries, stages, schedule, self._trained())
 
     # ---- without gradients
 
