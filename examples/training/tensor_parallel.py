@@ -50,7 +50,7 @@ def split(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False
         return RowParallelLinear.from_linear(linear, group=group, unit=unit, sequence_dim=dim)
 
     def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.enter(output, group, sequence_dim=dim)
+        return tensor.enter(output, group, sequence_dim=dim, inplace=True)
 
     layers: Any = model.layers
     for layer in layers:

@@ -25,7 +25,7 @@ def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: boo
     dim = 1 if shares_tokens else None
 
     def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.enter(output, group, sequence_dim=dim)
+        return tensor.enter(output, group, sequence_dim=dim, inplace=True)
 
     def columns(linear: Any, unit: int = 1) -> ColumnParallelLinear:
         return ColumnParallelLinear.from_linear(linear, group=group, unit=unit, enters=False)

@@ -204,7 +204,9 @@ class _Splitter:
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(
-            lambda x: enter(x, self.group, sequence_dim=self.sequence_dim), args, kwargs
+            lambda x: enter(x, self.group, sequence_dim=self.sequence_dim, inplace=True),
+            args,
+            kwargs,
         )
 
     def _leave(self, _: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -146,7 +146,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., this rank's output features), or to all of them."""
         if self.enters:
-            x = enter(x, self.group, sequence_dim=self.sequence_dim)
+            x = enter(x, self.group, sequence_dim=self.sequence_dim, inplace=True)
         out = F.linear(x, self.weight, self.bias)
         return join(out, self._sizes, self.group) if self.gathers else out
 

@@ -19,11 +19,18 @@ from ringcomm.backend import resolve_group
 __all__ = ["enter", "join", "leave", "sum_gradients", "summed_over"]
 
 _ops: Any = torch.ops.ringcomm
+# Without a choice of overloads, which takes some microseconds each time.
+_all_reduce, _all_reduce_ = _ops.all_reduce.default, _ops.all_reduce_.default
+_all_gather, _reduce_scatter = _ops.all_gather.default, _ops.reduce_scatter.default
 _SUMMED_OVER = "_ringcomm_summed_over"
 
 
 def enter(
-    x: Tensor, group: dist.ProcessGroup | None = None, *, sequence_dim: int | None = None
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    sequence_dim: int | None = None,
+    inplace: bool = False,
 ) -> Tensor:
     """In front of layers that split their output features.
 
@@ -31,6 +38,9 @@ def enter(
         x: what all ranks have alike, any shape; with `sequence_dim` this rank's equal part of it.
         group: None for the default group.
         sequence_dim: the dimension that ranks share the tokens of, outside of such layers.
+        inplace: without sequence_dim the sum takes the place of the gradient, for results that go
+            into linear layers only: these make it anew, where a sum would hand on one that others
+            have, too.
 
     Returns:
         `x`, whose gradient is the sum of the ranks'; with `sequence_dim` the ranks' parts joined,
@@ -42,7 +52,7 @@ def enter(
     resolved = resolve_group(group)
     if resolved.size() == 1:
         return x
-    result: Tensor = _Enter.apply(x, resolved.group_name, sequence_dim)
+    result: Tensor = _Enter.apply(x, resolved.group_name, sequence_dim, inplace)
     return result
 
 
@@ -112,7 +122,7 @@ def sum_gradients(param: Tensor, group: dist.ProcessGroup | None = None) -> None
     """
     resolved = resolve_group(group)
     name = resolved.group_name
-    param.register_hook(lambda grad: _ops.all_reduce(grad, "sum", name))
+    param.register_hook(lambda grad: _all_reduce(grad, "sum", name))
     setattr(param, _SUMMED_OVER, resolved)
 
 
@@ -123,15 +133,21 @@ def summed_over(param: Tensor) -> dist.ProcessGroup | None:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None) -> Tensor:
-        ctx.group_name, ctx.sequence_dim = group_name, sequence_dim
+    def forward(
+        ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
+    ) -> Tensor:
+        ctx.group_name, ctx.sequence_dim, ctx.inplace = group_name, sequence_dim, inplace
         return x.view_as(x) if sequence_dim is None else _gather(x, group_name, sequence_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.sequence_dim is None:
-            return _ops.all_reduce(grads[0], "sum", ctx.group_name), None, None
-        return _scatter(grads[0], ctx.group_name, ctx.sequence_dim), None, None
+        (grad,) = grads
+        if ctx.sequence_dim is not None:
+            return _scatter(grad, ctx.group_name, ctx.sequence_dim), None, None, None
+        if ctx.inplace and grad.is_contiguous() and not torch.is_grad_enabled():
+            _all_reduce_(grad, "sum", ctx.group_name)
+            return grad, None, None, None
+        return _all_reduce(grad, "sum", ctx.group_name), None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -144,9 +160,9 @@ class _Leave(torch.autograd.Function):
             return _scatter(x, group_name, sequence_dim)
         if inplace and x.is_contiguous():
             ctx.mark_dirty(x)
-            _ops.all_reduce_(x, "sum", group_name)
+            _all_reduce_(x, "sum", group_name)
             return x
-        summed: Tensor = _ops.all_reduce(x, "sum", group_name)
+        summed: Tensor = _all_reduce(x, "sum", group_name)
         return summed
 
     @staticmethod
@@ -164,7 +180,7 @@ class _Join(torch.autograd.Function):
         ctx.begin, ctx.num, ctx.dim = sum(sizes[:rank]), sizes[rank], dim
         longest, moved = max(sizes), x.movedim(dim, -1)
         padded = F.pad(moved, (0, longest - sizes[rank])).movedim(-1, 0).contiguous()
-        rows = _ops.all_gather(padded, group_name).split(longest)
+        rows = _all_gather(padded, group_name).split(longest)
         whole = torch.cat([row[:num] for row, num in zip(rows, sizes, strict=True)])
         return whole.movedim(0, dim)
 
@@ -174,10 +190,10 @@ class _Join(torch.autograd.Function):
 
 
 def _gather(x: Tensor, group_name: str, dim: int) -> Tensor:
-    whole: Tensor = _ops.all_gather(x.movedim(dim, 0).contiguous(), group_name)
+    whole: Tensor = _all_gather(x.movedim(dim, 0).contiguous(), group_name)
     return whole.movedim(0, dim).contiguous()
 
 
 def _scatter(x: Tensor, group_name: str, dim: int) -> Tensor:
-    part: Tensor = _ops.reduce_scatter(x.movedim(dim, 0).contiguous(), "sum", group_name)
+    part: Tensor = _reduce_scatter(x.movedim(dim, 0).contiguous(), "sum", group_name)
     return part.movedim(0, dim).contiguous()
