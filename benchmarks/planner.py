@@ -3,9 +3,9 @@
 
     python benchmarks/planner.py
 
-The planner is told what this machine is, by three measurements of the same run: forward and
-backward of a rank's rows on both ranks at once, AdamW's update of all weights on both at once, and
-the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each one's
+The planner is told what this machine is, by four measurements of the same run: forward and
+backward of a rank's rows, AdamW's update of all weights, and memory that is new, each on both ranks
+at once, and the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each one's
 time is held against its prediction, which has seen none of them. One JSON line per system and batch
 is appended to benchmarks/results.
 """
@@ -38,7 +38,9 @@ from ringcomm.bench.trainees import SYSTEMS
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.planner.step_time import compute_seconds
 
-COMPUTE, UPDATE = "forward, backward", "update"
+COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"
+# More than an allocator keeps.
+NEW_BYTES = 64 << 20
 WORLD_SIZE = 2
 # Rows and tokens of a rank's batch.
 BATCHES = ((1, 64), (4, 128))
@@ -87,6 +89,7 @@ def run_rank(team: Team, systems: Systems, repeats: int) -> None:
     adamw = torch.optim.AdamW(updated.parameters(), fused=True)
     updated(rows).backward()
     contenders[UPDATE] = Contender(adamw.step, dist.barrier)
+    contenders[NEW_MEMORY] = Contender(_take_memory, dist.barrier)
     timings, weather = watch.calmest(partial(measure, team, contenders, systems.seconds), repeats)
     if timings is not None:
         records = records_of(timings, COMPUTE, dict.fromkeys(timings, 0), name="system")
@@ -101,6 +104,10 @@ def _drop(step: Any, ids: torch.Tensor) -> None:
 def _backward(model: Decoder, ids: torch.Tensor) -> None:
     model(ids).backward()
     model.zero_grad()
+
+
+def _take_memory() -> None:
+    torch.empty(NEW_BYTES, dtype=torch.uint8).zero_()
 
 
 class Oracle:
@@ -126,6 +133,7 @@ class Oracle:
             peak_flops={"bf16": 1.0, "fp32": 1.0},
             utilisation=1.0,
             memory_rate=24 * self.shape.num_params / times[UPDATE],
+            new_memory_rate=NEW_BYTES / times[NEW_MEMORY],
             inside_alpha_s=world.alpha_us * 1e-6,
             inside_rate=(1 << 20) / max(world.beta_us_per_mib, 1e-9) * 1e6,
             call_s=world.overhead_us * 1e-6,

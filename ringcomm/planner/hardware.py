@@ -43,6 +43,8 @@ class Hardware:
         memory_bytes: of the device.
         reserved_bytes: of these what its driver and libraries take.
         memory_rate: of the device's memory.
+        new_memory_rate: at which memory is written that the system has to give first, page by page;
+            0 where an allocator keeps it.
         inside_rate, outside_rate: between devices of a host, and of different ones.
         inside_alpha_s, outside_alpha_s: of a hop.
         host_rate: to host memory.
@@ -76,13 +78,14 @@ class Hardware:
     overlap: float = 1.0
     call_s: float = 0.0
     is_host: bool = False
+    new_memory_rate: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name in ("reserved_bytes", "overlap", "call_s") or (
-                field.name.endswith("alpha_s")
-            )
+            may_be_zero = field.name in (
+                *("reserved_bytes", "overlap", "call_s", "new_memory_rate"),
+            ) or (field.name.endswith("alpha_s"))
             if field.name in ("name", "is_host"):
                 continue
             numbers = list(value.values()) if isinstance(value, Mapping) else [value]
@@ -169,6 +172,7 @@ _KNOWN = (
         overlap=0.0,
         call_s=3e-6,
         is_host=True,
+        new_memory_rate=4e9,
     ),
 )
 HARDWARE = {hardware.name: hardware for hardware in _KNOWN}

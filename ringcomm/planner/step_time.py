@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.cluster import Cluster
+from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.job import Job
 from ringcomm.planner.rank_part import RankPart, layers_of, rank_part
 from ringcomm.planner.schedules import bubble
@@ -159,8 +160,7 @@ def _data_seconds(
         return 0.0, 0.0
     dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)
     once = 0.0
-    # At stage 3 what was gathered, and what will be reduced, is copied: read and written.
-    copies = 2 / cluster.hardware.memory_rate if system.stage == 3 else 0.0
+    copies = _copy_seconds_per_byte(cluster.hardware) if system.stage == 3 else 0.0
     groups = ((dense, cluster.data_group(mesh)), (experts, cluster.replica_group(mesh)))
     for part, group in groups:
         num_bytes = job.itemsize * part.num_elems
@@ -173,6 +173,12 @@ def _data_seconds(
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
     return halves * once, 0.0 if blocks else hiding
+
+
+def _copy_seconds_per_byte(hardware: Hardware) -> float:
+    """At stage 3 what was gathered, and what will be reduced, is copied to memory that is new."""
+    new = 1 / hardware.new_memory_rate if hardware.new_memory_rate else 0.0
+    return 2 / hardware.memory_rate + new
 
 
 def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:

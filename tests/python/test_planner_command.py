@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,18 @@ from test_tuning import make_tuning
 from ringcomm import cli, tuning
 from ringcomm.planner.scale import collectives_table, plans_table
 
-SCALE = Path(__file__).resolve().parents[2] / "docs" / "design" / "scale.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SCALE, SYSTEMS = DOCS / "design" / "scale.md", DOCS / "systems.md"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
 LLAMA = ["plan", "--model", "llama-7b", "--gpus", "8", "--memory", "80GiB", "--tokens", "1M"]
 
 
@@ -92,6 +105,25 @@ def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[
         cli.run(["plan", *argv])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_lines_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of docs/systems.md; tuning in small."""
+    page = SYSTEMS.read_text(encoding="utf-8")
+    (block,) = re.findall(r"^## Planner.*?```sh\n(.*?)```", page, re.M | re.S)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "path" / "to" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert len(lines) >= 5
+    for _, *argv in lines:
+        short = ["--seconds", "0", "--world-sizes", "2", "--sizes", "1k,4k"]
+        assert cli.run([*argv, *(short if argv[0] == "tune" else [])]) == 0, argv
+        assert capsys.readouterr().out
+    assert "<svg" in (tmp_path / "plans.svg").read_text(encoding="utf-8")
 
 
 def test_the_page_on_scale() -> None:
