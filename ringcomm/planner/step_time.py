@@ -160,7 +160,7 @@ def _data_seconds(
         return 0.0, 0.0
     dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)
     once = 0.0
-    copies = _copy_seconds_per_byte(cluster.hardware) if system.stage == 3 else 0.0
+    copies = 0.0
     groups = ((dense, cluster.data_group(mesh)), (experts, cluster.replica_group(mesh)))
     for part, group in groups:
         num_bytes = job.itemsize * part.num_elems
@@ -168,17 +168,23 @@ def _data_seconds(
             continue
         calls = _num_calls(part, system, num_bytes)
         collective = group.half if system.stage else group.all_reduce
-        once += calls * collective(num_bytes / calls) + copies * num_bytes
+        once += calls * collective(num_bytes / calls)
+        if system.stage == 3:
+            copies += m * num_bytes * _copy_seconds_per_byte(system, cluster.hardware)
     halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
-    return halves * once, 0.0 if blocks else hiding
+    return halves * once + copies, 0.0 if blocks else hiding
 
 
-def _copy_seconds_per_byte(hardware: Hardware) -> float:
-    """At stage 3 what was gathered, and what will be reduced, is copied to memory that is new."""
+def _copy_seconds_per_byte(system: System, hardware: Hardware) -> float:
+    """Of a weight at stage 3, for a micro-batch.
+
+    fully_shard copies what it has gathered, twice, and what it will reduce, to memory that is new;
+    WeightShards gathers to such memory, and reduces gradients where they are.
+    """
     new = 1 / hardware.new_memory_rate if hardware.new_memory_rate else 0.0
-    return 2 / hardware.memory_rate + new
+    return 2 * new if system.is_lomo else 3 * (2 / hardware.memory_rate + new)
 
 
 def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:
