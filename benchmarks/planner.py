@@ -5,9 +5,9 @@
 
 The planner is told what this machine is, by four measurements of the same run: forward and backward
 of a rank's rows, AdamW's update of all weights, and memory that is new, each on both ranks at once,
-and the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each one's
-time is held against its prediction, which has seen none of them. One JSON line per system and batch
-is appended to benchmarks/results.
+and the cost model of `ringcomm tune`. Then every system trains the same model, in turn, and each
+one's time is held against its prediction, which has seen none of them. One JSON line per system and
+batch is appended to benchmarks/results.
 """
 
 from __future__ import annotations
