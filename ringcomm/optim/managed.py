@@ -18,6 +18,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.tensor.splits import refuse_decisions
 
 _NO_BACKWARD = -1  # torch's id of no graph task
 
@@ -118,6 +119,11 @@ class ModelWeights:
         """Raises ValueError where ranks are known to have other weights."""
         if self._model is not None:
             refuse_experts(self._model, f"{optimizer} with a group")
+
+    def check_decisions(self, optimizer: str) -> None:
+        """Raises ValueError where other ranks have other gradients to decide by."""
+        if self._model is not None:
+            refuse_decisions(self._model, optimizer)
 
     def check(self, param: nn.Parameter, name: str) -> None:
         """Raises ValueError for a parameter that cannot be managed."""

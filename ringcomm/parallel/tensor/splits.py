@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Split", "SplitModule", "refuse_copy", "split_params"]
+__all__ = ["Split", "SplitModule", "refuse_copy", "refuse_decisions", "split_params"]
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -68,3 +68,18 @@ def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitMod
             if param not in seen:
                 seen.add(param)
                 yield f"{prefix}.{name}" if prefix else name, param, module, split
+
+
+def refuse_decisions(model: nn.Module, system: str) -> None:
+    """For what would decide by the gradients that one rank has: how to clip, whether to step.
+
+    Raises:
+        ValueError: the model has layers in parts, whose gradients differ from rank to rank: what
+            all ranks have would drift apart.
+    """
+    if any(isinstance(module, SplitModule) for module in model.modules()):
+        raise ValueError(
+            f"clip_grad_norm and loss_scale of {system} would go by the gradients of each rank of"
+            " tensor parallelism alone: leave them out; ringcomm.parallel.tensor.clip_grad_norm_"
+            " has the model's norm"
+        )

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.model_experts import refuse_experts
 from ringcomm.parallel.tensor.regions import summed_over
+from ringcomm.parallel.tensor.splits import refuse_decisions
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded
 from ringcomm.parallel.zero.options import ShardOptions
@@ -39,6 +40,8 @@ def check_model(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
     refuse_experts(model, "zero.shard")
+    if options.clip_grad_norm is not None or options.loss_scale is not None:
+        refuse_decisions(model, "zero.shard")
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:
