@@ -140,12 +140,6 @@ class System:
         moments = {key: self._whole(by_name) for key, by_name in self.updater.moments().items()}
         return TrainState(weights, moments, self._num_updates)
 
-    def load_weights(self, state: TrainState) -> None:
-        """Begins with the weights of ``state``; every rank passes the same one."""
-        with torch.no_grad():
-            for name, param in self.part.named_parameters():
-                param.copy_(self._cut(name, state.weights[name]))
-
     def load_moments(self, state: TrainState) -> None:
         """Continues from ``state``, whose weights are there."""
         moments = {

@@ -93,13 +93,13 @@ def build_system(
         raise ValueError(reason)
     with torch.device(device):
         model = Llama(config)
+    model.load_state_dict(state.weights)  # before it is cut: parts are of the same whole
     system: System
     if parallel in ("tp", MESH) and wire:
         sizes = mesh if mesh and parallel == MESH else MeshSizes(tp=world_size)
         system = Hybrid(config, wire, model, sizes)
     else:
         system = System(config, wire, model)
-    system.load_weights(state)
     if offload is not None and offload.path is not None:
         offload = replace(offload, path=system.new_folder(offload.path))
     named = list(system.part.named_parameters())
