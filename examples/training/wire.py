@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # The operators that layers in parts communicate with.
-LAYER_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "merge_softmax_stats")
+LAYER_COLLECTIVES = (
+    "all_reduce",
+    "all_reduce_",
+    "all_gather",
+    "reduce_scatter",
+    "merge_softmax_stats",
+)
 
 
 def all_reduce_bytes(buffer_bytes: int, world_size: int) -> float:

@@ -290,6 +290,25 @@ def test_formula_of_each_system(tmp_path: Path, backend: str) -> None:
             assert counted in (None, formula)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_of_layers_in_parts_is_timed(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two ranks: 4 L + 2 of activations, and the loss's."""
+
+    def work(wire: Wire) -> int:
+        state = TrainState.fresh(TINY, 1)
+        system = build_system("tp", "sgd", TINY, wire, state, CPU, overlap=False)
+        calls: list[float] = []
+        monkeypatch.setattr(wire, "_end", lambda start, sent: calls.append(start))
+        ids = torch.zeros(4, CONTEXT, dtype=torch.int64)
+        system.step(ids, ids, 0.1)
+        return len(calls)
+
+    for found in on_ranks(2, backend, tmp_path, work):
+        assert found == 4 * TINY.num_layers + 2 + 1
+
+
 def test_live_bytes_counts_shared_storage_once() -> None:
     whole = torch.zeros(100)
     assert live_bytes([whole, whole[:50], None, torch.zeros(10)]) == 440
