@@ -198,7 +198,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                     self._weights.check(param, name)
                     new.append(Slot(param, name, index, group_idx, splits.get(param)))
         if self.options.clip_grad_norm is not None or self.options.loss_scale is not None:
-            self._weights.check_decisions(type(self).__name__)
+            self._weights.check_decisions(type(self).__name__, splits)
         if self.options.group is not None:
             self._check_replicas(new)
         self._path.slots += new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -120,10 +120,10 @@ class ModelWeights:
         if self._model is not None:
             refuse_experts(self._model, f"{optimizer} with a group")
 
-    def check_decisions(self, optimizer: str) -> None:
-        """Raises ValueError where other ranks have other gradients to decide by."""
+    def check_decisions(self, optimizer: str, known: Container[nn.Parameter]) -> None:
+        """Raises ValueError where other ranks have other gradients to decide by, not known of."""
         if self._model is not None:
-            refuse_decisions(self._model, optimizer)
+            refuse_decisions(self._model, optimizer, known)
 
     def check(self, param: nn.Parameter, name: str) -> None:
         """Raises ValueError for a parameter that cannot be managed."""

@@ -19,7 +19,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.ops import shard_range
-from ringcomm.optim import Lomo
+from ringcomm.optim import Lomo, Split
 from ringcomm.parallel import tensor, zero
 
 VOCAB, DIM, HEADS, FFN = 37, 24, 12, 50  # the vocabulary and FFN divide by no number of ranks
@@ -238,6 +238,11 @@ def decide_alone(rank: int) -> None:
             Lomo(model, lr=LR, **options)
         with pytest.raises(ValueError, match="of each rank of tensor parallelism alone"):
             zero.shard(model, torch.optim.SGD(model.parameters(), LR), 1, **options)
+    parts = {
+        param: Split(module.group, part.dim)
+        for _, param, module, part in tensor.split_params(model)
+    }
+    Lomo(model, lr=LR, clip_grad_norm=1.0, splits=parts).close()  # which tell it
     shared = split(Net(), is_sequence_split=True)
     with pytest.raises(ValueError, match="is summed over the ranks of a tensor-parallel group"):
         zero.shard(shared, torch.optim.SGD(shared.parameters(), LR), 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -70,14 +70,22 @@ def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitMod
                 yield f"{prefix}.{name}" if prefix else name, param, module, split
 
 
-def refuse_decisions(model: nn.Module, system: str) -> None:
+def refuse_decisions(
+    model: nn.Module, system: str, known: Container[nn.Parameter] = frozenset()
+) -> None:
     """For what would decide by the gradients that one rank has: how to clip, whether to step.
 
+    Args:
+        model: with layers in parts, or without.
+        system: who decides.
+        known: parameters that it knows to be parts.
+
     Raises:
-        ValueError: the model has layers in parts, whose gradients differ from rank to rank: what
-            all ranks have would drift apart.
+        ValueError: the model has other ones, whose gradients differ from rank to rank: what all
+            ranks have would drift apart.
     """
-    if any(isinstance(module, SplitModule) for module in model.modules()):
+    parts = (p for _, p, module, _ in split_params(model) if module.group.size() > 1)
+    if any(param not in known for param in parts):
         raise ValueError(
             f"clip_grad_norm and loss_scale of {system} would go by the gradients of each rank of"
             " tensor parallelism alone: leave them out; ringcomm.parallel.tensor.clip_grad_norm_"
