@@ -128,15 +128,12 @@ class Oracle:
             gated=False,
         )
         plain = dataclasses.replace(
-            planner.find_hardware("cpu-core"),
+            planner.find_hardware("cpu-core").tuned(world),
             name="measured",
             peak_flops={"bf16": 1.0, "fp32": 1.0},
             utilisation=1.0,
             memory_rate=24 * self.shape.num_params / times[UPDATE],
             new_memory_rate=NEW_BYTES / times[NEW_MEMORY],
-            inside_alpha_s=world.alpha_us * 1e-6,
-            inside_rate=(1 << 20) / max(world.beta_us_per_mib, 1e-9) * 1e6,
-            call_s=world.overhead_us * 1e-6,
         )
         of_rank = planner.Job(systems.rows * systems.tokens, systems.tokens, "fp32")
         one = planner.Cluster(1, plain)

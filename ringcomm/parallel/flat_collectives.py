@@ -22,6 +22,12 @@ def takes_uneven(group: dist.ProcessGroup, device: torch.device) -> bool:
     return isinstance(group._get_backend(device), _C.ProcessGroupRingcomm)
 
 
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a group's collectives take tensors: on the CPU if they do there."""
+    devices, cpu = group._device_types, torch.device("cpu")
+    return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
+
+
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's shard of the mean of the ranks' buffers.
 

@@ -12,8 +12,6 @@ from ringcomm.tuning import Tuning
 
 __all__ = ["Cluster"]
 
-MIB = 1 << 20
-
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -75,15 +73,7 @@ class Cluster:
         Of the numbers of ranks that it has, the one nearest to a host's devices counts.
         """
         world = min(tuning.worlds, key=lambda w: (abs(w.world_size - self.per_host), w.world_size))
-        rate = MIB / max(world.beta_us_per_mib, 1e-9) * 1e6
-        hardware = dataclasses.replace(
-            self.hardware,
-            name=f"{self.hardware.name} (tuned with {world.world_size} ranks)",
-            inside_alpha_s=world.alpha_us * 1e-6,
-            inside_rate=rate,
-            call_s=world.overhead_us * 1e-6,
-        )
-        return dataclasses.replace(self, hardware=hardware)
+        return dataclasses.replace(self, hardware=self.hardware.tuned(world))
 
     def tensor_group(self, mesh: Mesh) -> Group:
         """Ranks that share layers."""

@@ -27,10 +27,12 @@ from typing import Any, Literal
 
 from ringcomm.topology.cost_model import CostModel
 from ringcomm.topology.graph import LinkKind
+from ringcomm.tuning import World
 
 __all__ = ["HARDWARE", "Hardware", "find_hardware"]
 
 Precision = Literal["bf16", "fp32"]
+MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,16 @@ class Hardware:
             raise ValueError(f"hardware {self.name}: peak_flops is an object with bf16 and fp32")
         if not 0 < self.utilisation <= 1 or not 0 <= self.overlap <= 1:
             raise ValueError(f"hardware {self.name}: utilisation and overlap are shares up to 1")
+
+    def tuned(self, world: World) -> Hardware:
+        """The same with alpha and beta inside a host as `ringcomm tune` has measured them."""
+        return dataclasses.replace(
+            self,
+            name=f"{self.name} (tuned with {world.world_size} ranks)",
+            inside_alpha_s=world.alpha_us * 1e-6,
+            inside_rate=MIB / max(world.beta_us_per_mib, 1e-9) * 1e6,
+            call_s=world.overhead_us * 1e-6,
+        )
 
 
 _HOP_S = {kind: us * 1e-6 for kind, us in CostModel().step_us.items()}

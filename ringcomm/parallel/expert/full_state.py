@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.constant_buffer import broadcast_
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.model_experts import split_experts
+from ringcomm.parallel.flat_collectives import device_of
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
@@ -50,7 +51,7 @@ def _gathered(experts: LocalExperts, prefix: str, is_kept: bool) -> dict[str, An
     kinds = {key: v.to("meta") if isinstance(v, Tensor) else v for key, v in mine.items()}
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, kinds, group=group)
-    device = _device_of(group)
+    device = device_of(group)
     state: dict[str, Any] = {}
     for rank, theirs in enumerate(of_ranks):
         values = mine if rank == group.rank() else theirs
@@ -65,13 +66,6 @@ def _gathered(experts: LocalExperts, prefix: str, is_kept: bool) -> dict[str, An
         if is_kept:
             state.update({key: _copied(tensors.get(key, value)) for key, value in values.items()})
     return state
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a collective may be."""
-    devices = group._device_types
-    cpu = torch.device("cpu")
-    return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
 
 
 def _copied(value: Any) -> Any:

@@ -15,6 +15,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.constant_buffer import all_reduce_mean_
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.model_experts import expert_parameters, split_experts
+from ringcomm.parallel.grad_norm import norm_of_square
 
 __all__ = ["average_gradients", "clip_grad_norm_"]
 
@@ -115,9 +116,7 @@ def clip_grad_norm_(
         moved = total.to(device)
         dist.all_reduce(moved, group=group)
         square = square + moved.to(square.device)
-    norm = square.sqrt()
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+    norm = norm_of_square(square, error_if_nonfinite=error_if_nonfinite)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grads = [param.grad for param in model.parameters() if param.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringcomm.parallel.grad_norm import clip_by_norm
 from ringcomm.parallel.pipeline.pipeline import Pipeline
 
 __all__ = ["clip_grad_norm_"]
@@ -31,8 +32,4 @@ def clip_grad_norm_(pipe: Pipeline, max_norm: float, *, error_if_nonfinite: bool
     if grads:
         total += torch.nn.utils.get_total_norm(grads).float().square()
     dist.all_reduce(total, group=pipe.group)
-    norm = total.sqrt()
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
-    torch.nn.utils.clip_grads_with_norm_(pipe.parameters(), max_norm, norm)
-    return norm
+    return clip_by_norm(pipe.parameters(), total, max_norm, error_if_nonfinite=error_if_nonfinite)

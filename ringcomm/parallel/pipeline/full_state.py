@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.flat_collectives import device_of
+
 __all__ = ["gather_state", "load_state"]
 
 
@@ -68,7 +70,7 @@ def _travel(
     elif rank0_only and group.rank() != 0:
         return None
     else:
-        value = torch.empty(entry.shape, dtype=entry.dtype, device=_device_of(group))
+        value = torch.empty(entry.shape, dtype=entry.dtype, device=device_of(group))
     if not rank0_only:
         dist.broadcast(value, group=group, group_src=owner)
     elif owner != 0:
@@ -77,12 +79,6 @@ def _travel(
         else:
             dist.recv(value, group=group, group_src=owner)
     return value.to("cpu", copy=True)
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a tensor has to be so that the group can move it."""
-    types = [device.type for device in group._device_types]
-    return torch.device("cpu" if "cpu" in types else types[0])
 
 
 def load_state(blocks: Mapping[str, nn.Module], names: list[str], state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.parallel.grad_norm import clip_by_norm
 from ringcomm.parallel.tensor.splits import split_params
 
 __all__ = ["clip_grad_norm_"]
@@ -42,8 +43,4 @@ def clip_grad_norm_(
         total += torch.nn.utils.get_total_norm(grads).float().square() / num
     if group is not None:
         dist.all_reduce(total, group=group)
-    norm = total.sqrt()
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+    return clip_by_norm(model.parameters(), total, max_norm, error_if_nonfinite=error_if_nonfinite)
