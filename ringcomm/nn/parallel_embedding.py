@@ -65,8 +65,10 @@ class VocabParallelEmbedding(SplitModule):
         self.leaves = leaves
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
-        self.rows = shard_range(whole.num_embeddings, self.group.size(), self.group.rank())
-        split = Split(0, *self.rows, whole.num_embeddings)
+        num, num_ranks = whole.num_embeddings, self.group.size()
+        ranges = tuple(shard_range(num, num_ranks, rank) for rank in range(num_ranks))
+        split = Split(0, ranges, self.group.rank())
+        self.rows = split.begin, split.end
         self.splits = {"weight": split}
         part = split.cut(whole.weight.detach()).clone()
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)

@@ -17,18 +17,18 @@ from ringcomm.parallel.tensor.subgroups import ranks_in_a_row
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
-def feature_range(
-    num_features: int, unit: int, world_size: int, rank: int, what: str
-) -> tuple[int, int]:
-    """The features [begin, end) of a rank, in whole units such as heads.
+def feature_ranges(
+    num_features: int, unit: int, num_parts: int, what: str
+) -> tuple[tuple[int, int], ...]:
+    """The features [begin, end) of all parts, in whole units such as heads.
 
     Raises:
         ValueError: there is no whole number of units.
     """
     if unit < 1 or num_features % unit:
         raise ValueError(f"{what}={num_features} is no whole number of units of {unit}")
-    begin, end = shard_range(num_features // unit, world_size, rank)
-    return begin * unit, end * unit
+    ranges = (shard_range(num_features // unit, num_parts, part) for part in range(num_parts))
+    return tuple((begin * unit, end * unit) for begin, end in ranges)
 
 
 class _ParallelLinear(SplitModule):
@@ -112,13 +112,10 @@ class ColumnParallelLinear(_ParallelLinear):
         rank, world_size = self.group.rank(), self.group.size()
         if num_copies < 1 or world_size % num_copies or (gathers and num_copies > 1):
             raise ValueError(f"{world_size} ranks cannot have {num_copies} copies of each part")
-        parts = [
-            feature_range(linear.out_features, unit, world_size // num_copies, r, "out_features")
-            for r in range(world_size // num_copies)
-        ]
-        self.features = parts[rank // num_copies]
-        self._sizes = [end - begin for begin, end in parts]
-        self._take(linear, Split(0, *self.features, linear.out_features, num_copies))
+        parts = feature_ranges(linear.out_features, unit, world_size // num_copies, "out_features")
+        ranges = tuple(part for part in parts for _ in range(num_copies))
+        self.features = ranges[rank]
+        self._take(linear, Split(0, ranges, rank, num_copies))
         if num_copies > 1:
             copies = ranks_in_a_row(self.group, num_copies)
             for param in self.parameters():
@@ -148,7 +145,10 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.enters:
             x = enter(x, self.group, sequence_dim=self.sequence_dim, inplace=True)
         out = F.linear(x, self.weight, self.bias)
-        return join(out, self._sizes, self.group) if self.gathers else out
+        if not self.gathers:
+            return out
+        sizes = [end - begin for begin, end in self.splits["weight"].ranges]
+        return join(out, sizes, self.group)
 
     def extra_repr(self) -> str:
         """As nn.Linear has it."""
@@ -199,8 +199,9 @@ class RowParallelLinear(_ParallelLinear):
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         rank, world_size = self.group.rank(), self.group.size()
-        self.features = feature_range(linear.in_features, unit, world_size, rank, "in_features")
-        self._take(linear, Split(1, *self.features, linear.in_features))
+        ranges = feature_ranges(linear.in_features, unit, world_size, "in_features")
+        self.features = ranges[rank]
+        self._take(linear, Split(1, ranges, rank))
         if self.bias is not None and self.bias.requires_grad and sequence_dim is not None:
             sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
 

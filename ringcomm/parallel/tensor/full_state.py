@@ -88,19 +88,17 @@ def whole_of(part: Tensor, split: Split, group: dist.ProcessGroup) -> Tensor:
     Returns:
         A new tensor on all ranks.
 
-    Collective: one object, and the parts, padded to the longest.
+    Collective: the parts, padded to the longest.
     """
-    found: list[Split] = [split] * group.size()
-    dist.all_gather_object(found, split, group=group)
-    longest = max(other.end - other.begin for other in found)
+    longest = max(end - begin for begin, end in split.ranges)
     moved = part.movedim(split.dim, 0)
     mine = moved.new_zeros(longest, *moved.shape[1:])
     mine[: len(moved)] = moved
-    rows = mine.new_empty(len(found) * longest, *moved.shape[1:])
+    rows = mine.new_empty(len(split.ranges) * longest, *moved.shape[1:])
     all_gather_single(rows, mine, group=group)
     whole = moved.new_empty(split.total, *moved.shape[1:])
-    for other, row in zip(found, rows.split(longest), strict=True):
-        whole[other.begin : other.end] = row[: other.end - other.begin]
+    for (begin, end), row in zip(split.ranges, rows.split(longest), strict=True):
+        whole[begin:end] = row[: end - begin]
     return whole.movedim(0, split.dim).contiguous()
 
 

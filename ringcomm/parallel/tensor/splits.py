@@ -27,16 +27,30 @@ class Split:
 
     Attributes:
         dim: the dimension that is split.
-        begin, end: of it, this rank's.
-        total: its length in the whole parameter.
+        ranges: of it, [begin, end) of every rank of the group.
+        rank: this one.
         num_copies: so many ranks in a row have the same part.
     """
 
     dim: int
-    begin: int
-    end: int
-    total: int
+    ranges: tuple[tuple[int, int], ...]
+    rank: int
     num_copies: int = 1
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part begins."""
+        return self.ranges[self.rank][0]
+
+    @property
+    def end(self) -> int:
+        """Where it ends."""
+        return self.ranges[self.rank][1]
+
+    @property
+    def total(self) -> int:
+        """The dimension's length in the whole parameter."""
+        return self.ranges[-1][1]
 
     def cut(self, whole: Tensor) -> Tensor:
         """A view of this rank's part."""
