@@ -149,7 +149,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         trainers[name] = trainer
     wrong = differing(team, losses)
     align = dist.barrier if team.world_size > 1 else lambda: None
-    steps = {name: Contender(trainer.step, align) for name, trainer in trainers.items()}  # type: ignore[arg-type]
+    steps = {name: Contender(trainer.step, align) for name, trainer in trainers.items()}
     timings, weather = watch.calmest(
         partial(measure, team, steps, options.seconds), options.repeats
     )

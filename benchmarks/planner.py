@@ -27,13 +27,13 @@ import torch.distributed as dist
 # isort: on
 from ringcomm import planner
 from ringcomm.bench.algorithms import measure_algorithms, world_of
-from ringcomm.bench.decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
+from ringcomm.bench.decoder import HEAD_WIDTH, VOCAB_SIZE
 from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
 from ringcomm.bench.ranks import Team, run_ranks
 from ringcomm.bench.report import Report
 from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
-from ringcomm.bench.systems import Systems
+from ringcomm.bench.systems import Systems, backward_alone
 from ringcomm.bench.trainees import SYSTEMS
 from ringcomm.bench.weather import WeatherWatch
 from ringcomm.planner.step_time import compute_seconds
@@ -81,10 +81,10 @@ def run_rank(team: Team, systems: Systems, repeats: int) -> None:
     for name in systems.names:
         trainee = SYSTEMS[name].make(systems.model(), group)
         ids = systems.ids_for(SYSTEMS[name], 0, team.rank)
-        contenders[name] = Contender(partial(_drop, trainee.step, ids), dist.barrier)
+        contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
     alone = systems.model()
     rows = systems.ids(0)[: systems.rows]
-    contenders[COMPUTE] = Contender(partial(_backward, alone, rows), dist.barrier)
+    contenders[COMPUTE] = Contender(partial(backward_alone, alone, rows), dist.barrier)
     updated = systems.model()
     adamw = torch.optim.AdamW(updated.parameters(), fused=True)
     updated(rows).backward()
@@ -95,15 +95,6 @@ def run_rank(team: Team, systems: Systems, repeats: int) -> None:
         records = records_of(timings, COMPUTE, dict.fromkeys(timings, 0), name="system")
         team.report([record | weather.record() for record in records])
     dist.destroy_process_group()
-
-
-def _drop(step: Any, ids: torch.Tensor) -> None:
-    step(ids)
-
-
-def _backward(model: Decoder, ids: torch.Tensor) -> None:
-    model(ids).backward()
-    model.zero_grad()
 
 
 def _take_memory() -> None:

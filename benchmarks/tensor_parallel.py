@@ -132,12 +132,8 @@ class Pass:
         if not way.is_whole:
             self._targets %= next(model.head.parameters()).shape[0]
 
-    def run(self) -> None:
-        """Gradients are dropped."""
-        self.loss()
-
-    def loss(self) -> float:
-        """As run(), and the loss."""
+    def run(self) -> float:
+        """The loss; gradients are dropped."""
         with self._way.around():
             loss = self._model(self._inputs, self._targets)
             loss.backward()
@@ -148,7 +144,7 @@ class Pass:
 
 def differing(team: Team, passes: dict[str, Pass]) -> dict[str, int]:
     """On how many ranks the losses differ from the first way's. Collective."""
-    losses = {name: one.loss() for name, one in passes.items()}
+    losses = {name: one.run() for name, one in passes.items()}
     expected = losses[next(iter(losses))]
     return {
         name: sum(team.share(WAYS[name].is_whole and not abs(loss - expected) <= TOLERANCE))

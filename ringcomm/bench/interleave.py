@@ -140,7 +140,7 @@ def open_groups(
 class Contender:
     """One backend's call, ready to be timed, and how often a block makes it."""
 
-    call: Callable[[], None]
+    call: Callable[[], object]
     align: Callable[[], None]
     calls_per_block: int = 1
 

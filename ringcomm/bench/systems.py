@@ -152,8 +152,8 @@ def run_rank(systems: Systems, team: Team) -> None:
     for name in systems.names:
         trainee, found[name] = _train_checked(systems, team, groups, name)
         ids = systems.ids_for(SYSTEMS[name], 0, team.rank)
-        contenders[name] = Contender(partial(_step, trainee, ids), dist.barrier)
-    alone = partial(_backward_alone, systems.model(), systems.ids(0)[: systems.rows])
+        contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
+    alone = partial(backward_alone, systems.model(), systems.ids(0)[: systems.rows])
     contenders[BACKWARD] = Contender(alone, dist.barrier)
     wrong = {name: facts["wrong_elems"] for name, facts in found.items()}
     timings, weather = watch.calmest(
@@ -176,10 +176,7 @@ def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
     return {f"update_{name}": value for name, value in percentiles(beyond_us, "us").items()}
 
 
-def _backward_alone(model: Decoder, ids: Tensor) -> None:
+def backward_alone(model: Decoder, ids: Tensor) -> None:
+    """Forward and backward, and nothing behind them."""
     model(ids).backward()
     model.zero_grad()
-
-
-def _step(trainee: Trainee, ids: Tensor) -> None:
-    trainee.step(ids)
