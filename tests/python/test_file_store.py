@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,19 @@ def test_two_stores_in_a_folder(tmp_path: Path) -> None:
     FileStore(tmp_path, keep=False).close()  # a file of its own
     store.close()
     FileStore(tmp_path).close()
+
+
+def test_a_store_waits_for_the_writes_of_the_one_before(tmp_path: Path) -> None:
+    """As the kernel lets go of a killed process's file: after its parent has waited for it."""
+    store = FileStore(tmp_path)
+    store.put("a", values(10, 1))
+    store.commit({"step": 1})
+    closing = threading.Timer(0.3, store.close)
+    closing.start()
+    again = FileStore(tmp_path)
+    closing.join(timeout=30)
+    assert again.info == {"step": 1}
+    again.close()
 
 
 class FailingTransfer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import logging
 import os
 import weakref
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned, is_aligned
+from ringcomm.parallel.offload.store_file import lock_file, open_file
 from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
 
 __all__ = ["FileStore", "Transfer"]
@@ -96,8 +96,8 @@ class FileStore:
 
     Raises:
         ValueError: an option is out of range; the folder's files are damaged or truncated.
-        OSError: no folder can be made there; another store has it open (EWOULDBLOCK); O_DIRECT is
-            wanted and not to be had (EINVAL).
+        OSError: no folder can be made there; another store has it open, for 5 seconds
+            too (EWOULDBLOCK); O_DIRECT is wanted and not to be had (EINVAL).
         RuntimeError: io_uring is wanted and not to be had.
     """
 
@@ -120,11 +120,13 @@ class FileStore:
         self.engine, self._engine = _find_engine(engine, queue_depth, block_bytes)
         self.path.mkdir(parents=True, exist_ok=True)
         self._keeps = keep
-        self._fd, self.is_direct = _open(self.path / "data" if keep else self.path, keep, direct)
+        self._fd, self.is_direct = open_file(
+            self.path / "data" if keep else self.path, keep, direct
+        )
         self._pending: dict[str, Transfer] = {}
         self._close = weakref.finalize(self, _finish, self._fd, self._pending)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._fd)
         except OSError as error:
             self._close()
             raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
@@ -368,21 +370,6 @@ def _find_engine(
                 raise
             _log.info("ringcomm: files are read and written by threads: %s", error)
     return "threads", _shared_engine("threads", queue_depth, block_bytes)
-
-
-def _open(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
-    if direct is not False:
-        try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            if direct:
-                raise OSError(
-                    errno.EINVAL, f"the file system of {path} has no O_DIRECT: direct=False"
-                ) from error
-    return os.open(path, flags, 0o600), False
 
 
 def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:
