@@ -1,0 +1,93 @@
+#include "transport/cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdlib>
+#include <mutex>
+
+#include "core/errors.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+struct Found {
+  DriverApi api;
+  std::string reason;  // why there is none; empty where there is
+};
+
+Found find_driver() {
+  Found found;
+  const char* wanted = std::getenv("RINGCOMM_CUDA_DRIVER");
+  const char* name = wanted != nullptr && *wanted != '\0' ? wanted : "libcuda.so.1";
+  void* library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+  if (library == nullptr) {
+    found.reason = std::string("there is no driver for NVIDIA GPUs here (") + dlerror() + ")";
+    return found;
+  }
+  const auto find = [&](auto& function, const char* symbol) {
+    void* address = dlsym(library, symbol);
+    if (address == nullptr && found.reason.empty())
+      found.reason = std::string("the driver for NVIDIA GPUs is too old: it has no ") + symbol;
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(address);
+  };
+#define RINGCOMM_FIND(member, symbol, parameters) find(found.api.member, symbol);
+  RINGCOMM_DRIVER_FUNCTIONS(RINGCOMM_FIND)
+#undef RINGCOMM_FIND
+  if (!found.reason.empty()) return found;
+  if (const Result result = found.api.init(0); result != kSuccess) {
+    const char* text = nullptr;
+    found.api.get_error_string(result, &text);
+    found.reason = std::string("the driver for NVIDIA GPUs does not start: ") +
+                   (text != nullptr ? text : "unknown error");
+  }
+  return found;
+}
+
+const Found& found_driver() {
+  static const Found found = find_driver();
+  return found;
+}
+
+}  // namespace
+
+const DriverApi& driver() {
+  const Found& found = found_driver();
+  if (!found.reason.empty()) throw Error({.kind = ErrorKind::kSystem}, "ringcomm: " + found.reason);
+  return found.api;
+}
+
+bool has_driver(std::string* reason) {
+  const Found& found = found_driver();
+  if (reason != nullptr) *reason = found.reason;
+  return found.reason.empty();
+}
+
+void check(Result result, const char* what) {
+  if (result == kSuccess) return;
+  const char* name = nullptr;
+  const char* text = nullptr;
+  driver().get_error_name(result, &name);
+  driver().get_error_string(result, &text);
+  throw Error({.kind = ErrorKind::kSystem},
+              std::string("ringcomm: cannot ") + what + ": " +
+                  (name != nullptr ? name : std::to_string(result).c_str()) +
+                  (text != nullptr ? std::string(", ") + text : std::string()));
+}
+
+ContextGuard::ContextGuard(DeviceOrdinal device) {
+  const DriverApi& api = driver();
+  check(api.ctx_get_current(&previous_), "ask for the current context");
+  // Primary contexts are counted; one that is in use stays for the life of the process.
+  static std::mutex mutex;
+  static std::array<Context, 64> contexts = {};
+  const std::lock_guard lock(mutex);
+  Context& context = contexts.at(static_cast<std::size_t>(device));
+  if (context == nullptr)
+    check(api.device_primary_ctx_retain(&context, device), "use the GPU's primary context");
+  check(api.ctx_set_current(context), "make the GPU's primary context current");
+}
+
+ContextGuard::~ContextGuard() { driver().ctx_set_current(previous_); }
+
+}  // namespace ringcomm::cuda

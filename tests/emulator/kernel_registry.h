@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string_view>
+
+namespace ringcomm::emulator {
+
+/// What a kernel may ask of the thread that runs it. Threads of a block are threads of this
+/// process; sync() is their barrier, which a block of one thread passes at once.
+struct BlockContext {
+  unsigned thread_idx = 0;
+  unsigned num_threads = 1;
+  unsigned block_idx = 0;
+  unsigned num_blocks = 1;
+  std::function<void()> sync;
+};
+
+/// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct
+/// of `param_bytes`, which each of its threads reads where the launch has copied it to.
+struct Kernel {
+  const char* name;
+  std::size_t param_bytes;
+  void (*run)(const void* parameter, BlockContext& context);
+};
+
+/// Null where there is none of this name.
+const Kernel* find_kernel(std::string_view name);
+
+}  // namespace ringcomm::emulator
