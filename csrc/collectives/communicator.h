@@ -94,6 +94,10 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
+  /// Null in a group of one.
+  Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
+  /// Counts what was done for the group beside its carrier.
+  void count(OpKind op, const Traffic& traffic);
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
   /// threads are missing.
   bool is_inherited() const { return failure_->is_inherited(); }
@@ -107,7 +111,6 @@ class Communicator {
   void execute(const Collective& call, const WaitLimits& limits);
   void execute(const Sequence& sequence, const WaitLimits& limits);
   CallHeader header_of(const Collective& call);
-  void count(OpKind op, const Traffic& traffic);
 
   int rank_;
   int world_size_;
