@@ -1,5 +1,6 @@
 // Modules, functions and kernels.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cstring>
@@ -62,25 +63,32 @@ std::shared_ptr<void> copy_parameter(const void* parameter, std::size_t num_byte
   return copy;
 }
 
-void run_thread(const Grid& grid, unsigned block, unsigned thread, std::barrier<>& barrier) {
+/// What the threads of a block share.
+struct BlockState {
+  explicit BlockState(unsigned num_threads) : barrier(static_cast<std::ptrdiff_t>(num_threads)) {}
+  std::barrier<> barrier;
+  alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
+};
+
+void run_thread(const Grid& grid, unsigned block, unsigned thread, BlockState& state) {
   BlockContext context{.thread_idx = thread,
                        .num_threads = grid.num_threads,
                        .block_idx = block,
                        .num_blocks = grid.num_blocks,
-                       .sync = [&barrier] { barrier.arrive_and_wait(); }};
+                       .sync = [&state] { state.barrier.arrive_and_wait(); },
+                       .shared = state.memory.data()};
   grid.kernel->run(grid.parameter.get(), context);
-  barrier.arrive_and_wait();  // a block ends as one
+  state.barrier.arrive_and_wait();  // a block ends as one
 }
 
 void run_block(const Grid& grid, unsigned block) {
-  const auto barrier =
-      std::make_shared<std::barrier<>>(static_cast<std::ptrdiff_t>(grid.num_threads));
+  const auto state = std::make_shared<BlockState>(grid.num_threads);
   BlockSlots& slots = block_slots(grid.device);
   slots.acquire();
   for (unsigned thread = 1; thread < grid.num_threads; ++thread)
     ThreadPool::of_process().start(
-        [&grid, barrier, block, thread] { run_thread(grid, block, thread, *barrier); });
-  run_thread(grid, block, 0, *barrier);
+        [&grid, state, block, thread] { run_thread(grid, block, thread, *state); });
+  run_thread(grid, block, 0, *state);
   slots.release();
 }
 

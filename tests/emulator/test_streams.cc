@@ -1,5 +1,6 @@
 // Streams and events: order, what waits for what, and what does not.
 #include <chrono>
+#include <cstdio>
 #include <thread>
 #include <vector>
 
@@ -201,6 +202,28 @@ TEST_CASE("arguments of streams and events are checked") {
     CHECK(driver().stream_create(&other, 0) == kInvalidContext);
     CHECK(driver().stream_query(nullptr) == kInvalidContext);
   }).join();
+}
+
+RINGCOMM_CHILD(that_forgets_to_wait) {
+  use_device(0);
+  std::int32_t* data = zeros(10);
+  const auto num_blocks = from_message<unsigned>(receive_from_parent());
+  MUST(std::freopen("/dev/null", "w", stderr) != nullptr);  // where the report goes
+  MUST(launch("toy_add", ToyAdd{data, 10, 1}, new_stream(), num_blocks) == kSuccess);
+  MUST(launch("toy_add", ToyAdd{data, 10, 1}, new_stream(), num_blocks) == kSuccess);
+  MUST(extra().ctx_synchronize() == kSuccess);
+}
+
+TEST_CASE("ThreadSanitizer sees kernels of two streams race that no event keeps apart") {
+  for (const unsigned num_blocks : {1u, 2u}) {
+    ChildProcess child("that_forgets_to_wait", {{"TSAN_OPTIONS", "exitcode=66 halt_on_error=1"}});
+    child.send(as_message(num_blocks));
+#ifdef __SANITIZE_THREAD__
+    CHECK(child.wait() == 66);
+#else
+    CHECK(child.wait() == 0);
+#endif
+  }
 }
 
 RINGCOMM_CHILD(delayed_streams) {
