@@ -88,12 +88,21 @@ class Communicator {
 
   OrderedQueue& queue() { return queue_; }
 
+  /// For collectives that do not go through the queue, but are enqueued to a device in the order of
+  /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
+  /// fills in. Throws as submit() does.
+  CallHeader issue(const Collective& call);
+  /// Adds a collective to stats().
+  void count(OpKind op, const Traffic& traffic);
+
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
+  /// Null in a group of one.
+  Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
   /// threads are missing.
   bool is_inherited() const { return failure_->is_inherited(); }
@@ -106,8 +115,8 @@ class Communicator {
   OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
   void execute(const Sequence& sequence, const WaitLimits& limits);
-  CallHeader header_of(const Collective& call);
-  void count(OpKind op, const Traffic& traffic);
+  CallHeader header_of(const Collective& call, std::uint64_t seq) const;
+  CallHeader planned(const Collective& call);
 
   int rank_;
   int world_size_;
