@@ -93,7 +93,7 @@ class GpuRanks {
                       .is_uneven = call.is_uneven(world_size_),
                       .has_update = call.update != nullptr,
                       .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
-    cuda::plan_header(call, options_, layout_, header);
+    cuda::plan_header(call, options_, layout_, false, header);
     cuda::KernelCall kernel = kernel_call(rank);
     const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
     run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);

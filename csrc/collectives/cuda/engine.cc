@@ -59,7 +59,8 @@ Engine::~Engine() {
 }
 
 void Engine::plan(const Collective& call, CallHeader& header) const {
-  plan_header(call, communicator_.options(), group_.staging().layout, header);
+  plan_header(call, communicator_.options(), group_.staging().layout, group_.takes_turns(),
+              header);
 }
 
 bool Engine::is_captured(StreamHandle stream) const {

@@ -227,7 +227,7 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
 }
 
 void plan_header(const Collective& call, const CommunicatorOptions& options,
-                 const StagingLayout& layout, CallHeader& header) {
+                 const StagingLayout& layout, bool takes_turns, CallHeader& header) {
   header.algorithm = Algorithm::kDirect;
   if (has_private_sizes(call.op)) {
     header.num_elems = 0;
@@ -236,6 +236,10 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
     header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
   }
   if (call.op != OpKind::kAllReduce) return;
+  if (takes_turns) {
+    header.algorithm = Algorithm::kTwoShot;
+    return;
+  }
   const bool fits_packets =
       call.num_bytes() <= packet_data_bytes(layout) && call.dtype != DType::kSoftmaxStats;
   Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;

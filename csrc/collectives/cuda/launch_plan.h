@@ -35,9 +35,9 @@ struct DeviceFacts {
 /// unless they take turns.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
-/// Fills in algorithm and ring geometry.
+/// Fills in algorithm and ring geometry. Only boards can be cut into turns.
 void plan_header(const Collective& call, const CommunicatorOptions& options,
-                 const StagingLayout& layout, CallHeader& header);
+                 const StagingLayout& layout, bool takes_turns, CallHeader& header);
 
 /// Fills in all of `kernel_call` but its staging, control, timeout and rank, which it has.
 /// Throws std::invalid_argument where the call cannot be made.
