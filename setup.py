@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import buildconfig
+import cuda_kernels
 import setuptools
 
 # An sdist and the list of build requirements come before torch is asked for.
@@ -44,26 +45,23 @@ def torch_minor() -> str:
 
 
 def make_extension() -> setuptools.Extension:
-    """Returns the extension, with CUDA sources where nvcc and a CUDA torch are there."""
+    """Returns the extension, with kernels for GPUs where nvcc and a CUDA torch are there."""
     from torch.utils import cpp_extension
 
     folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
     if not buildconfig.sources(buildconfig.BINDINGS_FOLDER):
         raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
     found = buildconfig.sources(*folders)
-    cuda_found = buildconfig.sources("device/cuda", suffix=".cu")
     flags = {"cxx": buildconfig.cxx_flags()}
     libraries = []
     if buildconfig.has_uring():
         flags["cxx"].append("-DRINGCOMM_WITH_URING")
         libraries.append("uring")
-    kind = cpp_extension.CppExtension
-    if cuda_found and has_cuda():
-        kind = cpp_extension.CUDAExtension
-        found += cuda_found
-        flags["cxx"].append("-DRINGCOMM_WITH_CUDA")
-        flags["nvcc"] = ["-O3", buildconfig.CXX_STANDARD, "-DRINGCOMM_WITH_CUDA"]
-    return kind(
+    nvcc = buildconfig.find_nvcc()
+    if nvcc is not None and wants_kernels():
+        images = cuda_kernels.compile_all(nvcc, ROOT / "build" / "cuda")
+        flags["cxx"].append(f'-DRINGCOMM_CUDA_IMAGES="{images}"')
+    return cpp_extension.CppExtension(
         "ringcomm._C",
         [str(path.relative_to(ROOT)) for path in found],
         include_dirs=[str(buildconfig.CSRC)],
@@ -74,13 +72,12 @@ def make_extension() -> setuptools.Extension:
     )
 
 
-def has_cuda() -> bool:
-    """Tells whether CUDA sources can be compiled for the torch that is here."""
+def wants_kernels() -> bool:
+    """Tells whether kernels are to be compiled: for a CUDA torch, or as RINGCOMM_CUDA says."""
     import torch
-    from torch.utils import cpp_extension
 
-    home = cpp_extension.CUDA_HOME
-    return torch.version.cuda is not None and home is not None and Path(home, "bin/nvcc").exists()
+    asked = os.environ.get("RINGCOMM_CUDA", "")
+    return torch.version.cuda is not None if asked == "" else buildconfig.is_set("RINGCOMM_CUDA")
 
 
 def make_build_ext() -> type:

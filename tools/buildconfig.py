@@ -105,6 +105,16 @@ def openmp_flags() -> list[str]:
     return [] if "__clang__" in done.stdout else ["-fopenmp"]
 
 
+def find_nvcc() -> Path | None:
+    """Returns CUDA's compiler: of $CUDA_HOME, else on PATH, else in the usual place."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        nvcc = Path(home, "bin", "nvcc")
+        return nvcc if nvcc.exists() else None
+    found = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    return Path(found) if found else None
+
+
 def has_uring() -> bool:
     """Tells whether liburing is here to compile with; without it files are read by threads."""
     program = "#include <liburing.h>\nint main() { return io_uring_queue_init(1, nullptr, 0); }\n"

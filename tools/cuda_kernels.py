@@ -1,0 +1,111 @@
+"""Compiles csrc/device/cuda/*.cu into images that the extension carries (device/cuda/image.cc).
+
+Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for every
+architecture that is served, and says so where there is no nvcc:
+
+    python tools/cuda_kernels.py [--arch 90] [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import buildconfig
+from buildconfig import CSRC, ROOT, BuildProblem
+
+ARCHITECTURES = ("80", "90", "100")
+# Sums round the same way as on the CPU: nothing is contracted.
+FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false", "-I", str(CSRC))
+
+
+def sources() -> list[Path]:
+    """Returns the files of kernels."""
+    return sorted((CSRC / "device" / "cuda").glob("*.cu"))
+
+
+def compile_all(
+    nvcc: Path, folder: Path, archs: tuple[str, ...] = (), *, is_check: bool = False
+) -> Path:
+    """Compiles what has changed; one image for each file, of all architectures.
+
+    Args:
+        nvcc: the compiler.
+        folder: where images go, as NAME.fatbin.
+        archs: RINGCOMM_CUDA_ARCHS ("80;90") or all that are served where empty; the last one also
+            as PTX, for GPUs to come.
+        is_check: whether only to find out whether they compile: without the assembler's optimiser.
+
+    Returns:
+        The folder.
+
+    Raises:
+        BuildProblem: a file does not compile.
+    """
+    asked = tuple(os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(";", " ").split())
+    archs = archs or asked or ARCHITECTURES
+    flags = [*FLAGS, *(["-Xptxas", "-O0"] if is_check else ["-O3"])]
+    for arch in archs:
+        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(buildconfig.num_jobs()) as pool:
+        list(pool.map(lambda path: _compile(nvcc, path, folder, flags), sources()))
+    return folder
+
+
+def _compile(nvcc: Path, source: Path, folder: Path, flags: list[str]) -> None:
+    image = folder / f"{source.stem}.fatbin"
+    stamp = folder / f"{source.stem}.stamp"
+    state = _digest([source, *buildconfig.headers()], [str(nvcc), *flags])
+    if image.exists() and stamp.exists() and stamp.read_text() == state:
+        return
+    began = time.monotonic()
+    command = [str(nvcc), *flags, "-fatbin", str(source), "-o", str(image)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildProblem(f"{source.relative_to(ROOT)} does not compile:\n{done.stderr[-4000:]}")
+    stamp.write_text(state)
+    print(
+        f"[cuda] {source.name}: {image.stat().st_size >> 10} KiB"
+        f" in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+
+
+def _digest(paths: list[Path], words: list[str]) -> str:
+    digest = hashlib.sha256("\0".join(words).encode())
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    """Compiles for the architectures of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", action="append", default=[], help="such as 90; default: all")
+    parser.add_argument("--check", action="store_true", help="do they compile? kept apart")
+    options = parser.parse_args()
+    nvcc = buildconfig.find_nvcc()
+    if nvcc is None:
+        print("[cuda] no nvcc here: kernels for GPUs were NOT compiled")
+        return 0
+    folder = ROOT / "build" / ("cuda-check" if options.check else "cuda")
+    try:
+        compile_all(nvcc, folder, tuple(options.arch), is_check=options.check)
+    except BuildProblem as problem:
+        print(problem)
+        return 1
+    archs = ", ".join(f"sm_{arch}" for arch in options.arch or ARCHITECTURES)
+    print(f"[cuda] kernels compile for {archs}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
