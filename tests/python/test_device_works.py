@@ -168,6 +168,12 @@ def check_messages(rank: int) -> None:
         work.wait()
     for peer in peers:
         assert received[peer].tolist() == [10.0 * peer + rank] * 1000
+    numbers = [torch.zeros(1) for _ in peers]  # of CPU tensors any order does
+    batch = [dist.P2POp(dist.isend, torch.ones(1) * rank, peer) for peer in peers]
+    batch += [dist.P2POp(dist.irecv, *pair) for pair in zip(numbers, peers, strict=True)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert [number.item() for number in numbers] == peers
     with pytest.raises(NotImplementedError, match="any source"):
         dist.recv(received[0])
 
