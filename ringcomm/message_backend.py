@@ -95,7 +95,7 @@ def make(
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     if name == "nccl" and name.upper() not in dist.Backend._plugins:
-        nccl_opts = dist.ProcessGroupNCCL.Options()
+        nccl_opts: Any = dist.ProcessGroupNCCL.Options()
         nccl_opts._timeout = timeout
         nccl_opts.group_name = f"{group_name}/{name}"
         nccl_opts.global_ranks_in_group = global_ranks

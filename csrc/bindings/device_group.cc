@@ -57,6 +57,7 @@ std::map<std::string, std::string> DeviceGroup::transports() {
 void DeviceGroup::abort() noexcept {
   const std::lock_guard lock(mutex_);
   if (std::exchange(is_aborted_, true)) return;
+  for (const auto& use : uses_) use->give_up();
   for (const auto& [device, carrier] : carriers_) carrier->abort();
 }
 
@@ -66,11 +67,15 @@ std::shared_ptr<Communicator> DeviceGroup::communicator() const {
   return communicator;
 }
 
-void DeviceGroup::check() {
+void DeviceGroup::abort_if_failed() {
   const auto communicator = communicator_.lock();
-  if (communicator == nullptr) return;
-  if (communicator->failure().has_failed()) abort();
-  communicator->failure().rethrow_if_any();
+  if (communicator != nullptr && communicator->failure().has_failed()) abort();
+}
+
+void DeviceGroup::check() {
+  abort_if_failed();
+  if (const auto communicator = communicator_.lock(); communicator != nullptr)
+    communicator->failure().rethrow_if_any();
 }
 
 void DeviceGroup::end(const std::string& why) {
@@ -83,7 +88,12 @@ void DeviceGroup::drain() {
   using Clock = std::chrono::steady_clock;
   const std::lock_guard order(order_);
   auto deadline = Clock::now() + options_->timeout;
-  for (const auto& use : uses_) {
+  std::deque<std::shared_ptr<DeviceUse>> uses;
+  {
+    const std::lock_guard lock(mutex_);
+    uses = uses_;
+  }
+  for (const auto& use : uses) {
     for (bool has_aborted = false; !use->is_over();
          std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
       const auto communicator = communicator_.lock();
@@ -95,7 +105,6 @@ void DeviceGroup::drain() {
       deadline = Clock::now() + kAbortPatience;
     }
   }
-  uses_.clear();
 }
 
 c10::Stream DeviceGroup::own_stream(c10::Device device) {
@@ -107,22 +116,38 @@ c10::Stream DeviceGroup::own_stream(c10::Device device) {
   return stream;
 }
 
-void DeviceGroup::forget_finished() {
+void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
+  const std::lock_guard lock(mutex_);
+  lost_.insert(lost_.end(), kept.begin(), kept.end());
+}
+
+// And lets go of what is over.
+void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
+  const std::lock_guard lock(mutex_);
   while (!uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
+  uses_.push_back(use);
+  if (is_aborted_) use->give_up();
+}
+
+template <class Enqueue>
+void DeviceGroup::ending_on_failure(const std::string& what, const Enqueue& enqueue) {
+  try {
+    enqueue();
+  } catch (const std::exception& error) {
+    // Wherever this rank has stopped, the others have gone on.
+    end(what + ": " + error.what());
+    throw;
+  }
 }
 
 void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream) {
   const std::shared_ptr<Communicator> engine = communicator();
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
-  try {
+  ending_on_failure(describe(header), [&] {
     engine->count(item.call.op, carrier.enqueue(item.call, header, stream));
-  } catch (const std::exception& error) {
-    // Wherever this rank has stopped, the others have gone on.
-    end(describe(header) + ": " + error.what());
-    throw;
-  }
-  if (item.finish) item.finish();
+    if (item.finish) item.finish();
+  });
 }
 
 c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCallInfo info,
@@ -135,7 +160,6 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
   with_python_errors([&] {
     const std::lock_guard order(order_);
     check();
-    forget_finished();
     const c10::impl::VirtualGuardImpl impl(device.type());
     const c10::Stream home = impl.getStream(device);
     const c10::Stream stream = info.is_async ? own_stream(device) : home;
@@ -145,12 +169,17 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
       begin.block(stream);
     }
     const c10::StreamGuard guard(stream);
-    DeviceCarrier& used = carrier(device);
-    body(used, stream);
     kept.insert(kept.end(), info.results.begin(), info.results.end());
+    DeviceCarrier& used = carrier(device);
+    try {
+      body(used, stream);
+    } catch (...) {
+      if (communicator()->failure().has_failed()) lose(kept);
+      throw;
+    }
     const auto use =
         std::make_shared<DeviceUse>(stream, home, std::move(kept), used.is_captured(stream));
-    uses_.push_back(use);
+    keep(use);
     work->set_enqueued(use);
   });
   if (info.barrier_timeout && !info.is_async) work->wait();
@@ -181,9 +210,11 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
   }
   return enqueue(device, std::move(info), inputs, std::move(kept),
                  [&](DeviceCarrier& carrier, const c10::Stream& stream) {
-                   carrier.exchange(messages, stream);
-                   for (const DeviceMessageCall& call : calls)
-                     if (call.item.finish) call.item.finish();
+                   ending_on_failure("sends and receives", [&] {
+                     carrier.exchange(messages, stream);
+                     for (const DeviceMessageCall& call : calls)
+                       if (call.item.finish) call.item.finish();
+                   });
                  });
 }
 

@@ -60,7 +60,8 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   /// By device, what carries its tensors; for people.
   std::map<std::string, std::string> transports();
 
-  /// Throws what has ended the group, if anything has, and ends what is enqueued then.
+  /// Where the group has failed, ends what is enqueued; check() then throws what the cause was.
+  void abort_if_failed();
   void check();
   /// Ends the group.
   void end(const std::string& why);
@@ -77,7 +78,10 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   void run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream);
   std::shared_ptr<Communicator> communicator() const;
   c10::Stream own_stream(c10::Device device);
-  void forget_finished();
+  void keep(const std::shared_ptr<DeviceUse>& use);
+  void lose(const std::vector<at::Tensor>& kept);
+  template <class Enqueue>
+  void ending_on_failure(const std::string& what, const Enqueue& enqueue);
 
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<GroupOptions> options_;
@@ -87,9 +91,10 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
 
   std::mutex order_;  // held while a call is enqueued; guards what follows
   std::map<c10::DeviceIndex, c10::Stream> streams_;
-  std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for
 
-  std::mutex mutex_;  // held for moments; guards what follows
+  std::mutex mutex_;                             // held for moments; guards what follows
+  std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for
+  std::vector<at::Tensor> lost_;  // of calls that failed half-way: they may still be in use
   std::map<std::string, std::unique_ptr<DeviceCarrier>> carriers_;  // by device; none ever goes
   bool is_aborted_ = false;
 };

@@ -55,6 +55,17 @@ void DeviceUse::block_current_stream() {
   if (current == home_) freed.swap(tensors_);
 }
 
+void DeviceUse::give_up() {
+  if (is_over()) return;
+  const std::lock_guard lock(mutex_);
+  is_broken_ = true;
+}
+
+bool DeviceUse::is_broken() {
+  const std::lock_guard lock(mutex_);
+  return is_broken_;
+}
+
 // ---- DeviceWork
 
 DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type,
@@ -75,16 +86,22 @@ bool DeviceWork::isCompleted() { return use_->is_over(); }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
-    if (!use_->is_over() || use_->is_captured()) {
-      if (const auto group = group_.lock(); group != nullptr) group->check();
-      use_->block_current_stream();
-    }
+    if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
+    check_whole();
+    use_->block_current_stream();
     if (timeout != kNoTimeout)
       wait_on_host(timeout, false);
     else if (barrier_timeout_)
       wait_on_host(*barrier_timeout_, true);
   });
   return true;
+}
+
+void DeviceWork::check_whole() {
+  if (!use_->is_broken()) return;
+  if (const auto group = group_.lock(); group != nullptr) group->check();
+  throw Error({.kind = ErrorKind::kAborted, .op = title_},
+              std::string("ringcomm: ") + title_ + " was on its way when its group ended");
 }
 
 void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {
@@ -96,8 +113,9 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
       if (is_late && ends_group)
         group->end(std::string(title_) + " waited for all ranks for " +
                    std::to_string(timeout.count()) + " ms");
-      group->check();
+      group->abort_if_failed();
     }
+    check_whole();
     if (is_late) throw_wait_timeout(title_, timeout);
     std::this_thread::sleep_for(nap);
   }

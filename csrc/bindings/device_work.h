@@ -34,6 +34,9 @@ class DeviceUse {
   /// Has the current stream of the device wait, and lets the tensors go if that is enough for
   /// whoever gets their memory.
   void block_current_stream();
+  /// The group is about to be aborted: what is not over by now never will be as it should.
+  void give_up();
+  bool is_broken();
 
  private:
   c10::Stream stream_;
@@ -42,6 +45,7 @@ class DeviceUse {
   c10::Event end_;
   bool is_captured_;
   bool is_over_ = false;
+  bool is_broken_ = false;
   std::vector<at::Tensor> tensors_;
 };
 
@@ -59,7 +63,7 @@ class DeviceWork final : public c10d::Work {
   void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
 
   bool isCompleted() override;
-  bool isSuccess() const override { return true; }  // what fails throws in the call
+  bool isSuccess() const override { return !use_->is_broken(); }
   /// Has the current stream wait. With a limit, and for a barrier, the host waits too: throws
   /// CollectiveTimeoutError, and what ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
@@ -70,6 +74,7 @@ class DeviceWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return seq_; }
 
  private:
+  void check_whole();
   void wait_on_host(std::chrono::milliseconds timeout, bool ends_group);
 
   std::weak_ptr<DeviceGroup> group_;

@@ -30,7 +30,7 @@ def run(world_size: int, fn: Any, *args: Any) -> list[Any]:
 def trained(rank: int, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    ddp = nn.parallel.DistributedDataParallel(model.to(device), bucket_cap_mb=1e-4)  # type: ignore[arg-type]
+    ddp = nn.parallel.DistributedDataParallel(model.to(device), bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         batch = torch.from_numpy(oracle.floats(rank, 24, torch.float64, step).numpy()).view(4, 6)
@@ -76,8 +76,8 @@ def check_updates(rank: int, name: str) -> None:
                 ops.reduce_scatter_update_all_gather_(
                     param, on_cpu.grad(step).to(GPU), state, optimizer=optimizer, step=step
                 )
-            close = {"rtol": 1e-5, "atol": 1e-6} if dtype == F32 else {"rtol": 0.02, "atol": 1e-3}
-            assert torch.allclose(param.cpu().float(), on_cpu.param.float(), **close)
+            rtol, atol = (1e-5, 1e-6) if dtype == F32 else (0.02, 1e-3)
+            assert torch.allclose(param.cpu().float(), on_cpu.param.float(), rtol=rtol, atol=atol)
             for key, value in state.items():
                 assert torch.allclose(value.cpu(), on_cpu.state[key], rtol=0.02, atol=1e-3)
 

@@ -74,7 +74,7 @@ def check_own_stream(rank: int) -> None:
     with emugpu.stream(side):
         other = torch.full((100,), 3.0, device=GPU)
         dist.all_reduce(other)
-        dist.all_reduce(other, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(other, async_op=True).wait()
     emugpu.current_stream().wait_stream(side)
     assert other.tolist() == [12.0] * 100
 
@@ -108,7 +108,7 @@ def test_calls_run_in_order_beside_those_on_the_cpu() -> None:
 def check_kept_alive(rank: int) -> None:
     """Works and inputs that the caller drops at once; their memory is poisoned when it is free."""
     world_size = dist.get_world_size()
-    dist.all_reduce(torch.ones(1, device=GPU), async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(1, device=GPU), async_op=True).wait()
     emugpu.synchronize()
     gc.collect()
     before = emugpu.memory_allocated()
@@ -168,6 +168,12 @@ def check_messages(rank: int) -> None:
         work.wait()
     for peer in peers:
         assert received[peer].tolist() == [10.0 * peer + rank] * 1000
+    numbers = [torch.zeros(1) for _ in peers]  # of CPU tensors any order does
+    batch = [dist.P2POp(dist.isend, torch.ones(1) * rank, peer) for peer in peers]
+    batch += [dist.P2POp(dist.irecv, *pair) for pair in zip(numbers, peers, strict=True)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert [number.item() for number in numbers] == peers
     with pytest.raises(NotImplementedError, match="any source"):
         dist.recv(received[0])
 
