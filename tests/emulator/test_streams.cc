@@ -135,6 +135,7 @@ TEST_CASE("a wait is for the record that was last when it was made") {
     const StreamHandle before = new_stream();
     const StreamHandle after = new_stream();
     const EventHandle event = new_event(flags);
+    Busy holds(before);  // so that its wait is reached only after the event is recorded again
     Busy first(recorded);
     REQUIRE(driver().event_record(event, recorded) == kSuccess);
     REQUIRE(driver().stream_wait_event(before, event, 0) == kSuccess);
@@ -142,6 +143,7 @@ TEST_CASE("a wait is for the record that was last when it was made") {
     REQUIRE(driver().event_record(event, recorded) == kSuccess);
     REQUIRE(driver().stream_wait_event(after, event, 0) == kSuccess);
     CHECK(driver().stream_query(before) == kErrorNotReady);
+    holds.release();
     first.release();
     CHECK(driver().stream_synchronize(before) == kSuccess);
     CHECK(driver().stream_query(after) == kErrorNotReady);
