@@ -151,11 +151,11 @@ def run_on_gpus(
     fn: Callable[..., Any],
     *args: Any,
     backend: str | None = "cpu:ringcomm,emugpu:ringcomm",
+    pg_options: Any = None,
     num_devices: int = 1,
-    env: dict[str, str] | None = None,
+    env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     group_timeout_s: float = 30.0,
-    timeout_s: float = 60.0,
-    fresh: bool = False,
+    **options: Any,
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank, as ranks.run_ranks(), with emulated GPUs.
 
@@ -163,29 +163,25 @@ def run_on_gpus(
 
     Args:
         backend: of the default group, which is there when fn is called; None makes no group.
+        pg_options: of the default group; equal ones have the same repr().
         num_devices: emulated GPUs of the box.
-        env: more settings, such as {"RINGCOMM_EMULATOR_DELAY_US": "300"}.
-        fresh: ranks of its own, for a case that does not leave the group whole.
+        env: more settings, such as {"RINGCOMM_EMULATOR_DELAY_US": "300"}: for all, or each its own.
+        group_timeout_s: of the group's collectives.
+        options: the others of run_ranks(): timeout_s, fresh, may_die.
     """
     __tracebackhide__ = True
-    rank_env = {"RINGCOMM_EMULATOR_DEVICES": str(num_devices), **(env or {})}
-    # What the ranks of a pool share is its environment: so ranks of another group are others.
-    rank_env["RINGCOMM_TEST_GROUP"] = f"{backend} {group_timeout_s}"
+    settings = {
+        "RINGCOMM_EMULATOR_DEVICES": str(num_devices),
+        # What the ranks of a pool share is its environment: those of another group are others.
+        "RINGCOMM_TEST_GROUP": f"{backend} {pg_options!r} {group_timeout_s}",
+    }
+    own = [env or {}] * world_size if isinstance(env, dict | None) else env
+    rank_env = [{**settings, **mine} for mine in own]
     # Used by the first call of a pool only, and then for as long as that lives.
     store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
-    group = (world_size, backend, str(store), None, group_timeout_s)
-    return ranks.run_ranks(
-        world_size,
-        _call_on_gpu,
-        build(),
-        group,
-        fn,
-        args,
-        backend=None,
-        env=rank_env,
-        timeout_s=timeout_s,
-        fresh=fresh,
-    )
+    group = (world_size, backend, str(store), pg_options, group_timeout_s)
+    call = (build(), group, fn, args)
+    return ranks.run_ranks(world_size, _call_on_gpu, *call, backend=None, env=rank_env, **options)
 
 
 def _call_on_gpu(

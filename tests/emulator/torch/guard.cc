@@ -4,6 +4,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/version.h>
 
 #include <algorithm>
 
@@ -52,7 +53,9 @@ struct EmulatedGpuGuard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override { return handle_of(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream); }
+#if TORCH_VERSION_MINOR >= 13
   bool isStreamCapturing(const c10::Stream& stream) const override { return is_capturing(stream); }
+#endif
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex device,
               const c10::EventFlag flag) const override {

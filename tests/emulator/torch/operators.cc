@@ -115,6 +115,7 @@ Tensor& zero(Tensor& tensor) {
 
 const Tensor& resize(const Tensor& tensor, c10::IntArrayRef size,
                      std::optional<at::MemoryFormat> format) {
+  if (tensor.sizes() == size && !format.has_value()) return tensor;
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   if (format.has_value()) impl->empty_tensor_restride(*format);
