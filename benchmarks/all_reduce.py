@@ -3,7 +3,7 @@
 
     python benchmarks/all_reduce.py --backends ringcomm,gloo --world 2 --seconds 4
     I_MPI_PIN=off mpiexec -n 2 python benchmarks/all_reduce.py --backends ringcomm,gloo,mpi4py
-    python benchmarks/all_reduce.py --device cuda --layout one --mps --graph 20 --backends ringcomm,nccl
+    python benchmarks/all_reduce.py --device cuda --layout one --mps --graph 20
 
 Each result is verified with exact integers before and after the clocks run; of each call the
 slowest rank counts. A size is measured again while other programs disturb it, and says so if they

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,7 +147,8 @@ def add_arguments(parser: ArgumentParser, seconds: float, repeats: int) -> None:
     add("--clock", choices=CLOCKS, default="events", help=clock)
     graph = "measure CUDA graphs of so many calls too"
     add("--graph", type=int, default=0, metavar="CALLS", help=graph)
-    add("--mps", action="store_true", help="run NVIDIA's Multi-Process Service meanwhile")
+    mps = "run NVIDIA's Multi-Process Service meanwhile"
+    add("--mps", action=BooleanOptionalAction, default=False, help=mps)
     add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 in place of torch's")
     add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
 

@@ -22,6 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import all_reduce
+import fused_update
+import plot
 
 from ringcomm.bench import exit_codes, mps, nccl
 from ringcomm.bench.device_floor import MEMORY_FACTORS, Speeds, memory_bytes
@@ -100,6 +102,9 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
         assert record["floor_us"] == pytest.approx(floor_us, rel=1e-3)
         assert record["share_of_floor"] == pytest.approx(floor_us / record["p50_us"], rel=1e-3)
     assert f"2 ranks on 1 {KIND}" in said
+    late = [{**r, "device": "cuda", "gpu": "X", "date": "2099"} for r in records]
+    early = [{**r, "device": "cuda", "gpu": "X", "date": "2098"} for r in records]
+    assert plot.device_runs([*records, *early, *late]) == {"bandwidth-w2-one.png": late}
     if "no plot" not in said:
         assert drawing.read_bytes().startswith(b"\x89PNG")
 
@@ -130,6 +135,31 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, records = run(tmp_path / "records.jsonl", "--backends", "ringcomm", "--sizes", "1k")
     assert code == exit_codes.EXIT_WRONG_RESULTS
     assert records[0]["wrong_elems"] == 2
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "num_state_bytes"),
+    [("adamw", "bfloat16", 12), ("adamw", "float32", 8), ("lomo", "bfloat16", 0)],
+)
+def test_steps(tmp_path: Path, optimizer: str, dtype: str, num_state_bytes: int) -> None:
+    path = tmp_path / "records.jsonl"
+    quick = ["--seconds", "0.02", "--repeats", "0", "--sizes", "40000", "--json", str(path)]
+    where = ["--device", KIND, "--layout", "one", "--world", "2", "--no-mps"]
+    code = fused_update.main([*quick, *where, "--optimizer", optimizer, "--dtype", dtype])
+    assert code == exit_codes.EXIT_OK
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [record["way"] for record in records] == ["fused", "zero1"]
+    elem_bytes = 2 if dtype == "bfloat16" else 4
+    num_elems = 40_000 // elem_bytes
+    for record in records:
+        assert (record["kind"], record["verified"]) == ("fused_update_on_device", True)
+        assert record["state_bytes"] == num_state_bytes * num_elems
+        # 2 N S, states read and written, and parameters read where no master is.
+        moved = (4 * elem_bytes + 2 * num_state_bytes) * num_elems
+        moved += 0 if num_state_bytes == 12 else elem_bytes * num_elems
+        floor_us = moved / record["copy_gb_per_s"] / 1e3
+        assert record["floor_us"] == pytest.approx(floor_us, rel=1e-3)
 
 
 def test_every_operation_has_a_floor() -> None:
