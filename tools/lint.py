@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON_FOLDERS = ("ringcomm", "kernels", "examples", "benchmarks", "tools", "tests")
-CPP_FOLDERS = ("csrc", "tests/cpp")
+CPP_FOLDERS = ("csrc", "tests/cpp", "tests/emulator")
 CPP_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
 
 

@@ -3,13 +3,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/annotations.h"
 #include "core/arch.h"
 #include "core/cursor.h"
 #include "core/wait_policy.h"
 
 namespace ringcomm {
 
-/// Where the boards of a group lie; the same on every rank.
+/// Where the boards of a group lie that shares one mapping; the same on every rank.
 struct BoardGeometry {
   int world_size = 0;
   Cursor* published = nullptr;  ///< one per rank, `published_stride_bytes` apart
@@ -44,29 +45,34 @@ struct BoardGeometry {
 /// What a rank lends its peers outside of the boards, its own buffers, they may use from the
 /// publication that says so on until they publish next. So a rank takes it back with rejoin(), and
 /// gives nothing of it back to its caller before.
-template <Arch A>
+///
+/// A geometry has world_size, region_bytes, cursor(rank) and region(rank, phase).
+template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
-  Board(A& arch, SpinBudget& budget, const BoardGeometry& geometry, int rank)
+  RINGCOMM_HD Board(A& arch, SpinBudget& budget, const Geometry& geometry, int rank)
       : arch_(arch),
         budget_(budget),
         geometry_(geometry),
         rank_(rank),
         phase_(arch.load_acquire(geometry.cursor(rank).value)) {}
 
-  std::size_t region_bytes() const { return geometry_.region_bytes; }
+  /// How many phases this rank has published.
+  RINGCOMM_HD std::uint64_t phase() const { return phase_; }
+
+  RINGCOMM_HD std::size_t region_bytes() const { return geometry_.region_bytes; }
 
   /// Waits until this rank's region of the coming phase may be filled, and hands it out.
-  Stop open(std::byte*& region) {
+  RINGCOMM_HD Stop open(std::byte*& region) {
     region = geometry_.region(rank_, phase_);
     return wait_all_published();
   }
 
   /// Ends the phases before and starts reading the coming one: what was filled is visible to all.
-  void publish() { advance(arch_, geometry_.cursor(rank_), ++phase_); }
+  RINGCOMM_HD void publish() { advance(arch_, geometry_.cursor(rank_), ++phase_); }
 
   /// Waits for `peer` in the phase published last, and hands out its region for reading.
-  Stop wait(int peer, const std::byte*& region) {
+  RINGCOMM_HD Stop wait(int peer, const std::byte*& region) {
     if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
     region = geometry_.region(peer, phase_ - 1);
     return Stop::kNone;
@@ -74,26 +80,26 @@ class Board {
 
   /// Publishes a phase without data and waits for all: from then on no peer touches what any rank
   /// has lent before, and what they wrote to it is visible.
-  Stop rejoin() {
+  RINGCOMM_HD Stop rejoin() {
     publish();
     return wait_all_published();
   }
 
  private:
-  Stop wait_all_published() {
+  RINGCOMM_HD Stop wait_all_published() {
     for (int peer = 0; peer < geometry_.world_size; ++peer) {
       if (peer == rank_) continue;
       if (const Stop stop = wait_published(peer); stop != Stop::kNone) return stop;
     }
     return Stop::kNone;
   }
-  Stop wait_published(int peer) {
+  RINGCOMM_HD Stop wait_published(int peer) {
     return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
   }
 
   A& arch_;
   SpinBudget& budget_;
-  BoardGeometry geometry_;
+  Geometry geometry_;
   int rank_;
   std::uint64_t phase_;
 };

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 
+#include "core/annotations.h"
 #include "core/link_protocol.h"
 
 namespace ringcomm {
@@ -15,7 +16,7 @@ namespace ringcomm {
 
 /// local -> link
 template <Arch A>
-Stop send(A& arch, SendLink<A>& to, const std::byte* local, std::size_t num_bytes) {
+RINGCOMM_HD Stop send(A& arch, SendLink<A>& to, const std::byte* local, std::size_t num_bytes) {
   std::byte* slot = nullptr;
   if (const Stop stop = to.acquire(slot); stop != Stop::kNone) return stop;
   arch.copy(slot, local, num_bytes);
@@ -25,7 +26,7 @@ Stop send(A& arch, SendLink<A>& to, const std::byte* local, std::size_t num_byte
 
 /// link -> output
 template <Arch A>
-Stop recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t num_bytes) {
+RINGCOMM_HD Stop recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t num_bytes) {
   const std::byte* received = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
   arch.copy(output, received, num_bytes);
@@ -35,8 +36,8 @@ Stop recv(A& arch, RecvLink<A>& from, std::byte* output, std::size_t num_bytes) 
 
 /// link + local -> link
 template <Arch A, class Combine>
-Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, const std::byte* local,
-                      std::size_t num_bytes, const Combine& combine) {
+RINGCOMM_HD Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, const std::byte* local,
+                                  std::size_t num_bytes, const Combine& combine) {
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
@@ -49,8 +50,8 @@ Stop recv_reduce_send(RecvLink<A>& from, SendLink<A>& to, const std::byte* local
 
 /// link + local -> output
 template <Arch A, class Combine>
-Stop recv_reduce_copy(RecvLink<A>& from, std::byte* output, const std::byte* local,
-                      std::size_t num_bytes, const Combine& combine) {
+RINGCOMM_HD Stop recv_reduce_copy(RecvLink<A>& from, std::byte* output, const std::byte* local,
+                                  std::size_t num_bytes, const Combine& combine) {
   const std::byte* received = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
   combine(output, nullptr, received, local, num_bytes);
@@ -60,8 +61,9 @@ Stop recv_reduce_copy(RecvLink<A>& from, std::byte* output, const std::byte* loc
 
 /// link + local -> output and link
 template <Arch A, class Combine>
-Stop recv_reduce_copy_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
-                           const std::byte* local, std::size_t num_bytes, const Combine& combine) {
+RINGCOMM_HD Stop recv_reduce_copy_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output,
+                                       const std::byte* local, std::size_t num_bytes,
+                                       const Combine& combine) {
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;
@@ -74,8 +76,8 @@ Stop recv_reduce_copy_send(RecvLink<A>& from, SendLink<A>& to, std::byte* output
 
 /// link -> output and link
 template <Arch A>
-Stop recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to, std::byte* output,
-                    std::size_t num_bytes) {
+RINGCOMM_HD Stop recv_copy_send(A& arch, RecvLink<A>& from, SendLink<A>& to, std::byte* output,
+                                std::size_t num_bytes) {
   const std::byte* received = nullptr;
   std::byte* slot = nullptr;
   if (const Stop stop = from.wait(received); stop != Stop::kNone) return stop;

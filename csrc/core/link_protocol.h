@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/annotations.h"
 #include "core/arch.h"
 #include "core/cursor.h"
 #include "core/wait_policy.h"
@@ -28,48 +29,50 @@ struct LinkCursors {
 
 /// Where a link lies and how it is cut; the same on both ends.
 struct LinkGeometry {
-  LinkCursors* cursors = nullptr;
+  Cursor* tail = nullptr;
+  Cursor* head = nullptr;
   std::byte* slots = nullptr;
   std::uint32_t num_slots = 0;
   std::size_t slot_bytes = 0;
 
-  std::byte* slot(std::uint64_t n) const { return slots + (n % num_slots) * slot_bytes; }
+  RINGCOMM_HD std::byte* slot(std::uint64_t n) const {
+    return slots + (n % num_slots) * slot_bytes;
+  }
 };
 
 /// The sending end. One thread at a time; fill the slot that acquire() gives, then publish().
 template <Arch A>
 class SendLink {
  public:
-  SendLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD SendLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
       : arch_(arch),
         budget_(budget),
         geometry_(geometry),
         peer_(peer),
-        tail_(arch.load_acquire(geometry.cursors->tail.value)) {}
+        tail_(arch.load_acquire(geometry.tail->value)) {}
 
   /// Waits until the next slot is free and hands it out.
-  Stop acquire(std::byte*& slot) {
+  RINGCOMM_HD Stop acquire(std::byte*& slot) {
     if (const Stop stop = wait_drained(geometry_.num_slots - 1); stop != Stop::kNone) return stop;
     slot = geometry_.slot(tail_);
     return Stop::kNone;
   }
 
   /// acquire() that does not wait: false when no slot is free.
-  bool try_acquire(std::byte*& slot) {
-    if (tail_ - arch_.load_acquire(geometry_.cursors->head.value) >= geometry_.num_slots)
-      return false;
+  RINGCOMM_HD bool try_acquire(std::byte*& slot) {
+    if (tail_ - arch_.load_acquire(geometry_.head->value) >= geometry_.num_slots) return false;
     slot = geometry_.slot(tail_);
     return true;
   }
 
   /// Hands the filled slot to the receiver.
-  void publish() { advance(arch_, geometry_.cursors->tail, ++tail_); }
+  RINGCOMM_HD void publish() { advance(arch_, *geometry_.tail, ++tail_); }
 
   /// Waits until at most `max_in_flight` slots are filled and not yet drained; with 0 the link is
   /// empty, and its geometry may be changed by both ends.
-  Stop wait_drained(std::uint64_t max_in_flight) {
+  RINGCOMM_HD Stop wait_drained(std::uint64_t max_in_flight) {
     if (tail_ <= max_in_flight) return Stop::kNone;
-    return wait_at_least(arch_, budget_, geometry_.cursors->head, tail_ - max_in_flight, peer_);
+    return wait_at_least(arch_, budget_, *geometry_.head, tail_ - max_in_flight, peer_);
   }
 
  private:
@@ -84,30 +87,30 @@ class SendLink {
 template <Arch A>
 class RecvLink {
  public:
-  RecvLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD RecvLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
       : arch_(arch),
         budget_(budget),
         geometry_(geometry),
         peer_(peer),
-        head_(arch.load_acquire(geometry.cursors->head.value)) {}
+        head_(arch.load_acquire(geometry.head->value)) {}
 
   /// Waits until the next slot is filled and hands it out for reading.
-  Stop wait(const std::byte*& slot) {
-    const Stop stop = wait_at_least(arch_, budget_, geometry_.cursors->tail, head_ + 1, peer_);
+  RINGCOMM_HD Stop wait(const std::byte*& slot) {
+    const Stop stop = wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_);
     if (stop != Stop::kNone) return stop;
     slot = geometry_.slot(head_);
     return Stop::kNone;
   }
 
   /// wait() that does not wait: false when no slot is filled.
-  bool try_wait(const std::byte*& slot) {
-    if (arch_.load_acquire(geometry_.cursors->tail.value) <= head_) return false;
+  RINGCOMM_HD bool try_wait(const std::byte*& slot) {
+    if (arch_.load_acquire(geometry_.tail->value) <= head_) return false;
     slot = geometry_.slot(head_);
     return true;
   }
 
   /// Gives the slot back to the sender.
-  void release() { advance(arch_, geometry_.cursors->head, ++head_); }
+  RINGCOMM_HD void release() { advance(arch_, *geometry_.head, ++head_); }
 
  private:
   A& arch_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/annotations.h"
 #include "core/arch.h"
 #include "core/cursor.h"
 
@@ -60,11 +61,10 @@ class SpinBudget {
   bool is_fixed_ = false;
 };
 
-/// Waits until `cursor.value` is at least `target`: spins, yields a few times, then parks in
-/// slices; looks for a reason to stop before every slice. `peer` is the rank that advances the
-/// cursor.
+/// wait_at_least() of one thread.
 template <Arch A>
-Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target, int peer) {
+RINGCOMM_HD Stop wait_in_one_thread(A& arch, SpinBudget& budget, Cursor& cursor,
+                                    std::uint64_t target, int peer) {
   if (arch.load_acquire(cursor.value) >= target) return Stop::kNone;
   for (std::uint32_t i = 0; i < budget.num_pauses(); ++i) {
     arch.pause();
@@ -99,9 +99,18 @@ Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t ta
   }
 }
 
+/// Waits until `cursor.value` is at least `target`: spins, yields a few times, then parks in
+/// slices; looks for a reason to stop before every slice. `peer` is the rank that advances the
+/// cursor.
+template <Arch A>
+RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std::uint64_t target,
+                               int peer) {
+  return arch.once([&] { return wait_in_one_thread(arch, budget, cursor, target, peer); });
+}
+
 /// Wakes whoever sleeps on `cursor`, whose value has changed.
 template <Arch A>
-void wake_sleepers(A& arch, Cursor& cursor) {
+RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {
   if (arch.load_seq_cst(cursor.sleepers) == 0) return;
   arch.note_core(cursor.waker_core);
   arch.wake(cursor.value);
@@ -110,7 +119,7 @@ void wake_sleepers(A& arch, Cursor& cursor) {
 /// Publishes `value` in `cursor` and wakes whoever sleeps on it. All that this rank wrote before is
 /// visible to a rank whose wait_at_least() saw the value.
 template <Arch A>
-void advance(A& arch, Cursor& cursor, std::uint64_t value) {
+RINGCOMM_HD void advance(A& arch, Cursor& cursor, std::uint64_t value) {
   arch.store_seq_cst(cursor.value, value);
   wake_sleepers(arch, cursor);
 }

@@ -27,7 +27,11 @@ struct LinkMemory {
   alignas(64) std::byte slots[5 * kSlotBytes] = {};
 
   LinkGeometry geometry(std::uint32_t num_slots) {
-    return {.cursors = &cursors, .slots = slots, .num_slots = num_slots, .slot_bytes = kSlotBytes};
+    return {.tail = &cursors.tail,
+            .head = &cursors.head,
+            .slots = slots,
+            .num_slots = num_slots,
+            .slot_bytes = kSlotBytes};
   }
 };
 

@@ -174,7 +174,7 @@ Region region_of(const T* at, std::size_t num_bytes) {
 }
 
 void add_link(std::vector<Region>& regions, const LinkGeometry& link) {
-  regions.push_back(region_of(link.cursors, sizeof(LinkCursors)));
+  regions.push_back(region_of(link.tail, sizeof(LinkCursors)));
   regions.push_back(region_of(link.slots, link.num_slots * link.slot_bytes));
 }
 

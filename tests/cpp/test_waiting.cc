@@ -29,6 +29,10 @@ struct ScriptedArch {
     word += static_cast<std::uint32_t>(delta);
   }
   void copy(void*, const void*, std::size_t) {}
+  template <class F>
+  Stop once(const F& function) {
+    return function();
+  }
   void pause() {}
   Yielded yield() {
     ++num_yields;

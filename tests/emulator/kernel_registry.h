@@ -14,6 +14,9 @@ struct BlockContext {
   unsigned block_idx = 0;
   unsigned num_blocks = 1;
   std::function<void()> sync;
+  /// Shared memory of the block: zeros when it starts.
+  void* shared = nullptr;
+  static constexpr std::size_t kSharedBytes = 64;
 };
 
 /// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct

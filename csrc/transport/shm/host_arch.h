@@ -51,6 +51,11 @@ class HostArch {
     if (num_bytes > 0) std::memcpy(to, from, num_bytes);
   }
 
+  template <class F>
+  Stop once(const F& function) const {
+    return function();
+  }
+
   void pause() const {
 #if defined(__x86_64__)
     _mm_pause();

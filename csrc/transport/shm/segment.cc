@@ -54,7 +54,9 @@ LinkGeometry SegmentLayout::p2p_link(std::byte* base, int from, int to) const {
 
 LinkGeometry SegmentLayout::link_at(std::byte* base, std::size_t offset_bytes,
                                     std::uint32_t num_slots, std::size_t slot_bytes) const {
-  return {.cursors = reinterpret_cast<LinkCursors*>(base + offset_bytes),
+  auto* cursors = reinterpret_cast<LinkCursors*>(base + offset_bytes);
+  return {.tail = &cursors->tail,
+          .head = &cursors->head,
           .slots = base + offset_bytes + round_up(sizeof(LinkCursors), kPageBytes),
           .num_slots = num_slots,
           .slot_bytes = slot_bytes};

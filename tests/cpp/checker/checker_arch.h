@@ -51,6 +51,11 @@ class CheckerArch {
     }
   }
 
+  template <class F>
+  Stop once(const F& function) {
+    return function();
+  }
+
   void pause() { machine_.point(rank_); }
   Yielded yield() {
     machine_.point(rank_);

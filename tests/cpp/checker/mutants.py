@@ -126,15 +126,15 @@ MUTANTS = (
     Mutant(
         "read_before_published",
         "link_protocol.h",
-        "wait_at_least(arch_, budget_, geometry_.cursors->tail, head_ + 1, peer_)",
-        "wait_at_least(arch_, budget_, geometry_.cursors->tail, head_, peer_)",
+        "wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_)",
+        "wait_at_least(arch_, budget_, *geometry_.tail, head_, peer_)",
         (Run("link", "race"),),
     ),
     Mutant(
         "tail_reset",
         "link_protocol.h",
-        "advance(arch_, geometry_.cursors->tail, ++tail_);",
-        "advance(arch_, geometry_.cursors->tail, ++tail_ % geometry_.num_slots);",
+        "advance(arch_, *geometry_.tail, ++tail_);",
+        "advance(arch_, *geometry_.tail, ++tail_ % geometry_.num_slots);",
         (Run("link", "deadlock", (NO_OWNER,)), Run("ring2", "deadlock", (NO_OWNER,))),
     ),
     Mutant(

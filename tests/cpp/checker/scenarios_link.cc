@@ -26,7 +26,7 @@ struct OneWay {
   void lay_out(Memory& memory, bool has_owner) {
     Cursor* cursors = memory.add_cursors(2, {"tail", "head"});
     auto* link = reinterpret_cast<LinkCursors*>(cursors);
-    geometry = {link, memory.add_shared(num_slots * message_blocks, "slots"),
+    geometry = {&link->tail, &link->head, memory.add_shared(num_slots * message_blocks, "slots"),
                 static_cast<std::uint32_t>(num_slots), message_bytes()};
     if (has_owner) {
       memory.own_as_link(geometry.slots, num_slots, message_blocks, link->tail, link->head, 0, 1);
@@ -75,8 +75,7 @@ Stop one_way_sender(CheckerArch& arch, const OneWay& shape) {
     const Stop stop = send_one(arch, link, shape, i);
     if (stop == Stop::kNone) continue;
     // The receiver is dead, so its head is final: a credit that it gave must have been used.
-    const auto in_flight =
-        static_cast<std::uint64_t>(i) - arch.peek(shape.geometry.cursors->head.value);
+    const auto in_flight = static_cast<std::uint64_t>(i) - arch.peek(shape.geometry.head->value);
     arch.require(in_flight >= shape.geometry.num_slots, ViolationKind::kBadStop,
                  "gave up with a slot free");
     return stop;
@@ -92,7 +91,7 @@ Stop one_way_receiver(CheckerArch& arch, const OneWay& shape) {
     arch.checkpoint(i);
     const Stop stop = recv_one(arch, link, shape, i);
     if (stop == Stop::kNone) continue;
-    const std::uint64_t tail = arch.peek(shape.geometry.cursors->tail.value);
+    const std::uint64_t tail = arch.peek(shape.geometry.tail->value);
     arch.require(tail <= static_cast<std::uint64_t>(i), ViolationKind::kBadStop,
                  "gave up although the message had been published");
     return stop;

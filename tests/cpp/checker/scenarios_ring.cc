@@ -31,8 +31,8 @@ struct Ring {
       const int slot_blocks = static_cast<int>(slot_elems);
       std::byte* slots = memory.add_shared(num_slots * slot_blocks, "slots " + name);
       memory.own_as_link(slots, num_slots, slot_blocks, link->tail, link->head, rank, next);
-      links.push_back(
-          {link, slots, static_cast<std::uint32_t>(num_slots), slot_elems * kBlockBytes});
+      links.push_back({&link->tail, &link->head, slots, static_cast<std::uint32_t>(num_slots),
+                       slot_elems * kBlockBytes});
     }
     for (int rank = 0; rank < num_ranks; ++rank) {
       buffers.push_back(

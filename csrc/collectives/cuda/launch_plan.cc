@@ -1,0 +1,330 @@
+#include "collectives/cuda/launch_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "collectives/cuda/header_words.h"
+#include "collectives/reduction.h"
+#include "core/chunk_layout.h"
+#include "core/ring_schedule.h"
+#include "device/cuda/chunks.h"
+#include "device/cuda/mail.h"
+#include "device/cuda/move.h"
+#include "device/cuda/one_shot.h"
+#include "device/update_op.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+constexpr std::size_t kMaxBlocks = 264;
+constexpr std::uint32_t kRegionBytes = 20 << 10;
+constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
+constexpr std::uint32_t kPacketBlockBytes = 2 << 10;             // of data: 256 packets
+
+const char* optimizer_name(Optimizer optimizer) {
+  switch (optimizer) {
+    case Optimizer::kSgd:
+      return "sgd";
+    case Optimizer::kAdamW:
+      return "adamw";
+    default:
+      return "lomo";
+  }
+}
+
+std::size_t packet_data_bytes(const StagingLayout& layout) {
+  return std::size_t{layout.num_packet_blocks} * (layout.packets_per_block - kHeaderPackets) *
+         kPacketBytes;
+}
+
+unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
+  return static_cast<unsigned>(
+      std::clamp<std::size_t>(num_pieces, 1, std::size_t{layout.num_blocks}));
+}
+
+// Of pieces that are dealt to blocks in turn: the first block has the most, and a last turn in
+// which what was staged last is taken.
+std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks, std::uint32_t per_piece) {
+  const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
+  return static_cast<std::uint32_t>(most) * per_piece + 1;
+}
+
+template <ReduceShape kShape>
+void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  const std::size_t input_bytes = element_bytes(call.dtype);
+  const std::size_t output_bytes =
+      call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
+  const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
+  plan.num_blocks = blocks_for(chunks.max_slices(), kernel_call.staging.layout);
+  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks, 2);
+  const bool gathers = kShape == ReduceShape::kAllReduce || kShape == ReduceShape::kUpdate;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const std::size_t elems = chunks.chunk(rank).num_elems;
+    if (rank != kernel_call.rank) plan.traffic.sent_bytes += elems * input_bytes;
+    if (rank == kernel_call.rank && gathers)
+      plan.traffic.sent_bytes +=
+          elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
+  }
+}
+
+void plan_ring(const Collective& call, const CallHeader& header, KernelCall& kernel_call,
+               LaunchPlan& plan) {
+  const std::size_t elem_bytes = element_bytes(call.dtype);
+  const ChunkLayout layout(call.num_elems, kernel_call.world_size);
+  plan.num_blocks =
+      blocks_for(num_slices(layout.max_chunk_elems(), header.ring_slot_bytes / elem_bytes),
+                 kernel_call.staging.layout);
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const std::size_t bytes = layout.chunk(rank).num_elems * elem_bytes;
+    // All chunks but one go on in each half: but that of the next rank, and that of the one after.
+    const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
+    for (int step = 0; step < schedule.num_steps(); ++step) {
+      if (schedule.reduce_scatter_send_chunk(step) == rank) plan.traffic.sent_bytes += bytes;
+      if (schedule.all_gather_send_chunk(step) == rank) plan.traffic.sent_bytes += bytes;
+    }
+  }
+}
+
+void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  const std::size_t most =
+      (kernel_call.staging.layout.packets_per_block - kHeaderPackets) * kPacketBytes;
+  plan.num_blocks =
+      static_cast<unsigned>(std::max<std::size_t>(1, num_slices(call.num_bytes(), most)));
+  plan.traffic.sent_bytes = static_cast<std::size_t>(kernel_call.world_size - 1) * call.num_bytes();
+}
+
+// ---- moves: who has how much for whom
+
+struct Shares {
+  KernelCall& to;
+  std::size_t elem_bytes;
+
+  void send(int rank, const void* data, std::size_t num_elems) const {
+    to.inputs[rank] = static_cast<const std::byte*>(data);
+    to.input_bytes[rank] = num_elems * elem_bytes;
+  }
+  void receive(int rank, void* data, std::size_t num_elems) const {
+    to.outputs[rank] = static_cast<std::byte*>(data);
+    to.output_bytes[rank] = num_elems * elem_bytes;
+  }
+};
+
+void fill_shares(const Collective& call, KernelCall& kernel_call) {
+  const Shares shares{kernel_call, element_bytes(call.dtype)};
+  const bool is_root = call.root == kernel_call.rank;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    const auto idx = static_cast<std::size_t>(rank);
+    switch (call.op) {
+      case OpKind::kAllGather:
+        shares.send(rank, call.inputs[0], call.output_share(kernel_call.rank));
+        shares.receive(rank, call.outputs[rank], call.output_share(rank));
+        break;
+      case OpKind::kBroadcast:
+        if (is_root) shares.send(rank, call.inputs[0], call.num_elems);
+        if (rank == call.root && !is_root) shares.receive(rank, call.outputs[0], call.num_elems);
+        break;
+      case OpKind::kGather:
+        if (rank == call.root)
+          shares.send(rank, call.inputs[0], is_root ? call.output_share(rank) : call.num_elems);
+        if (is_root) shares.receive(rank, call.outputs[idx], call.output_share(rank));
+        break;
+      case OpKind::kScatter:
+        if (is_root) shares.send(rank, call.inputs[idx], call.input_share(rank));
+        if (rank == call.root)
+          shares.receive(rank, call.outputs[0], is_root ? call.input_share(rank) : call.num_elems);
+        break;
+      case OpKind::kAllToAll:
+        shares.send(rank, call.inputs[idx], call.input_share(rank));
+        shares.receive(rank, call.outputs[idx], call.output_share(rank));
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+// Whether a rank may have shares of sizes that no other rank knows.
+bool has_private_sizes(OpKind op) {
+  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
+}
+
+void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
+  fill_shares(call, kernel_call);
+  const bool is_shared = call.op == OpKind::kAllGather || call.op == OpKind::kBroadcast ||
+                         call.op == OpKind::kGather || call.op == OpKind::kBarrier;
+  plan.kernel = is_shared ? "ringcomm_move_same" : "ringcomm_move";
+  std::uint64_t longest_bytes = 0;
+  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
+    longest_bytes =
+        std::max({longest_bytes, kernel_call.input_bytes[rank], kernel_call.output_bytes[rank]});
+    if (rank != kernel_call.rank) plan.traffic.sent_bytes += kernel_call.input_bytes[rank];
+  }
+  const StagingLayout& layout = kernel_call.staging.layout;
+  if (has_private_sizes(call.op)) {
+    kernel_call.longest_bytes = KernelCall::kUnknown;
+    plan.num_blocks = layout.num_blocks;
+    return;
+  }
+  kernel_call.longest_bytes = longest_bytes;
+  const std::size_t pieces = num_slices(longest_bytes, move_part_bytes(layout, is_shared));
+  plan.num_blocks = blocks_for(pieces, layout);
+  plan.num_turns = turns_for(pieces, plan.num_blocks, 1);
+}
+
+void fill_update(const Collective& call, KernelCall& kernel_call) {
+  const ShardUpdate& update = *call.update;
+  kernel_call.update = host::make_update_op(update.spec, call.dtype).scalars;
+  kernel_call.master = update.master;
+  kernel_call.states[0] = update.states[0];
+  kernel_call.states[1] = update.states[1];
+}
+
+// Of lists of sizes that are the same on all ranks: the header has room for no more.
+std::uint64_t digest_of_shares(const Collective& call, int world_size) {
+  std::uint64_t digest = 0xcbf29ce484222325u;  // FNV-1a, by words
+  for (int rank = 0; rank < world_size; ++rank) {
+    const std::size_t share =
+        call.op == OpKind::kAllGather ? call.output_share(rank) : call.input_share(rank);
+    digest = (digest ^ share) * 0x100000001b3u;
+  }
+  return digest;
+}
+
+LaunchPlan plan_message(std::size_t num_bytes, int peer, int tag, KernelCall& kernel_call) {
+  LaunchPlan plan;
+  kernel_call.root = peer;
+  kernel_call.tag = tag;
+  const StagingLayout& layout = kernel_call.staging.layout;
+  plan.num_blocks = static_cast<unsigned>(
+      std::clamp<std::size_t>(num_slices(num_bytes, layout.mail_slot_bytes - sizeof(MailHeading)),
+                              1, layout.num_mail_blocks));
+  return plan;
+}
+
+}  // namespace
+
+StagingLayout make_staging_layout(const DeviceFacts& facts) {
+  const auto world = static_cast<std::size_t>(facts.world_size);
+  const auto sharing = static_cast<std::size_t>(facts.takes_turns ? 1 : facts.max_ranks_per_device);
+  const auto resident = static_cast<std::size_t>(facts.min_multiprocessors) *
+                        static_cast<std::size_t>(facts.blocks_per_multiprocessor);
+  StagingLayout layout;
+  layout.world_size = static_cast<std::uint32_t>(world);
+  layout.num_blocks =
+      static_cast<std::uint32_t>(std::clamp<std::size_t>(resident / sharing, 1, kMaxBlocks));
+  // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
+  layout.num_packet_blocks = std::min(
+      layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
+  layout.packets_per_block = kHeaderPackets + kPacketBlockBytes / kPacketBytes;
+  layout.region_bytes = facts.takes_turns
+                            ? static_cast<std::uint32_t>(kTurnRegionBytes / layout.num_blocks /
+                                                         kLineBytes * kLineBytes)
+                            : kRegionBytes;
+  layout.num_mail_blocks = static_cast<std::uint32_t>(
+      std::clamp<std::size_t>(32 / (world * world), 1, std::min(8u, layout.num_blocks)));
+  layout.mail_slot_bytes = 16 << 10;
+  return layout;
+}
+
+void plan_header(const Collective& call, const CommunicatorOptions& options,
+                 const StagingLayout& layout, CallHeader& header) {
+  header.algorithm = Algorithm::kDirect;
+  if (has_private_sizes(call.op)) {
+    header.num_elems = 0;
+    header.is_uneven = false;
+  } else if (header.is_uneven) {
+    header.num_elems = digest_of_shares(call, static_cast<int>(layout.world_size));
+  }
+  if (call.op != OpKind::kAllReduce) return;
+  const bool fits_packets =
+      call.num_bytes() <= packet_data_bytes(layout) && call.dtype != DType::kSoftmaxStats;
+  Algorithm asked = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
+  if (asked == Algorithm::kOneShot && !fits_packets) asked = Algorithm::kTwoShot;
+  // A ring's order of additions is its own; records go no ring.
+  if (asked == Algorithm::kRing && (options.is_rank_ordered || call.dtype == DType::kSoftmaxStats))
+    asked = Algorithm::kTwoShot;
+  const bool is_open =
+      asked != Algorithm::kOneShot && asked != Algorithm::kTwoShot && asked != Algorithm::kRing;
+  header.algorithm = !is_open ? asked : fits_packets ? Algorithm::kOneShot : Algorithm::kTwoShot;
+  if (header.algorithm != Algorithm::kRing) return;
+  // Slots lie in a block's two regions.
+  const CommunicatorOptions cut = options.ring_options(call);
+  header.ring_num_slots = std::min<std::uint32_t>(cut.num_slots, layout.region_bytes / kLineBytes);
+  header.ring_slot_bytes =
+      std::min<std::uint64_t>(cut.slot_bytes, 2 * std::uint64_t{layout.region_bytes} /
+                                                  header.ring_num_slots / kLineBytes * kLineBytes);
+}
+
+LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call) {
+  LaunchPlan plan;
+  const HeaderWords words = to_words(header);
+  std::copy(words.begin(), words.end(), kernel_call.header);
+  kernel_call.root = call.root;
+  kernel_call.dtype = call.dtype;
+  kernel_call.reduction = call.reduction;
+  kernel_call.divisor = divisor_of(call, kernel_call.world_size);
+  kernel_call.num_elems = call.num_elems;
+  plan.traffic.algorithm = header.algorithm;
+  if (!is_reduction(call.op) && call.op != OpKind::kReduceUpdateGather) {
+    plan_move(call, kernel_call, plan);
+    return plan;
+  }
+  const std::string element = name_of(call.dtype);
+  const bool has_shares = call.op == OpKind::kReduceScatter;
+  for (int rank = 0; rank < (has_shares ? kernel_call.world_size : 1); ++rank) {
+    kernel_call.inputs[rank] = static_cast<const std::byte*>(call.inputs[rank]);
+    kernel_call.input_bytes[rank] = call.input_share(rank) * element_bytes(call.dtype);
+  }
+  kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
+  switch (call.op) {
+    case OpKind::kReduceUpdateGather:
+      fill_update(call, kernel_call);
+      plan.kernel = std::string("ringcomm_update_") + optimizer_name(call.update->spec.optimizer) +
+                    "_" + element + "_" + name_of(call.update->spec.param_dtype);
+      plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
+      break;
+    case OpKind::kReduceScatter:
+      plan.kernel = "ringcomm_reduce_scatter_" + element;
+      plan_reduction<ReduceShape::kReduceScatter>(call, kernel_call, plan);
+      break;
+    case OpKind::kReduce:
+      plan.kernel = "ringcomm_reduce_" + element;
+      plan_reduction<ReduceShape::kReduce>(call, kernel_call, plan);
+      break;
+    default:
+      if (header.algorithm == Algorithm::kOneShot) {
+        plan.kernel = "ringcomm_one_shot_" + element;
+        plan_one_shot(call, kernel_call, plan);
+      } else if (header.algorithm == Algorithm::kRing) {
+        plan.kernel = "ringcomm_ring_" + element;
+        kernel_call.ring_num_slots = header.ring_num_slots;
+        kernel_call.ring_slot_bytes = static_cast<std::uint32_t>(header.ring_slot_bytes);
+        plan_ring(call, header, kernel_call, plan);
+      } else {
+        plan.kernel = "ringcomm_two_shot_" + element;
+        plan_reduction<ReduceShape::kAllReduce>(call, kernel_call, plan);
+      }
+  }
+  return plan;
+}
+
+LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
+                     KernelCall& kernel_call) {
+  LaunchPlan plan = plan_message(num_bytes, peer, tag, kernel_call);
+  plan.kernel = "ringcomm_send";
+  plan.traffic.sent_bytes = num_bytes;
+  kernel_call.inputs[0] = static_cast<const std::byte*>(data);
+  kernel_call.input_bytes[0] = num_bytes;
+  return plan;
+}
+
+LaunchPlan plan_recv(void* data, std::size_t num_bytes, int peer, int tag,
+                     KernelCall& kernel_call) {
+  LaunchPlan plan = plan_message(num_bytes, peer, tag, kernel_call);
+  plan.kernel = "ringcomm_recv";
+  kernel_call.outputs[0] = static_cast<std::byte*>(data);
+  kernel_call.output_bytes[0] = num_bytes;
+  return plan;
+}
+
+}  // namespace ringcomm::cuda

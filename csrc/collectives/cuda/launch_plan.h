@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "collectives/carrier.h"
+#include "collectives/collective.h"
+#include "collectives/communicator_options.h"
+#include "device/cuda/call.h"
+
+namespace ringcomm::cuda {
+
+/// What a call becomes: a kernel, its grid, its parameter. The same on all ranks but for pointers.
+struct LaunchPlan {
+  std::string kernel;
+  unsigned num_blocks = 1;
+  /// How many launches it takes where ranks take turns (KernelCall::first_step).
+  std::uint32_t num_turns = 1;
+  Traffic traffic;
+};
+
+/// What is known of a group's devices where its staging is cut.
+struct DeviceFacts {
+  int world_size = 1;
+  int max_ranks_per_device = 1;
+  int min_multiprocessors = 1;  ///< of any of the devices
+  int blocks_per_multiprocessor = 1;
+  /// Ranks take turns on the device, and nothing waits in a kernel: larger pieces, as no cache
+  /// keeps them from one turn to the next.
+  bool takes_turns = false;
+};
+
+/// How staging is cut: with as many blocks as fit all devices at once, since a block that waits for
+/// one that cannot start would wait for ever; and no more than 24 MiB for all ranks on one device
+/// unless they take turns.
+StagingLayout make_staging_layout(const DeviceFacts& facts);
+
+/// Fills in algorithm and ring geometry.
+void plan_header(const Collective& call, const CommunicatorOptions& options,
+                 const StagingLayout& layout, CallHeader& header);
+
+/// Fills in all of `kernel_call` but its staging, control, timeout and rank, which it has.
+/// Throws std::invalid_argument where the call cannot be made.
+LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
+
+/// The same for a message.
+LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
+                     KernelCall& kernel_call);
+LaunchPlan plan_recv(void* data, std::size_t num_bytes, int peer, int tag, KernelCall& kernel_call);
+
+}  // namespace ringcomm::cuda

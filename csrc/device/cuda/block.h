@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/annotations.h"
+#include "core/arch.h"
+#include "core/packet_protocol.h"
+#include "core/stop.h"
+
+namespace ringcomm::cuda {
+
+/// What a block of threads must offer for collectives to run on it, beside the Arch of core:
+/// kernels are written against this, and run on GPUs (gpu_block.cuh) and, in tests, on threads of
+/// the host.
+///
+/// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
+/// - sync is the barrier of the block's threads; any is one that tells whether any of them says so.
+/// - store_packet and load_packet move the two words of a Packet, each whole, in no order.
+/// - claim sets a word of device memory to 1, and tells whether it was 0; publish_word makes one of
+///   the control block, and all that this thread wrote before, visible to the host.
+/// - awaited_peer is the rank that stopped() was asked about last.
+template <class B>
+concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
+                                    std::uint64_t& word, std::uint32_t& flag) {
+  { block.thread_idx() } -> std::same_as<unsigned>;
+  { block.num_threads() } -> std::same_as<unsigned>;
+  { block.block_idx() } -> std::same_as<unsigned>;
+  { block.num_blocks() } -> std::same_as<unsigned>;
+  block.sync();
+  { block.any(bool{}) } -> std::same_as<bool>;
+  block.store_packet(packet, std::uint64_t{}, std::uint64_t{});
+  block.load_packet(there, word, word);
+  { block.claim(flag) } -> std::same_as<bool>;
+  block.publish_word(flag, std::uint32_t{});
+  { block.awaited_peer() } -> std::same_as<int>;
+};
+
+}  // namespace ringcomm::cuda

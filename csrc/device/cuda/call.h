@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/types.h"
+#include "device/cuda/control.h"
+#include "device/cuda/staging.h"
+#include "device/update_op.h"
+
+namespace ringcomm::cuda {
+
+/// Memory that all ranks of a group have mapped, a table of theirs and ours: `base[segment *
+/// world_size + rank]` is where a rank's part of a segment lies here. Buffers in it can be read and
+/// written by peers where they lie (direct.h).
+struct Lent {
+  const std::byte* const* bases = nullptr;
+  /// Number of the segment + 1 above, offset in it below; 0: nowhere in lent memory.
+  static constexpr int kOffsetBits = 40;
+};
+
+/// The parameter of every kernel: one call of a collective, as one rank makes it. It is the same in
+/// every replay of a captured graph, so nothing in it changes from call to call.
+///
+/// Shares are for and from each rank, in bytes; of a call with one buffer the first pointer is
+/// that.
+struct KernelCall {
+  Staging staging;
+  Control* control = nullptr;
+  std::uint64_t launch = 0;      ///< which of this rank's, to tell them apart
+  std::uint64_t timeout_ns = 0;  ///< from the kernel's first wait that is not over at once
+  std::uint32_t header[kHeaderWords] = {};
+
+  int rank = 0;
+  int world_size = 1;
+  int root = -1;
+  DType dtype = DType::kByte;
+  Reduction reduction = Reduction::kSum;
+  int divisor = 1;  ///< of an average
+  int tag = 0;
+  std::uint64_t num_elems = 0;
+  /// Bytes of the longest share of any pair; kUnknown where ranks may know different sizes.
+  static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
+  std::uint64_t longest_bytes = 0;
+  std::uint32_t ring_num_slots = 0;
+  std::uint32_t ring_slot_bytes = 0;
+  /// Which steps of its phases a launch does, where launches take turns instead of waiting for each
+  /// other in kernels; all of them otherwise.
+  std::uint32_t first_step = 0;
+  std::uint32_t last_step = ~0u;
+
+  const std::byte* inputs[kMaxRanks] = {};
+  std::byte* outputs[kMaxRanks] = {};
+  std::uint64_t input_bytes[kMaxRanks] = {};
+  std::uint64_t output_bytes[kMaxRanks] = {};
+
+  Lent lent;
+  std::uint64_t lent_input = 0;
+  std::uint64_t lent_output = 0;
+
+  // Of reduce_scatter_update_all_gather.
+  UpdateScalars update = {};
+  Optimizer optimizer = Optimizer::kNone;
+  DType param_dtype = DType::kFloat32;
+  float* master = nullptr;
+  float* states[2] = {};
+};
+static_assert(sizeof(KernelCall) <= 4096, "what a launch can carry");
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "device/cuda/gpu_block.cuh"
+
+namespace ringcomm::cuda {
+
+/// Threads of a block of any kernel.
+inline constexpr int kBlockThreads = 512;
+
+}  // namespace ringcomm::cuda
+
+/// (body) without its parentheses, which keep commas of template arguments together.
+#define RINGCOMM_BARE(...) __VA_ARGS__
+
+/// Two blocks of 512 threads share a multiprocessor: 64 registers a thread. The parameter stays in
+/// constant memory: indexed at run time, a copy would go to local memory.
+#define RINGCOMM_GPU_KERNEL(name, body)                                            \
+  extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kBlockThreads, 2) \
+      name(const __grid_constant__::ringcomm::cuda::KernelCall call) {             \
+    __shared__ volatile std::uint32_t answers[2];                                  \
+    ::ringcomm::cuda::GpuBlock block(call, answers);                               \
+    RINGCOMM_BARE body(block, call);                                               \
+  }

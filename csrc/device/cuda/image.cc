@@ -1,0 +1,28 @@
+#include "device/cuda/image.h"
+
+#ifdef RINGCOMM_CUDA_IMAGES
+// The build names a folder with what nvcc made of each file.
+#define RINGCOMM_EMBED(name)                                                          \
+  __asm__(".pushsection .rodata\n.balign 16\nringcomm_image_" #name                   \
+          ":\n.incbin \"" RINGCOMM_CUDA_IMAGES "/" #name ".fatbin\"\n.popsection\n"); \
+  extern "C" const char ringcomm_image_##name[];
+
+RINGCOMM_EMBED(float_kernels)
+RINGCOMM_EMBED(integer_kernels)
+RINGCOMM_EMBED(update_kernels)
+RINGCOMM_EMBED(other_kernels)
+#endif
+
+namespace ringcomm::cuda {
+
+std::span<const void* const> kernel_images() {
+#ifdef RINGCOMM_CUDA_IMAGES
+  static const void* const images[] = {ringcomm_image_float_kernels, ringcomm_image_integer_kernels,
+                                       ringcomm_image_update_kernels, ringcomm_image_other_kernels};
+  return images;
+#else
+  return {};
+#endif
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <span>
+
+namespace ringcomm::cuda {
+
+/// The kernels as nvcc has compiled them, one image for each file of kernels; none where ringcomm
+/// was built without nvcc.
+std::span<const void* const> kernel_images();
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/board_protocol.h"
+#include "device/cuda/block.h"
+#include "device/cuda/call.h"
+
+namespace ringcomm::cuda {
+
+/// Tells the host that this kernel has given up, unless another block was faster. Not for
+/// Stop::kAborted, which the host knows.
+template <Block B>
+RINGCOMM_HD void tell(B& block, const KernelCall& call, std::uint32_t stop, int peer,
+                      const std::uint32_t* theirs = nullptr) {
+  block.sync();
+  if (block.thread_idx() != 0) return;
+  Control& control = *call.control;
+  if (block.claim(call.staging.claim(call.rank))) {
+    control.peer = peer;
+    control.launch = call.launch;
+    for (int i = 0; theirs != nullptr && i < kHeaderWords; ++i) control.theirs[i] = theirs[i];
+    block.publish_word(control.stop, stop);
+  }
+  block.publish_word(control.abort, 1);  // for the other blocks of this rank
+}
+
+/// The phases of one call, as a block sees them: its board, and the headings of the first.
+template <Block B>
+class Phases {
+ public:
+  RINGCOMM_HD Phases(B& block, const KernelCall& call)
+      : block_(block),
+        call_(call),
+        boards_(call.staging, block.block_idx()),
+        board_(block, budget_, boards_, call.rank) {}
+
+  /// Waits until this rank's region of the coming phase may be filled. The call's first phase has
+  /// its heading, too.
+  RINGCOMM_HD Stop open(std::byte*& region, bool is_first) {
+    const Stop stop = board_.open(region);
+    if (stop == Stop::kNone && is_first)
+      write(call_.staging.heading(call_.rank, block_.block_idx(), board_.phase()));
+    return stop;
+  }
+
+  /// How many phases this block of this rank has published, of all calls.
+  RINGCOMM_HD std::uint64_t phase() const { return board_.phase(); }
+
+  RINGCOMM_HD void publish() { board_.publish(); }
+  RINGCOMM_HD Stop rejoin() { return board_.rejoin(); }
+
+  /// Waits for all peers in the phase published last; in the call's first compares their headers
+  /// with this rank's.
+  RINGCOMM_HD Stop wait_all(bool is_first) {
+    for (int peer = 0; peer < call_.world_size; ++peer) {
+      if (peer == call_.rank) continue;
+      const std::byte* region = nullptr;
+      if (const Stop stop = board_.wait(peer, region); stop != Stop::kNone) return stop;
+    }
+    return is_first ? compare_headers() : Stop::kNone;
+  }
+
+  /// What `peer` has in the phase published last.
+  RINGCOMM_HD const std::byte* region(int peer) const {
+    return boards_.region(peer, board_.phase() - 1);
+  }
+  RINGCOMM_HD const Heading& heading(int peer) const {
+    return call_.staging.heading(peer, block_.block_idx(), board_.phase() - 1);
+  }
+
+ private:
+  RINGCOMM_HD void write(Heading& heading) {
+    const auto thread_idx = static_cast<int>(block_.thread_idx());
+    const auto num_threads = static_cast<int>(block_.num_threads());
+    for (int i = thread_idx; i < kHeaderWords; i += num_threads)
+      heading.header[i] = call_.header[i];
+    for (int i = thread_idx; i < call_.world_size; i += num_threads) {
+      heading.input_bytes[i] = call_.input_bytes[i];
+      heading.output_bytes[i] = call_.output_bytes[i];
+    }
+    if (thread_idx != 0) return;
+    heading.lent_input = call_.lent_input;
+    heading.lent_output = call_.lent_output;
+  }
+
+  RINGCOMM_HD bool is_same(int peer, int word) const {
+    return heading(peer).header[word] == call_.header[word];
+  }
+  RINGCOMM_HD Stop compare_headers() {
+    bool differs = false;
+    const int num_words = call_.world_size * kHeaderWords;
+    for (auto i = static_cast<int>(block_.thread_idx()); i < num_words;
+         i += static_cast<int>(block_.num_threads()))
+      differs = differs || !is_same(i / kHeaderWords, i % kHeaderWords);
+    if (!block_.any(differs)) return Stop::kNone;
+    for (int i = 0; i < num_words; ++i) {
+      if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
+      tell(block_, call_, kMismatch, i / kHeaderWords, heading(i / kHeaderWords).header);
+      break;
+    }
+    return Stop::kAborted;
+  }
+
+  B& block_;
+  const KernelCall& call_;
+  SpinBudget budget_;
+  BlockBoards boards_;
+  Board<B, BlockBoards> board_;
+};
+
+/// Whether this launch does a step of its call; see KernelCall::first_step.
+RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
+  return call.first_step <= step && step <= call.last_step;
+}
+
+/// The end of every kernel.
+template <Block B>
+RINGCOMM_HD void finish(B& block, const KernelCall& call, Stop stop) {
+  if (stop != Stop::kNone && stop != Stop::kAborted)
+    tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer());
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/annotations.h"
+#include "core/cursor.h"
+#include "core/link_protocol.h"
+#include "core/packet_protocol.h"
+#include "device/cuda/control.h"
+
+namespace ringcomm::cuda {
+
+inline constexpr int kMaxRanks = 32;
+
+/// What stands with the data of a call's first phase.
+struct alignas(kLineBytes) Heading {
+  std::uint32_t header[kHeaderWords];  ///< compared with every peer's before its data is read
+  /// Where the call's buffers lie in memory that peers have mapped; see Lent.
+  std::uint64_t lent_input;
+  std::uint64_t lent_output;
+  /// Bytes of the shares for and from each rank, where they may differ from rank to rank.
+  std::uint64_t input_bytes[kMaxRanks];
+  std::uint64_t output_bytes[kMaxRanks];
+};
+
+/// How the staging memory of every rank of a group is cut: cursors, packets, regions, mailboxes.
+///
+/// A block works in its own part of each, whatever the number of blocks of a call, so that what its
+/// cursors say about reuse holds for all that it touches.
+struct StagingLayout {
+  std::uint32_t world_size = 1;
+  std::uint32_t num_blocks = 1;         ///< of any call, at most
+  std::uint32_t num_packet_blocks = 1;  ///< of a call by packets, at most
+  std::uint32_t packets_per_block = 0;  ///< for each peer, in each of two places
+  std::uint32_t region_bytes = 0;       ///< of a block, in each of two phases
+  std::uint32_t num_mail_blocks = 1;    ///< of a send or receive, at most
+  std::uint32_t mail_slot_bytes = 0;
+
+  static constexpr std::uint32_t kMailSlots = 2;
+
+  /// In front of all: which block was the first to give up.
+  RINGCOMM_HD constexpr std::size_t published_offset(std::size_t block) const {
+    return kLineBytes + block * sizeof(Cursor);
+  }
+  RINGCOMM_HD constexpr std::size_t ring_offset(std::size_t block) const {
+    return published_offset(num_blocks) + block * sizeof(LinkCursors);
+  }
+  /// Numbers of calls by packets, one per block.
+  RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::size_t block) const {
+    return ring_offset(num_blocks) + block * kLineBytes;
+  }
+  /// A link of those by which `sender` sends to this rank: cursors, then slots.
+  RINGCOMM_HD constexpr std::size_t mail_offset(std::size_t sender, std::size_t block) const {
+    return packet_calls_offset(num_packet_blocks) +
+           (sender * num_mail_blocks + block) *
+               (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
+  }
+  /// What `sender` has for this rank in calls whose number is odd, or even.
+  RINGCOMM_HD constexpr std::size_t packets_offset(std::size_t block, std::size_t turn,
+                                                   std::size_t sender) const {
+    return mail_offset(world_size, 0) +
+           ((block * 2 + turn) * world_size + sender) * packets_per_block * sizeof(Packet);
+  }
+  /// In front of both regions of a block, which so are one piece of memory for a ring's slots.
+  RINGCOMM_HD constexpr std::size_t heading_offset(std::size_t block, std::size_t phase) const {
+    return packets_offset(num_packet_blocks, 0, 0) +
+           block * 2 * (sizeof(Heading) + std::size_t{region_bytes}) + phase % 2 * sizeof(Heading);
+  }
+  RINGCOMM_HD constexpr std::size_t region_offset(std::size_t block, std::size_t phase) const {
+    return heading_offset(block, 0) + 2 * sizeof(Heading) + phase % 2 * region_bytes;
+  }
+  RINGCOMM_HD constexpr std::size_t num_bytes() const { return heading_offset(num_blocks, 0); }
+};
+
+/// Where the ranks' staging memories lie, as one rank has mapped them.
+struct Staging {
+  StagingLayout layout;
+  std::byte* of[kMaxRanks] = {};
+
+  RINGCOMM_HD std::uint32_t& claim(int rank) const {
+    return *reinterpret_cast<std::uint32_t*>(of[rank]);
+  }
+  RINGCOMM_HD Cursor& published(int rank, unsigned block) const {
+    return *reinterpret_cast<Cursor*>(of[rank] + layout.published_offset(block));
+  }
+  RINGCOMM_HD Heading& heading(int rank, unsigned block, std::uint64_t phase) const {
+    return *reinterpret_cast<Heading*>(of[rank] + layout.heading_offset(block, phase));
+  }
+  /// The link of a ring that ends at `to`: its slots lie there, as does its tail, which that rank
+  /// waits for; the head lies with the sender.
+  RINGCOMM_HD LinkGeometry ring_link(int from, int to, unsigned block, std::uint32_t num_slots,
+                                     std::size_t slot_bytes) const {
+    return {&reinterpret_cast<LinkCursors*>(of[to] + layout.ring_offset(block))->tail,
+            &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
+            of[to] + layout.region_offset(block, 0), num_slots, slot_bytes};
+  }
+  RINGCOMM_HD LinkGeometry mail_link(int from, int to, unsigned block) const {
+    auto* there = of[to] + layout.mail_offset(static_cast<std::size_t>(from), block);
+    auto* cursors = reinterpret_cast<LinkCursors*>(there);
+    return {&cursors->tail, &cursors->head, there + sizeof(LinkCursors), StagingLayout::kMailSlots,
+            layout.mail_slot_bytes};
+  }
+};
+
+/// The boards of block b of all ranks; a geometry of core's Board.
+struct BlockBoards {
+  const Staging& staging;
+  unsigned block;
+  int world_size;
+  std::size_t region_bytes;
+
+  RINGCOMM_HD BlockBoards(const Staging& all, unsigned block_idx)
+      : staging(all),
+        block(block_idx),
+        world_size(static_cast<int>(all.layout.world_size)),
+        region_bytes(all.layout.region_bytes) {}
+
+  RINGCOMM_HD Cursor& cursor(int rank) const { return staging.published(rank, block); }
+  RINGCOMM_HD std::byte* region(int rank, std::uint64_t phase) const {
+    return staging.of[rank] + staging.layout.region_offset(block, phase);
+  }
+};
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,165 @@
+// Collectives by the kernels of GPUs, on threads: every op, type, reduction and algorithm against
+// the oracle, with few blocks and small staging, so that pieces follow each other.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gpu_ranks.h"
+#include "sanitizers.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::testing;
+
+// As on a GPU of `num_blocks` multiprocessors for each rank.
+cuda::DeviceFacts facts_of(int world_size, int num_blocks) {
+  return {.world_size = world_size, .min_multiprocessors = num_blocks};
+}
+
+void run_cases(int world_size, int num_blocks, unsigned num_threads,
+               const std::vector<Case>& cases) {
+  GpuRanks ranks(world_size, facts_of(world_size, num_blocks), num_threads);
+  run_threads(world_size, [&](int rank) {
+    for (const Case& c : cases) ranks.run_case(rank, c);
+  });
+}
+
+std::vector<std::size_t> sizes() {
+  if (kHasThreadSanitizer) return {0, 5, 9000};
+  return {0, 1, 3, 517, 4096, 40'000};
+}
+
+TEST_CASE("kernels: every op moves or reduces what the oracle says") {
+  for (const int world_size : {2, 3, 4}) {
+    std::uint32_t salt = 0;
+    std::vector<Case> cases;
+    for (const std::size_t num_elems : sizes())
+      for (const OpKind op :
+           {OpKind::kAllReduce, OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+            OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+        for (const bool is_in_place : {false, true}) {
+          if (is_in_place && op == OpKind::kAllToAll) continue;
+          cases.push_back({.op = op,
+                           .dtype = reduces(op) ? DType::kFloat32 : DType::kByte,
+                           .root = rooted(op) ? static_cast<int>(salt % 2) : -1,
+                           .num_elems = num_elems,
+                           .is_in_place = is_in_place,
+                           .salt = ++salt});
+        }
+    run_cases(world_size, 2, 1, cases);
+  }
+}
+
+TEST_CASE("kernels: shares of different sizes") {
+  for (const int world_size : {2, 4}) {
+    std::uint32_t salt = 0;
+    std::vector<Case> cases;
+    for (const std::size_t num_elems : {std::size_t{3}, std::size_t{15'000}})
+      for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kGather,
+                              OpKind::kScatter, OpKind::kAllToAll})
+        for (int i = 0; i < 3; ++i)
+          cases.push_back({.op = op,
+                           .dtype = reduces(op) ? DType::kBFloat16 : DType::kByte,
+                           .root = rooted(op) ? 1 : -1,
+                           .num_elems = num_elems,
+                           .salt = ++salt,
+                           .is_uneven = true});
+    run_cases(world_size, 3, 1, cases);
+  }
+}
+
+TEST_CASE("kernels: every type, reduction and algorithm of all_reduce") {
+  std::vector<Case> cases;
+  std::uint32_t salt = 0;
+  for (int d = 0; d < kNumDTypes; ++d)
+    for (int r = 0; r < kNumReductions; ++r)
+      for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+        if (oracle::has_meaning(static_cast<Reduction>(r), static_cast<DType>(d)))
+          cases.push_back({.dtype = static_cast<DType>(d),
+                           .reduction = static_cast<Reduction>(r),
+                           .algorithm = algorithm,
+                           .num_elems = 331,
+                           .is_in_place = salt % 3 == 0,
+                           .salt = ++salt});
+  run_cases(3, 2, 1, cases);
+}
+
+TEST_CASE("kernels: threads of a block, and blocks, share the work of every algorithm") {
+  std::vector<Case> cases;
+  std::uint32_t salt = 0;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kInt64})
+    for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+      for (const std::size_t num_elems : {std::size_t{100}, std::size_t{20'011}})
+        cases.push_back({.dtype = dtype,
+                         .algorithm = algorithm,
+                         .num_elems = num_elems,
+                         .is_in_place = salt % 2 == 0,
+                         .ring_num_slots = 2 + salt % 3,
+                         .salt = ++salt});
+  cases.push_back({.op = OpKind::kAllToAll, .dtype = DType::kByte, .num_elems = 70'000, .salt = 1});
+  run_cases(2, 3, 4, cases);
+}
+
+TEST_CASE("kernels: a call that differs is told to the host with both headers") {
+  GpuRanks ranks(2, facts_of(2, 2), 1);
+  run_threads(2, [&](int rank) {
+    const Case c{.dtype = rank == 0 ? DType::kFloat32 : DType::kInt32,
+                 .algorithm = Algorithm::kTwoShot,
+                 .num_elems = 5000,
+                 .salt = 2};
+    CaseBuffers buffers(c, rank, 2);
+    const oracle::Bytes before = buffers.result();
+    ranks.run(rank, buffers.call());
+    const cuda::Control& control = ranks.control(rank);
+    expect(control.stop == cuda::kMismatch && control.peer == 1 - rank, "a mismatch");
+    const CallHeader theirs = cuda::from_words(control.theirs);
+    expect(theirs.dtype == (rank == 0 ? DType::kInt32 : DType::kFloat32), "the other's header");
+    expect(buffers.result() == before, "an output that nothing was written to");
+  });
+}
+
+TEST_CASE("kernels: a rank that never comes is a time-out that names it, in all algorithms") {
+  for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing}) {
+    GpuRanks ranks(3, facts_of(3, 2), 2);
+    ranks.timeout = std::chrono::milliseconds(200);
+    run_threads(2, [&](int rank) {
+      const Case c{.algorithm = algorithm, .num_elems = 9000};
+      CaseBuffers buffers(c, rank, 3);
+      ranks.run(rank, buffers.call());
+      expect(ranks.control(rank).stop == static_cast<std::uint32_t>(Stop::kTimeout), "a time-out");
+      expect(ranks.control(rank).peer == 2, "the rank that is missing");
+    });
+  }
+}
+
+TEST_CASE("kernels: the host's abort word ends their waits") {
+  GpuRanks ranks(2, facts_of(2, 2), 2);
+  std::thread host([&] {
+    while (__atomic_load_n(&ranks.control(0).num_asked, __ATOMIC_RELAXED) == 0)
+      std::this_thread::yield();
+    __atomic_store_n(&ranks.control(0).abort, 1u, __ATOMIC_RELEASE);
+  });
+  const Case c{.algorithm = Algorithm::kTwoShot, .num_elems = 9000};
+  CaseBuffers buffers(c, 0, 2);
+  ranks.run(0, buffers.call());
+  host.join();
+  CHECK(ranks.control(0).stop == 0);
+  CHECK(ranks.control(0).awaited_peer == 1);
+}
+
+TEST_CASE("kernels: staging for all ranks on one device is 24 MiB at most, and cursors lie apart") {
+  for (const int world_size : {2, 4, 8}) {
+    const cuda::StagingLayout layout =
+        cuda::make_staging_layout({.world_size = world_size,
+                                   .max_ranks_per_device = world_size,
+                                   .min_multiprocessors = 132,
+                                   .blocks_per_multiprocessor = 2});
+    CHECK(layout.num_blocks * static_cast<unsigned>(world_size) <= 264);
+    CHECK(layout.num_bytes() * static_cast<std::size_t>(world_size) <= 24u << 20);
+    MESSAGE(world_size, " ranks: ", layout.num_blocks, " blocks, ", layout.num_bytes(), " bytes");
+  }
+}
+
+}  // namespace

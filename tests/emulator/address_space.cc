@@ -1,0 +1,95 @@
+#include "emulator/address_space.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ringcomm::emulator {
+namespace {
+
+constexpr std::size_t kPageBytes = 4096;
+
+std::size_t whole_pages(std::size_t num_bytes) {
+  return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+/// What all devices together may do: 0, 1 (read) or 3 (read and write).
+int access_of(const Piece& piece) {
+  if (piece.origin != Origin::kMapped) return kAccessReadWrite;
+  int access = 0;
+  for (const auto& [device, flags] : piece.access) access |= flags;
+  return access;
+}
+
+}  // namespace
+
+AddressSpace& AddressSpace::of_process() {
+  static AddressSpace& space = *new AddressSpace();
+  return space;
+}
+
+void AddressSpace::add(Piece piece) {
+  const std::lock_guard lock(mutex_);
+  pieces_[piece.base] = std::move(piece);
+}
+
+bool AddressSpace::remove(DevicePtr base, Origin origin, Piece* removed) {
+  const std::lock_guard lock(mutex_);
+  const auto found = pieces_.find(base);
+  if (found == pieces_.end() || found->second.origin != origin) return false;
+  *removed = std::move(found->second);
+  pieces_.erase(found);
+  return true;
+}
+
+const Piece* AddressSpace::at(DevicePtr address) const {
+  auto after = pieces_.upper_bound(address);
+  if (after == pieces_.begin()) return nullptr;
+  const Piece& piece = std::prev(after)->second;
+  return piece.contains(address) ? &piece : nullptr;
+}
+
+bool AddressSpace::find(DevicePtr address, Piece* found) {
+  const std::lock_guard lock(mutex_);
+  const Piece* piece = at(address);
+  if (piece != nullptr) *found = *piece;
+  return piece != nullptr;
+}
+
+bool AddressSpace::may_access(DevicePtr address, std::size_t num_bytes, bool writes) {
+  const std::lock_guard lock(mutex_);
+  const int needed = writes ? kAccessReadWrite : 1;
+  for (const DevicePtr end = address + num_bytes; address < end;) {
+    const Piece* piece = at(address);
+    if (piece == nullptr || (access_of(*piece) & needed) != needed) return false;
+    address = piece->base + piece->num_bytes;
+  }
+  return true;
+}
+
+void AddressSpace::erase_mapped(DevicePtr address, std::size_t num_bytes) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(pieces_, [&](const auto& entry) {
+    return entry.second.origin == Origin::kMapped && entry.first >= address &&
+           entry.first - address < num_bytes;
+  });
+}
+
+void* map_whole(const PhysicalMemory& memory) {
+  const std::size_t num_bytes = whole_pages(memory.num_bytes());
+  void* range = mmap(nullptr, num_bytes + kPageBytes, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) return nullptr;
+  void* mapped =
+      mmap(range, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memory.fd(), 0);
+  if (mapped != MAP_FAILED) return mapped;
+  munmap(range, num_bytes + kPageBytes);
+  return nullptr;
+}
+
+void unmap_whole(DevicePtr address, std::size_t num_bytes) {
+  munmap(as_pointer(address), whole_pages(num_bytes) + kPageBytes);
+}
+
+}  // namespace ringcomm::emulator

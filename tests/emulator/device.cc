@@ -1,0 +1,215 @@
+#include "emulator/device.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <string>
+
+#include "emulator/settings.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+constexpr int kVersion = 13000;
+
+struct Device {
+  ContextTag context;
+  BlockSlots slots{settings().num_sms * settings().blocks_per_sm};
+};
+
+std::atomic<bool> is_initialized = false;
+thread_local Context current = nullptr;
+
+std::deque<Device>& devices() {
+  static std::deque<Device>& made = *[] {
+    auto* list = new std::deque<Device>(settings().devices.size());
+    for (std::size_t i = 0; i < list->size(); ++i)
+      (*list)[i].context.device = static_cast<DeviceOrdinal>(i);
+    return list;
+  }();
+  return made;
+}
+
+bool is_context(Context context) {
+  return std::any_of(devices().begin(), devices().end(), [&](Device& device) {
+    const std::lock_guard lock(device.context.mutex);
+    return &device.context == context && device.context.is_retained;
+  });
+}
+
+int attribute_value(int attribute, bool* is_known) {
+  *is_known = true;
+  switch (attribute) {
+    case 1:  // threads per block
+      return 1024;
+    case 10:  // threads per warp
+      return 32;
+    case kMultiprocessorCount:
+      return settings().num_sms;
+    case kCooperativeLaunch:
+      return 1;
+    case kComputeCapabilityMajor:
+      return 9;
+    case kComputeCapabilityMinor:
+      return 0;
+    case kVirtualMemoryManagementSupported:
+    case kHandleTypePosixFdSupported:
+      return settings().has_vmm;
+    case kMpsEnabled:
+      return settings().has_mps;
+    default:
+      *is_known = false;
+      return 0;
+  }
+}
+
+}  // namespace
+
+void BlockSlots::acquire() {
+  std::unique_lock lock(mutex_);
+  has_free_.wait(lock, [&] { return num_free_ > 0; });
+  --num_free_;
+}
+
+void BlockSlots::release() {
+  const std::lock_guard lock(mutex_);
+  ++num_free_;
+  has_free_.notify_one();
+}
+
+Result require_initialized() { return is_initialized ? kSuccess : kNotInitialized; }
+
+Result require_device(DeviceOrdinal device) {
+  RINGCOMM_TRY(require_initialized());
+  const bool exists = device >= 0 && device < static_cast<int>(settings().devices.size());
+  return exists ? kSuccess : kInvalidDevice;
+}
+
+Result require_context(Context* context) {
+  RINGCOMM_TRY(require_initialized());
+  *context = current;
+  return current != nullptr ? kSuccess : kInvalidContext;
+}
+
+int physical_device(DeviceOrdinal device) {
+  return settings().devices[static_cast<std::size_t>(device)];
+}
+
+bool can_map(DeviceOrdinal device, int physical) {
+  return physical_device(device) == physical || settings().has_peer_access;
+}
+
+Context context_of(DeviceOrdinal device) {
+  return &devices()[static_cast<std::size_t>(device)].context;
+}
+
+BlockSlots& block_slots(DeviceOrdinal device) {
+  return devices()[static_cast<std::size_t>(device)].slots;
+}
+
+Result api::init(unsigned flags) {
+  if (flags != 0) return kInvalidValue;
+  if (settings().devices.empty()) return kNoDevice;
+  // A forked child has none of its parent's threads; as under CUDA it can only start anew by exec.
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { is_initialized = false; });
+  static const pid_t initialized_by = getpid();
+  if (registered != 0 || getpid() != initialized_by) return kNotInitialized;
+  is_initialized = true;
+  return kSuccess;
+}
+
+Result api::driver_get_version(int* version) {
+  if (version == nullptr) return kInvalidValue;
+  *version = kVersion;
+  return kSuccess;
+}
+
+Result api::device_get(DeviceOrdinal* device, int ordinal) {
+  RINGCOMM_TRY(require_device(ordinal));
+  if (device == nullptr) return kInvalidValue;
+  *device = ordinal;
+  return kSuccess;
+}
+
+Result api::device_get_count(int* count) {
+  RINGCOMM_TRY(require_initialized());
+  if (count == nullptr) return kInvalidValue;
+  *count = static_cast<int>(settings().devices.size());
+  return kSuccess;
+}
+
+Result api::device_get_name(char* name, int num_bytes, DeviceOrdinal device) {
+  RINGCOMM_TRY(require_device(device));
+  if (name == nullptr || num_bytes <= 0) return kInvalidValue;
+  const std::string text = "Emulated GPU " + std::to_string(physical_device(device));
+  const std::size_t length = std::min(text.size(), static_cast<std::size_t>(num_bytes) - 1);
+  std::memcpy(name, text.data(), length);
+  name[length] = '\0';
+  return kSuccess;
+}
+
+Result api::device_get_uuid(DeviceUuid* uuid, DeviceOrdinal device) {
+  RINGCOMM_TRY(require_device(device));
+  if (uuid == nullptr) return kInvalidValue;
+  *uuid = {{'e', 'm', 'u', 'l', 'a', 't', 'e', 'd'}};
+  const int physical = physical_device(device);
+  std::memcpy(uuid->bytes + 12, &physical, sizeof(physical));
+  return kSuccess;
+}
+
+Result api::device_get_attribute(int* value, int attribute, DeviceOrdinal device) {
+  RINGCOMM_TRY(require_device(device));
+  if (value == nullptr) return kInvalidValue;
+  bool is_known = false;
+  const int found = attribute_value(attribute, &is_known);
+  if (!is_known) return kInvalidValue;
+  *value = found;
+  return kSuccess;
+}
+
+Result api::device_can_access_peer(int* can_access, DeviceOrdinal device, DeviceOrdinal peer) {
+  RINGCOMM_TRY(require_device(device));
+  RINGCOMM_TRY(require_device(peer));
+  if (can_access == nullptr) return kInvalidValue;
+  *can_access = device != peer && settings().has_peer_access;
+  return kSuccess;
+}
+
+Result api::device_primary_ctx_retain(Context* context, DeviceOrdinal device) {
+  RINGCOMM_TRY(require_device(device));
+  if (context == nullptr) return kInvalidValue;
+  *context = context_of(device);
+  const std::lock_guard lock((*context)->mutex);
+  (*context)->is_retained = true;
+  return kSuccess;
+}
+
+Result api::ctx_get_current(Context* context) {
+  RINGCOMM_TRY(require_initialized());
+  if (context == nullptr) return kInvalidValue;
+  *context = current;
+  return kSuccess;
+}
+
+Result api::ctx_set_current(Context context) {
+  RINGCOMM_TRY(require_initialized());
+  if (context != nullptr && !is_context(context)) return kInvalidContext;
+  current = context;
+  return kSuccess;
+}
+
+Result api::ctx_enable_peer_access(Context peer, unsigned flags) {
+  Context context = nullptr;
+  RINGCOMM_TRY(require_context(&context));
+  if (flags != 0) return kInvalidValue;
+  if (peer == context || !is_context(peer)) return kInvalidContext;
+  if (!can_map(context->device, physical_device(peer->device))) return kPeerAccessUnsupported;
+  const std::lock_guard lock(context->mutex);
+  return context->peers.insert(peer).second ? kSuccess : kErrorPeerAccessAlreadyEnabled;
+}
+
+}  // namespace ringcomm::emulator

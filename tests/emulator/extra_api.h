@@ -1,0 +1,36 @@
+#pragma once
+
+#include "transport/cuda/driver_api.h"
+
+// What the emulator has beyond what ringcomm calls: graphs, which its users make.
+
+namespace ringcomm::emulator {
+
+using cuda::Context;
+using cuda::Result;
+using cuda::StreamHandle;
+using Graph = struct GraphTag*;
+using GraphExec = struct GraphExecTag*;
+
+enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
+
+/// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
+#define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
+  X(ctx_synchronize, "cuCtxSynchronize", ())                                          \
+  X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \
+  X(stream_end_capture, "cuStreamEndCapture", (StreamHandle stream, Graph * graph))   \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode))          \
+  X(graph_instantiate, "cuGraphInstantiateWithFlags",                                 \
+    (GraphExec * exec, Graph graph, unsigned long long flags))                        \
+  X(graph_launch, "cuGraphLaunch", (GraphExec exec, StreamHandle stream))             \
+  X(graph_exec_destroy, "cuGraphExecDestroy", (GraphExec exec))                       \
+  X(graph_destroy, "cuGraphDestroy", (Graph graph))
+
+/// The functions, as found in a library.
+struct ExtraDriverApi {
+#define RINGCOMM_DECLARE(member, symbol, parameters) Result(*member) parameters = nullptr;
+  RINGCOMM_EXTRA_DRIVER_FUNCTIONS(RINGCOMM_DECLARE)
+#undef RINGCOMM_DECLARE
+};
+
+}  // namespace ringcomm::emulator

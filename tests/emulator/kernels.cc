@@ -1,0 +1,38 @@
+// The kernels of csrc/device/cuda by the host's compiler.
+
+#include <cstring>
+#include <map>
+#include <string_view>
+
+#include "device/cuda/kernel_list.h"
+#include "emulator/host_block.h"
+#include "emulator/kernel_registry.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+using namespace ringcomm::cuda;
+
+static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
+
+#define RINGCOMM_BARE(...) __VA_ARGS__
+#define RINGCOMM_HOST_KERNEL(name, body)                                  \
+  {#name,                                                                 \
+   {#name, sizeof(KernelCall), [](const void* parameter, BlockContext& context) { \
+      const auto& call = *static_cast<const KernelCall*>(parameter);      \
+      HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
+      RINGCOMM_BARE body(block, call);                                    \
+    }}},
+
+const std::map<std::string_view, Kernel> kKernels = {
+    RINGCOMM_FLOAT_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_INTEGER_KERNELS(RINGCOMM_HOST_KERNEL)
+        RINGCOMM_UPDATE_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_OTHER_KERNELS(RINGCOMM_HOST_KERNEL)};
+
+}  // namespace
+
+const Kernel* find_kernel(std::string_view name) {
+  const auto found = kKernels.find(name);
+  return found == kKernels.end() ? nullptr : &found->second;
+}
+
+}  // namespace ringcomm::emulator

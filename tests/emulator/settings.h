@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace ringcomm::emulator {
+
+/// libcuda_emulator.so stands in for libcuda where there is no GPU: RINGCOMM_CUDA_DRIVER names it.
+/// Device memory is memory of the host that processes can share, a stream is a thread, and a kernel
+/// is a function of the host's compiler (kernel_registry.h) that a thread runs per block.
+///
+/// Every process reads these variables once, in cuInit; a value that means nothing ends it.
+///
+/// | RINGCOMM_EMULATOR_ | default | means |
+/// |---|---|---|
+/// | DEVICES       | 1     | number of GPUs; CUDA_VISIBLE_DEVICES=1,0 chooses among them and orders
+/// | | SMS           | 2     | multiprocessors of each | | BLOCKS_PER_SM | 2     | blocks that one
+/// can hold at a time, at most | | THREADS       | 1     | real threads that play a block's threads
+/// | | MEMORY        | 8 GiB | bytes that one process can have on one GPU; then out of memory | |
+/// PEER_ACCESS   | 1     | whether GPUs can map each other's memory | | VMM           | 1     | 0:
+/// no cuMemCreate and what belongs to it | | IPC           | 1     | 0: the cuIpc functions fail;
+/// descriptors of cuMemCreate still travel | | MPS           | 1     | 0: kernels of different
+/// processes never run on a GPU at once, so that
+///                             one that spins for another process's never ends |
+/// | DELAY_US      | 0     | before each step a stream sleeps a random time up to this |
+///
+/// Where it differs from CUDA:
+/// - The host can read and write device memory. A kernel that touches what it must not ends the
+///   process by a signal, instead of an error that sticks to the context.
+/// - The null stream is one more stream, which synchronizes with no other.
+/// - Blocks resident on a GPU are limited over all streams of one process, not over processes.
+/// - A process that dies with a record of an event outstanding leaves those who wait waiting.
+/// - Nothing keeps a kernel from memory of a GPU whose peer access was not enabled.
+/// - Grids and blocks have one dimension, kernels one parameter.
+struct Settings {
+  std::vector<int> devices;  ///< the GPU behind each ordinal
+  int num_sms = 2;
+  int blocks_per_sm = 2;
+  int threads_per_block = 1;
+  std::size_t memory_bytes = std::size_t{8} << 30;
+  bool has_peer_access = true;
+  bool has_vmm = true;
+  bool has_ipc = true;
+  bool has_mps = true;
+  int max_delay_us = 0;
+};
+
+const Settings& settings();
+
+}  // namespace ringcomm::emulator

@@ -1,0 +1,86 @@
+#include "emulator/toy_kernels.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "emulator/kernel_registry.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+template <class Condition>
+bool spin(std::uint32_t limit_ms, Condition condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+template <class Change>
+void for_my_elems(const ToyAdd& p, const BlockContext& context, Change change) {
+  const std::int64_t stride = std::int64_t{context.num_threads} * context.num_blocks;
+  for (std::int64_t i = std::int64_t{context.block_idx} * context.num_threads + context.thread_idx;
+       i < p.num_elems; i += stride)
+    change(p.to[i]);
+}
+
+void add(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToyAdd*>(parameter);
+  for_my_elems(p, context, [&](std::int32_t& elem) { elem += p.number; });
+}
+
+void scale(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToyScale*>(parameter);
+  for_my_elems(p, context, [&](std::int32_t& elem) { elem *= p.number; });
+}
+
+void signal(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToySignal*>(parameter);
+  if (context.thread_idx == 0) std::atomic_ref(*p.flag).store(p.value);
+}
+
+void await(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToyAwait*>(parameter);
+  if (context.thread_idx != 0) return;
+  if (p.num_running != nullptr) ++std::atomic_ref(*p.num_running);
+  const bool came = spin(p.limit_ms, [&] { return std::atomic_ref(*p.flag).load() == p.value; });
+  if (!came && p.num_gave_up != nullptr) ++std::atomic_ref(*p.num_gave_up);
+}
+
+void meet(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToyMeet*>(parameter);
+  if (context.thread_idx != 0) return;
+  std::atomic_ref arrived(*p.num_arrived);
+  ++arrived;
+  if (spin(p.limit_ms, [&] { return arrived.load() == context.num_blocks; }))
+    ++std::atomic_ref(*p.num_met);
+}
+
+void threads(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const ToyThreads*>(parameter);
+  std::int32_t* slots = p.slots + std::size_t{context.block_idx} * context.num_threads;
+  slots[context.thread_idx] = static_cast<std::int32_t>(context.thread_idx) + 1;
+  context.sync();
+  if (context.thread_idx != 0) return;
+  p.sums[context.block_idx] = 0;
+  for (unsigned i = 0; i < context.num_threads; ++i) p.sums[context.block_idx] += slots[i];
+}
+
+constexpr Kernel kKernels[] = {
+    {"toy_add", sizeof(ToyAdd), &add},          {"toy_scale", sizeof(ToyScale), &scale},
+    {"toy_signal", sizeof(ToySignal), &signal}, {"toy_await", sizeof(ToyAwait), &await},
+    {"toy_meet", sizeof(ToyMeet), &meet},       {"toy_threads", sizeof(ToyThreads), &threads},
+};
+
+}  // namespace
+
+const Kernel* find_kernel(std::string_view name) {
+  for (const Kernel& kernel : kKernels)
+    if (name == kernel.name) return &kernel;
+  return nullptr;
+}
+
+}  // namespace ringcomm::emulator
