@@ -17,6 +17,8 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
 /// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
   X(ctx_synchronize, "cuCtxSynchronize", ())                                          \
+  X(launch_host_func, "cuLaunchHostFunc",                                             \
+    (StreamHandle stream, void (*function)(void*), void* data))                       \
   X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \
   X(stream_end_capture, "cuStreamEndCapture", (StreamHandle stream, Graph * graph))   \
   X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode))          \

@@ -1,0 +1,232 @@
+#include "emulator/torch/p2p.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "emulator/torch/memory.h"
+#include "emulator/torch/streams.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kMaxTimeout(20'000);
+constexpr auto kPollInterval = std::chrono::microseconds(200);
+
+/// What a stream does for one work: moves its messages through the store.
+class Exchange {
+ public:
+  Exchange(c10::intrusive_ptr<c10d::Store> store, int rank, milliseconds timeout,
+           std::shared_ptr<Breakage> breakage, std::vector<Message> messages)
+      : store_(std::move(store)),
+        rank_(rank),
+        timeout_(timeout),
+        breakage_(std::move(breakage)),
+        messages_(std::move(messages)) {}
+
+  std::shared_future<void> outcome() { return outcome_.get_future().share(); }
+
+  /// Called once, by the stream.
+  void run() {
+    try {
+      move_messages();
+      outcome_.set_value();
+    } catch (...) {
+      breakage_->set(std::current_exception());
+      outcome_.set_exception(std::current_exception());
+    }
+  }
+
+ private:
+  void move_messages() {
+    deadline_ = Clock::now() + timeout_;
+    for (const Message& message : messages_) {
+      if (!message.is_send) continue;
+      const auto* bytes = static_cast<const std::uint8_t*>(message.data);
+      store_->set(key_of(message), std::vector(bytes, bytes + message.num_bytes));
+    }
+    for (const Message& message : messages_) {
+      if (message.is_send) continue;
+      const std::vector<std::uint8_t> bytes = get(key_of(message), message);
+      TORCH_CHECK(bytes.size() == message.num_bytes, "emup2p: rank ", message.peer, " sends ",
+                  bytes.size(), " bytes where rank ", rank_, " receives ", message.num_bytes);
+      if (!bytes.empty()) std::memcpy(message.data, bytes.data(), bytes.size());
+      store_->set(key_of(message) + "/taken", std::vector<std::uint8_t>{1});
+    }
+    for (const Message& message : messages_) {
+      if (!message.is_send) continue;
+      get(key_of(message) + "/taken", message);
+      store_->deleteKey(key_of(message));
+      store_->deleteKey(key_of(message) + "/taken");
+    }
+  }
+
+  std::string key_of(const Message& message) const {
+    const int from = message.is_send ? rank_ : message.peer;
+    const int to = message.is_send ? message.peer : rank_;
+    return "emup2p/" + std::to_string(from) + ">" + std::to_string(to) + "/" +
+           std::to_string(message.number);
+  }
+
+  std::vector<std::uint8_t> get(const std::string& key, const Message& message) {
+    while (true) {
+      if (const std::exception_ptr reason = breakage_->get()) std::rethrow_exception(reason);
+      if (store_->check({key})) return store_->get(key);
+      TORCH_CHECK_WITH(DistBackendError, Clock::now() < deadline_, "emup2p: rank ", rank_,
+                       message.is_send ? " sends to rank " : " receives from rank ", message.peer,
+                       ", which did not take part within ", timeout_.count(), " ms");
+      std::this_thread::sleep_for(kPollInterval);
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const milliseconds timeout_;
+  const std::shared_ptr<Breakage> breakage_;
+  const std::vector<Message> messages_;
+  Clock::time_point deadline_;
+  std::promise<void> outcome_;
+};
+
+class P2pWork final : public c10d::Work {
+ public:
+  P2pWork(int rank, c10d::OpType op_type, std::shared_future<void> outcome, c10::Stream stream,
+          std::vector<at::Tensor> received)
+      : Work(rank, op_type),
+        outcome_(std::move(outcome)),
+        received_(std::move(received)),
+        done_(kEmulatedGpu),
+        future_(
+            c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     std::vector<c10::Device>{stream.device()})) {
+    done_.record(stream);
+    const c10::StreamGuard guard(stream);  // which those who go on with the future wait for
+    future_->markCompleted(at::IValue(received_));
+  }
+
+  bool isCompleted() override { return done_.query() || exception() != nullptr; }
+  bool isSuccess() const override { return done_.query() && exception() == nullptr; }
+  std::exception_ptr exception() const override {
+    if (outcome_.wait_for(milliseconds(0)) != std::future_status::ready) return nullptr;
+    try {
+      outcome_.get();
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+  bool wait(milliseconds) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    if (const std::exception_ptr reason = exception()) std::rethrow_exception(reason);
+    done_.block(current_stream(done_.device_index()));
+  }
+  std::vector<at::Tensor> result() override { return received_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  const std::shared_future<void> outcome_;
+  const std::vector<at::Tensor> received_;
+  c10::Event done_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace
+
+void Breakage::set(const std::exception_ptr& reason) {
+  const std::lock_guard lock(mutex_);
+  if (reason_ == nullptr) reason_ = reason;
+}
+
+std::exception_ptr Breakage::get() const {
+  const std::lock_guard lock(mutex_);
+  return reason_;
+}
+
+EmulatedP2p::EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                         milliseconds timeout)
+    : Backend(rank, size), store_(std::move(store)), timeout_(std::min(timeout, kMaxTimeout)) {}
+
+void EmulatedP2p::startCoalescing() {
+  TORCH_CHECK(!coalesced_.has_value(), "emup2p: calls are being coalesced already");
+  coalesced_.emplace();
+}
+
+c10::intrusive_ptr<c10d::Work> EmulatedP2p::endCoalescing() {
+  TORCH_CHECK(coalesced_.has_value(), "emup2p: endCoalescing() without startCoalescing()");
+  Batch batch = std::move(*coalesced_);
+  coalesced_.reset();
+  return batch.messages.empty() ? nullptr : submit(std::move(batch), c10d::OpType::COALESCED);
+}
+
+c10::intrusive_ptr<c10d::Work> EmulatedP2p::send(std::vector<at::Tensor>& tensors, int peer, int) {
+  return add(true, tensors, peer);
+}
+
+c10::intrusive_ptr<c10d::Work> EmulatedP2p::recv(std::vector<at::Tensor>& tensors, int peer, int) {
+  return add(false, tensors, peer);
+}
+
+void EmulatedP2p::abort() {
+  breakage_->set(
+      std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, "emup2p: the group was aborted")));
+}
+
+c10::intrusive_ptr<c10d::Work> EmulatedP2p::add(bool is_send, std::vector<at::Tensor>& tensors,
+                                                int peer) {
+  if (const std::exception_ptr reason = breakage_->get()) std::rethrow_exception(reason);
+  TORCH_CHECK_VALUE(tensors.size() == 1, "emup2p: one tensor a call, got ", tensors.size());
+  const at::Tensor& tensor = tensors.front();
+  TORCH_CHECK_VALUE(tensor.device().type() == kEmulatedGpu,
+                    "emup2p: tensors of emulated GPUs only, got one on ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), "emup2p: tensors must be contiguous");
+  TORCH_CHECK_VALUE(0 <= peer && peer < size_, "emup2p: no rank ", peer, " in this group");
+  Batch alone;
+  Batch& batch = coalesced_.has_value() ? *coalesced_ : alone;
+  TORCH_CHECK_VALUE(batch.tensors.empty() || batch.tensors.front().device() == tensor.device(),
+                    "emup2p: calls that are coalesced have tensors on one device");
+  batch.messages.push_back({.is_send = is_send,
+                            .peer = peer,
+                            .number = num_messages_[{is_send, peer}]++,
+                            .data = const_cast<void*>(tensor.const_data_ptr()),
+                            .num_bytes = tensor.nbytes()});
+  batch.tensors.push_back(tensor);
+  if (!is_send) batch.received.push_back(tensor);
+  if (coalesced_.has_value()) return nullptr;
+  return submit(std::move(alone), is_send ? c10d::OpType::SEND : c10d::OpType::RECV);
+}
+
+c10::intrusive_ptr<c10d::Work> EmulatedP2p::submit(Batch batch, c10d::OpType op_type) {
+  const c10::DeviceIndex device = batch.tensors.front().get_device();
+  const c10::Stream stream = stream_on(device);
+  TORCH_CHECK(!is_capturing(current_stream(device)), "emup2p: cannot be captured");
+  wait_for_stream(stream, current_stream(device));
+  for (const at::Tensor& tensor : batch.tensors) record_stream(tensor.storage().data_ptr(), stream);
+  auto exchange =
+      std::make_shared<Exchange>(store_, rank_, timeout_, breakage_, std::move(batch.messages));
+  std::shared_future<void> outcome = exchange->outcome();
+  launch_host_function(stream, [exchange] { exchange->run(); });
+  return c10::make_intrusive<P2pWork>(rank_, op_type, std::move(outcome), stream,
+                                      std::move(batch.received));
+}
+
+c10::Stream EmulatedP2p::stream_on(c10::DeviceIndex device) {
+  const auto found = streams_.find(device);
+  if (found != streams_.end()) return found->second;
+  return streams_.emplace(device, stream_from_pool(device)).first->second;
+}
+
+}  // namespace ringcomm::emulator

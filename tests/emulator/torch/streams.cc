@@ -1,0 +1,173 @@
+#include "emulator/torch/streams.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulator/torch/extra_driver.h"
+#include "emulator/torch/recorded_event.h"
+
+namespace ringcomm::emulator {
+namespace {
+
+using cuda::check;
+using cuda::ContextGuard;
+using cuda::driver;
+
+constexpr int kMaxDevices = 16;
+constexpr int kPoolSize = 32;  // as torch's
+
+// Stream 0 of a device is the null stream.
+struct Pool {
+  std::mutex mutex;
+  std::array<cuda::StreamHandle, 1 + kPoolSize> handles = {};
+  int num_taken = 0;
+};
+
+// What threads of streams use at the end of the process is never destroyed.
+Pool& pool_of(c10::DeviceIndex device) {
+  static auto& pools = *new std::array<Pool, kMaxDevices>();
+  return pools.at(static_cast<std::size_t>(device));
+}
+
+thread_local c10::DeviceIndex this_threads_device = 0;
+thread_local std::array<c10::StreamId, kMaxDevices> this_threads_streams = {};
+
+c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kEmulatedGpu, device), id);
+}
+
+/// What went wrong on a stream, for the next to wait for one.
+class StreamError {
+ public:
+  static StreamError& of_process() {
+    static auto& one = *new StreamError();
+    return one;
+  }
+  void set(const char* what) {
+    const std::lock_guard lock(mutex_);
+    if (what_.empty()) what_ = what;
+  }
+  void check() {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(what_.empty(), "on a stream of an emulated GPU: ", std::exchange(what_, {}));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string what_;
+};
+
+using HostFunction = std::function<void()>;
+
+void call_host_function(void* function) {
+  try {
+    (*static_cast<HostFunction*>(function))();
+  } catch (const std::exception& error) {
+    StreamError::of_process().set(error.what());
+  }
+}
+
+void call_host_function_once(void* function) {
+  call_host_function(function);
+  delete static_cast<HostFunction*>(function);
+}
+
+}  // namespace
+
+c10::DeviceIndex num_devices() noexcept {
+  if (!cuda::has_driver()) return 0;
+  int count = 0;
+  if (driver().device_get_count(&count) != cuda::kSuccess) return 0;
+  return static_cast<c10::DeviceIndex>(std::min(count, kMaxDevices));
+}
+
+c10::DeviceIndex current_device() { return this_threads_device; }
+
+c10::DeviceIndex exchange_device(c10::DeviceIndex device) {
+  TORCH_CHECK(device < num_devices(), "there is no emugpu:", static_cast<int>(device), ": only ",
+              static_cast<int>(num_devices()), " are emulated");
+  return device < 0 ? this_threads_device : std::exchange(this_threads_device, device);
+}
+
+c10::DeviceIndex index_of(c10::Device device) {
+  return device.has_index() ? device.index() : current_device();
+}
+
+c10::Stream default_stream(c10::DeviceIndex device) { return stream_of(device, 0); }
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  return stream_of(device, this_threads_streams.at(static_cast<std::size_t>(device)));
+}
+
+c10::Stream stream_from_pool(c10::DeviceIndex device) {
+  Pool& pool = pool_of(device);
+  const std::lock_guard lock(pool.mutex);
+  const int idx = 1 + pool.num_taken++ % kPoolSize;
+  cuda::StreamHandle& handle = pool.handles.at(static_cast<std::size_t>(idx));
+  if (handle == nullptr) {
+    const ContextGuard context(device);
+    check(driver().stream_create(&handle, cuda::kStreamNonBlocking), "make a stream");
+  }
+  return stream_of(device, idx);
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  auto& current = this_threads_streams.at(static_cast<std::size_t>(stream.device_index()));
+  return stream_of(stream.device_index(), std::exchange(current, stream.id()));
+}
+
+cuda::StreamHandle handle_of(c10::Stream stream) {
+  Pool& pool = pool_of(stream.device_index());
+  const std::lock_guard lock(pool.mutex);
+  return pool.handles.at(static_cast<std::size_t>(stream.id()));
+}
+
+bool is_idle(c10::Stream stream) {
+  const ContextGuard context(stream.device_index());
+  const cuda::Result result = driver().stream_query(handle_of(stream));
+  if (result != cuda::kErrorNotReady) check(result, "ask whether a stream is done");
+  return result == cuda::kSuccess;
+}
+
+bool is_capturing(c10::Stream stream) {
+  const ContextGuard context(stream.device_index());
+  int status = cuda::kCaptureNone;
+  check(driver().stream_is_capturing(handle_of(stream), &status), "ask whether a stream captures");
+  return status != cuda::kCaptureNone;
+}
+
+void synchronize(c10::Stream stream) {
+  const ContextGuard context(stream.device_index());
+  check(driver().stream_synchronize(handle_of(stream)), "wait for a stream");
+  StreamError::of_process().check();
+}
+
+void synchronize_device(c10::DeviceIndex device) {
+  const ContextGuard context(device);
+  check(extra_driver().ctx_synchronize(), "wait for an emulated GPU");
+  StreamError::of_process().check();
+}
+
+void wait_for_stream(c10::Stream waiting, c10::Stream stream) {
+  const RecordedEvent reached(stream.device_index(), handle_of(stream));
+  reached.block(waiting.device_index(), handle_of(waiting));
+}
+
+void launch_host_function(c10::Stream stream, HostFunction function) {
+  // A graph may call it at any time.
+  const auto call = is_capturing(stream) ? call_host_function : call_host_function_once;
+  const ContextGuard context(stream.device_index());
+  auto launched = std::make_unique<HostFunction>(std::move(function));
+  check(extra_driver().launch_host_func(handle_of(stream), call, launched.get()),
+        "launch a host function");
+  launched.release();
+}
+
+}  // namespace ringcomm::emulator

@@ -1,0 +1,214 @@
+"""The emulated GPU as a device of torch: what tests of GPU code may rely on.
+
+Streams are held by hold(), so that what is asynchronous shows without a clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+from emulated_gpu import run_on_gpus
+from torch import nn
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+DELAYS = {"RINGCOMM_EMULATOR_DELAY_US": "500"}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+def run(fn: Callable[..., Any], *args: Any) -> Any:
+    return run_on_gpus(1, fn, *args, backend=None, num_devices=2, env=DELAYS)[0]
+
+
+def _copies(rank: int) -> None:
+    for dtype in DTYPES:
+        cpu = torch.arange(24).reshape(4, 6).to(dtype)
+        gpu = cpu.to("emugpu")
+        assert gpu.device == torch.device("emugpu:0")
+        assert torch.equal(gpu.cpu(), cpu)
+        assert torch.equal(gpu.t().cpu(), cpu.t())
+        assert torch.equal(gpu[:, 1::2].contiguous().cpu(), cpu[:, 1::2])
+        assert torch.equal(gpu.to("emugpu:1").t().to("cpu"), cpu.t())
+        assert torch.equal(gpu.to(torch.float64).cpu(), cpu.to(torch.float64))
+        holes = torch.zeros(4, 12, dtype=dtype, device="emugpu")
+        holes[:, ::2].copy_(gpu, non_blocking=True)
+        holes[:, 1::2] = cpu
+        assert torch.equal(holes.cpu(), cpu.repeat_interleave(2, dim=1))
+        into = torch.zeros(4, 6, dtype=torch.float64)
+        into.copy_(gpu)
+        assert torch.equal(into, cpu.to(torch.float64))
+
+
+def test_copies_between_host_and_devices_of_any_layout_and_dtype() -> None:
+    run(_copies)
+
+
+def _operators(rank: int) -> None:
+    def calculate(device: str) -> list[torch.Tensor]:
+        x = torch.arange(12.0, device=device).reshape(3, 4)
+        y = torch.full((3, 4), 2.0, device=device)
+        y[1].zero_()
+        y.t()[2].fill_(7)
+        z = torch.view_as_complex(x.reshape(3, 2, 2).clone())
+        w = torch.empty(2, device=device).resize_(3, 4).copy_(x).mul_(y).add_(1, alpha=2)
+        results = [x @ y.t(), torch.cat([x, y]), (x * y).sum(0), torch.view_as_real(z * z), w]
+        results += [x.view(torch.int32), x.flatten().unfold(0, 3, 2), torch.topk(x, 2)[1]]
+        results += [torch.where(x > 5, x, y), x.double().cumsum(1), x[x > 3], x[y.argmax(0)]]
+        results += [y.expand(2, 3, 4).contiguous(), torch.nonzero(x), *torch.split(x, 2)]
+        return results
+
+    for ours, oracle in zip(calculate("emugpu"), calculate("cpu"), strict=True):
+        assert ours.device.type == "emugpu"
+        assert torch.equal(ours.cpu(), oracle)
+    assert torch.tensor(3, device="emugpu").item() == 3
+    assert torch.tensor([], device="emugpu").cpu().numel() == 0
+
+
+def test_operators_give_what_they_give_on_the_cpu() -> None:
+    run(_operators)
+
+
+def _devices(rank: int) -> None:
+    assert (emugpu.device_count(), emugpu.current_device()) == (2, 0)
+    with emugpu.device(1):
+        assert torch.ones(1, device="emugpu").device.index == 1
+    assert emugpu.current_device() == 0
+    with pytest.raises(RuntimeError, match="only 2 are emulated"):
+        torch.ones(1, device="emugpu:2")
+    before = emugpu.memory_allocated(1)
+    x = torch.ones(1000, device="emugpu:1")
+    assert emugpu.memory_allocated(1) == before + x.nbytes
+    del x
+    assert emugpu.memory_allocated(1) == before
+
+
+def test_devices_are_chosen_as_cudas() -> None:
+    run(_devices)
+
+
+def _asynchronous(rank: int) -> None:
+    side = torch.Stream(device="emugpu")
+    x = torch.arange(1000, device="emugpu")
+    y = torch.zeros_like(x)
+    emugpu.synchronize()
+    held = emugpu.hold(side)
+    with side:
+        assert emugpu.current_stream() == side
+        y.copy_(x)
+        done = side.record_event()
+    assert emugpu.current_stream() != side
+    assert not side.query()
+    assert not done.query()
+    assert torch.equal(y.cpu(), torch.zeros(1000, dtype=torch.int64))  # the copy waits, we do not
+    emugpu.current_stream().wait_event(done)
+    z = (y * 2).to(torch.float64).t().clone().add_(1)[::2]
+    z[1:3].fill_(5)
+    assert not emugpu.current_stream().query()
+    held.release()
+    expected = torch.arange(1000.0)[::2] * 2 + 1
+    expected[1:3] = 5
+    assert torch.equal(z.cpu(), expected.double())
+    assert done.query()
+
+
+def test_work_is_done_in_the_order_of_its_stream_and_the_host_goes_on() -> None:
+    run(_asynchronous)
+
+
+def _failure(rank: int) -> None:
+    x = torch.arange(4, device="emugpu")
+    x.index_select(0, torch.tensor([7], device="emugpu"))
+    with pytest.raises(RuntimeError, match=r"on a stream of an emulated GPU: .*index out of range"):
+        emugpu.synchronize()
+    emugpu.synchronize()
+
+
+def test_what_fails_on_a_stream_is_raised_when_it_is_waited_for() -> None:
+    run(_failure)
+
+
+def _threads(rank: int) -> None:
+    side = torch.Stream(device="emugpu")
+    seen = []
+    with side:
+        thread = threading.Thread(target=lambda: seen.append(emugpu.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen == [emugpu.current_stream()] != [side]
+
+
+def test_the_current_stream_is_the_threads_own() -> None:
+    run(_threads)
+
+
+def _freed_memory(rank: int, is_recorded: bool) -> list[int]:
+    """A copy on a held stream from a tensor that goes meanwhile; what the copy reads."""
+    side = torch.Stream(device="emugpu")
+    x = torch.arange(1000, device="emugpu")
+    y = torch.zeros_like(x)
+    emugpu.synchronize()
+    held = emugpu.hold(side)
+    with side:
+        y.copy_(x)
+    if is_recorded:
+        x.record_stream(side)
+    del x
+    again = torch.zeros(1000, dtype=torch.int64, device="emugpu")
+    emugpu.current_stream().synchronize()
+    held.release()
+    side.synchronize()
+    del again
+    return y.tolist()
+
+
+def test_memory_lives_until_streams_on_which_it_was_recorded_are_done() -> None:
+    assert run(_freed_memory, True) == list(range(1000))
+
+
+def test_memory_that_was_not_recorded_is_gone_at_once() -> None:
+    assert run(_freed_memory, False) in ([-1] * 1000, [0] * 1000)
+
+
+def _freed_on_its_own_stream(rank: int) -> None:
+    side = torch.Stream(device="emugpu")
+    with side:
+        held = emugpu.hold(side)
+        x = torch.full((1000,), 5, device="emugpu")
+        y = torch.empty_like(x).copy_(x)
+        del x  # its stream has yet to read it
+        z = torch.zeros(1000, dtype=torch.int64, device="emugpu")
+        held.release()
+        assert y.tolist() == [5] * 1000
+        assert z.tolist() == [0] * 1000
+
+
+def test_memory_is_used_anew_in_the_order_of_its_stream() -> None:
+    run(_freed_on_its_own_stream)
+
+
+def _trained(device: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    model.to(device, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(6, 8).to(device, torch.float64), torch.arange(6).remainder(4).to(device)
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [weight.detach().cpu() for weight in model.parameters()]
+
+
+def _training(rank: int) -> None:
+    for ours, oracle in zip(_trained("emugpu"), _trained("cpu"), strict=True):
+        torch.testing.assert_close(ours, oracle, rtol=1e-12, atol=1e-13)
+
+
+def test_a_model_is_trained_as_on_the_cpu() -> None:
+    run(_training)
