@@ -1,6 +1,8 @@
 """The backend of torch.distributed that carries a group's messages: transport "p2p".
 
-It is made for one group and used by nobody else, so that its tags and its order are ringcomm's.
+Those of CPU tensors are asked for by name; those of a device go by what torch.distributed has for
+it, unless the name fits it too. Either is made for one group and used by nobody else, so that its
+tags and its order are ringcomm's.
 Gloo connects over the network interface of the host's name; the environment variable
 GLOO_SOCKET_IFNAME, Gloo's own, names another one.
 """
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from ringcomm.options import Options
 
-__all__ = ["checked", "make"]
+__all__ = ["checked", "for_device", "make"]
 
 
 def checked(name: str) -> str:
@@ -35,6 +37,33 @@ def checked(name: str) -> str:
     return name.lower()
 
 
+def for_device(asked: str, device_type: str) -> str:
+    """What carries messages of a device's tensors.
+
+    Args:
+        asked: p2p_backend of the group's options, or "".
+        device_type: torch's name, such as "cuda".
+
+    Returns:
+        `asked` where it is a backend for such tensors, else torch's own: "nccl" for "cuda".
+
+    Raises:
+        ValueError: there is none.
+    """
+    default = dist.Backend.default_device_backend_map.get(device_type, "")
+    for name in (asked.lower(), default):
+        # ringcomm moves device tensors by the one that is looked for here.
+        if device_type not in dist.Backend.backend_capability.get(name, []) or name == "ringcomm":
+            continue
+        if name.upper() in dist.Backend._plugins or (name == "nccl" and dist.is_nccl_available()):
+            return name
+    raise ValueError(
+        f"ringcomm: nothing here carries tensors on {device_type} between ranks: torch.distributed "
+        'has no backend that does. Use "cpu:ringcomm,cuda:nccl" as the backend, or name one that '
+        "is registered for them as p2p_backend of ringcomm.Options"
+    )
+
+
 def make(
     name: str,
     store: dist.Store,
@@ -47,7 +76,7 @@ def make(
     """Makes this rank's end of the backend; called by the engine, collective over the group.
 
     Args:
-        name: as checked() returns it.
+        name: as checked() or for_device() returns it.
         store: the group's.
         rank: of this process in the group.
         size: ranks of the group.
@@ -65,6 +94,12 @@ def make(
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if name == "nccl" and name.upper() not in dist.Backend._plugins:
+        nccl_opts = dist.ProcessGroupNCCL.Options()
+        nccl_opts._timeout = timeout
+        nccl_opts.group_name = f"{group_name}/{name}"
+        nccl_opts.global_ranks_in_group = global_ranks
+        return dist.ProcessGroupNCCL(store, rank, size, nccl_opts)
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)

@@ -41,11 +41,15 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
 }
 
-std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const auto* group = dynamic_cast<const ProcessGroupRingcomm*>(backend.get());
+ProcessGroupRingcomm& process_group_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto* group = dynamic_cast<ProcessGroupRingcomm*>(backend.get());
   TORCH_CHECK_VALUE(group != nullptr, "ringcomm: this group's backend is ",
                     backend->getBackendName(), ", not ringcomm");
-  return group->communicator();
+  return *group;
+}
+
+std::shared_ptr<Communicator> communicator_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  return process_group_of(backend).communicator();
 }
 
 // What the process holds of memory that its peers can map.
@@ -148,6 +152,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("transport_of", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->transport();
+  });
+  m.def("device_transports", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    return process_group_of(backend).device_transports();
   });
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();

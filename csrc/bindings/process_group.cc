@@ -1,5 +1,8 @@
 #include "bindings/process_group.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -35,6 +38,7 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
           return make_c10d_messages(store, rank, size, *options_);
         });
   });
+  devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
 }
 
 ProcessGroupRingcomm::~ProcessGroupRingcomm() { shutdown(); }
@@ -49,24 +53,52 @@ std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
   return communicator;
 }
 
+std::shared_ptr<DeviceGroup> ProcessGroupRingcomm::devices() const {
+  std::shared_ptr<DeviceGroup> devices;
+  {
+    const std::lock_guard lock(mutex_);
+    devices = devices_;
+  }
+  TORCH_CHECK_VALUE(devices != nullptr, "ringcomm: this process group has been destroyed");
+  return devices;
+}
+
 void ProcessGroupRingcomm::abort() {
   const std::lock_guard lock(mutex_);
   if (communicator_ != nullptr) communicator_->abort("the process group was aborted");
+  if (devices_ != nullptr) devices_->abort();
 }
 
 void ProcessGroupRingcomm::shutdown() {
   std::shared_ptr<Communicator> communicator;
+  std::shared_ptr<DeviceGroup> devices;
   {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
+    devices.swap(devices_);
   }
   if (communicator == nullptr) return;
   if (communicator->is_inherited()) {
     // In a forked child the group is the parent's; what must not be destroyed is leaked.
     new std::shared_ptr(std::move(communicator));
+    new std::shared_ptr(std::move(devices));
     return;
   }
-  without_gil([&] { communicator.reset(); });
+  without_gil([&] {
+    if (devices != nullptr) devices->drain();
+    devices.reset();
+    communicator.reset();
+  });
+}
+
+void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {
+  if (device.is_cpu()) return;
+  const c10::DeviceGuard guard(device);
+  try {
+    with_python_errors([&] { devices()->carrier(device); });
+  } catch (const c10::ValueError&) {
+    // Nothing carries such tensors; whoever has some is told.
+  }
 }
 
 std::chrono::milliseconds ProcessGroupRingcomm::effective(std::chrono::milliseconds timeout) const {
@@ -121,22 +153,37 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupRingcomm::split(
   return group;
 }
 
+bool ProcessGroupRingcomm::supportsCoalescing() const { return at::getAccelerator().has_value(); }
+
 void ProcessGroupRingcomm::startCoalescing() {
   const std::lock_guard lock(mutex_);
   is_coalescing_ = true;
   coalesced_works_.clear();  // of a block that an exception left
+  coalesced_messages_.clear();
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::endCoalescing() {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
-  is_coalescing_ = false;
-  return c10::make_intrusive<CoalescedWork>(getRank(), std::exchange(coalesced_works_, {}));
+  std::vector<Work> works;
+  std::vector<DeviceMessageCall> messages;
+  {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK_VALUE(is_coalescing_, "ringcomm: endCoalescing() without startCoalescing()");
+    is_coalescing_ = false;
+    works.swap(coalesced_works_);
+    messages.swap(coalesced_messages_);
+  }
+  if (!messages.empty()) {
+    const c10::Device device = messages.front().device;
+    works.push_back(devices()->exchange(
+        device, std::move(messages),
+        {.op_type = c10d::OpType::COALESCED, .title = "ringcomm:coalesced", .results = {}}));
+  }
+  return c10::make_intrusive<CoalescedWork>(getRank(), std::move(works));
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::coalesced(Work work) {
   const std::lock_guard lock(mutex_);
-  if (!is_coalescing_) return work;
+  if (!is_coalescing_ || work == nullptr) return work;
   // A block that an exception has left open must not keep all that comes after it.
   if (coalesced_works_.size() >= kMaxFinishedWorks)
     std::erase_if(coalesced_works_,
@@ -155,27 +202,43 @@ CommsEvent ProcessGroupRingcomm::event_of(const char* title) const {
           .name = std::string(std::strchr(title, ':') + 1)};
 }
 
+Algorithm ProcessGroupRingcomm::algorithm_of(const Collective& call, c10::Device device) const {
+  if (device.is_cpu()) return communicator()->algorithm_of(call);
+  CallHeader header;
+  devices()->carrier(device).plan(call, header);
+  return header.algorithm;
+}
+
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::start(c10d::OpType op_type, const char* title,
                                                        std::vector<TensorCall> calls,
                                                        std::vector<at::Tensor> results,
                                                        std::chrono::milliseconds timeout,
-                                                       bool is_async) {
+                                                       bool is_async,
+                                                       std::optional<c10::Device> given) {
+  const c10::Device device = given ? *given : device_of(calls, results, title);
   const auto run = [&] {
-    return coalesced(
-        start_collective(op_type, title, std::move(calls), std::move(results), timeout, is_async));
+    return coalesced(start_collective(op_type, title, std::move(calls), std::move(results), timeout,
+                                      is_async, device));
   };
   if (!is_profiled()) return run();
   CommsEvent event = event_of(title);
   event.is_async = is_async;
   event.describe(calls, results);
   if (!calls.empty() && calls.front().call.op == OpKind::kAllReduce)
-    event.name += std::string("/") + name_of(communicator()->algorithm_of(calls.front().call));
+    event.name += std::string("/") + name_of(algorithm_of(calls.front().call, device));
   return event.around(run);
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_collective(
     c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
-    std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async) {
+    std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async,
+    c10::Device device) {
+  if (!device.is_cpu()) {
+    DeviceCallInfo info{
+        .op_type = op_type, .title = title, .results = std::move(results), .is_async = is_async};
+    if (op_type == c10d::OpType::BARRIER) info.barrier_timeout = effective(timeout);
+    return devices()->start(device, std::move(calls), std::move(info));
+  }
   const std::shared_ptr<Communicator> engine = communicator();
   auto work = c10::make_intrusive<CollectiveWork>(engine, op_type, title, std::move(calls),
                                                   std::move(results));
@@ -188,8 +251,11 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_collective(
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::barrier(const c10d::BarrierOptions& opts) {
   std::vector<TensorCall> calls(1);
+  c10::Device device = opts.device.value_or(c10::Device(c10::kCPU));
+  if (!device.is_cpu() && !device.has_index())
+    device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
   return start(c10d::OpType::BARRIER, "ringcomm:barrier", std::move(calls), {}, opts.timeout,
-               opts.asyncOp);
+               opts.asyncOp, device);
 }
 
 void ProcessGroupRingcomm::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "bindings/comms_event.h"
+#include "bindings/device_group.h"
 #include "bindings/group_options.h"
 #include "bindings/work.h"
 #include "collectives/communicator.h"
@@ -111,8 +113,11 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   /// What is started in between is on its way as ever, and also part of the work that
-  /// endCoalescing() returns. Batches of sends and receives need no coalescing, since none of them
-  /// waits for another; so supportsCoalescing() is false, and each has a work of its own.
+  /// endCoalescing() returns; but sends and receives of device tensors, which return no work, go on
+  /// their way together there. Those of CPU tensors need no coalescing, since none of them waits
+  /// for another: so supportsCoalescing() is false, and each has a work of its own, where there are
+  /// no other devices.
+  bool supportsCoalescing() const override;
   void startCoalescing() override;
   Work endCoalescing() override;
 
@@ -121,6 +126,12 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Both may be called again, and in any order.
   void abort() override;
   void shutdown() override;
+
+  /// Has the carrier of the device's tensors be made now, if there is one: torch calls it on all
+  /// ranks of a group that is bound to devices.
+  void eagerConnectSingleDevice(at::Device device) override;
+  /// By device, what carries its tensors; for people.
+  std::map<std::string, std::string> device_transports() { return devices()->transports(); }
 
   /// all_reduce whose input stays as it is; blocks.
   void all_reduce_into(const at::Tensor& input, const at::Tensor& output, const c10d::ReduceOp& op);
@@ -133,8 +144,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   void reduce_update_gather(const UpdateTensors& tensors, UpdateSpec spec, bool is_average);
 
  private:
+  /// Where there are no tensors, `device` says where the call belongs.
   Work start(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
-             std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async);
+             std::vector<at::Tensor> results, std::chrono::milliseconds timeout, bool is_async,
+             std::optional<c10::Device> device = {});
   TensorCall all_reduce_call(const at::Tensor& input, const at::Tensor& output,
                              const c10d::ReduceOp& op) const;
   TensorCall all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
@@ -147,10 +160,14 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   Work start_collective(c10d::OpType op_type, const char* title, std::vector<TensorCall> calls,
                         std::vector<at::Tensor> results, std::chrono::milliseconds timeout,
-                        bool is_async);
+                        bool is_async, c10::Device device);
   Work start_message(P2pOp::Kind kind, const char* title, const at::Tensor& tensor, int peer,
                      int tag);
+  Work start_device_message(P2pOp::Kind kind, const char* title, const at::Tensor& tensor, int peer,
+                            int tag);
+  std::shared_ptr<DeviceGroup> devices() const;
   CommsEvent event_of(const char* title) const;
+  Algorithm algorithm_of(const Collective& call, c10::Device device) const;
   /// Notes a work for endCoalescing(), if that is to come.
   Work coalesced(Work work);
 
@@ -159,8 +176,10 @@ class ProcessGroupRingcomm final : public c10d::Backend {
 
   mutable std::mutex mutex_;  // guards all below, which several threads may use
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<DeviceGroup> devices_;
   bool is_coalescing_ = false;
   std::vector<Work> coalesced_works_;
+  std::vector<DeviceMessageCall> coalesced_messages_;  // all on one device
   std::string last_split_name_;
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
 };

@@ -38,6 +38,7 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_message(P2pOp::Kind kind,
   const auto op_type = kind == P2pOp::Kind::kSend ? c10d::OpType::SEND
                        : peer < 0                 ? c10d::OpType::RECVANYSOURCE
                                                   : c10d::OpType::RECV;
+  if (!tensor.device().is_cpu()) return start_device_message(kind, title, tensor, peer, tag);
   const std::shared_ptr<Communicator> engine = communicator();
   auto work = c10::make_intrusive<P2pWork>(engine, op_type, title, tensor);
   P2pWork::post(work, *engine,
@@ -46,6 +47,45 @@ ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_message(P2pOp::Kind kind,
                  .tag = static_cast<std::uint32_t>(tag),
                  .timeout = effective(c10d::kUnsetTimeout)});
   return work;
+}
+
+// Alone it takes its place in the order of the group's calls on the device. One of a coalesced
+// block goes with the others.
+ProcessGroupRingcomm::Work ProcessGroupRingcomm::start_device_message(P2pOp::Kind kind,
+                                                                      const char* title,
+                                                                      const at::Tensor& tensor,
+                                                                      int peer, int tag) {
+  if (peer < 0)
+    C10_THROW_ERROR(NotImplementedError,
+                    c10::str("ringcomm: a tensor on ", tensor.device(),
+                             " cannot be received from any source; name the rank"));
+  const bool is_send = kind == P2pOp::Kind::kSend;
+  TensorCall item;
+  void* data = is_send ? const_cast<void*>(readable(tensor, item))
+                       : Writable(tensor, item, false).buffer().data_ptr();
+  std::vector<DeviceMessageCall> calls;
+  calls.push_back({.device = tensor.device(),
+                   .message = {.is_send = is_send,
+                               .data = data,
+                               .num_bytes = tensor.nbytes(),
+                               .peer = peer,
+                               .tag = tag},
+                   .item = std::move(item)});
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_coalescing_) {
+      TORCH_CHECK_VALUE(
+          coalesced_messages_.empty() || coalesced_messages_[0].device == tensor.device(),
+          "ringcomm: a batch of sends and receives got tensors on ", tensor.device(), " and on ",
+          coalesced_messages_[0].device, "; those of one batch must be on one device");
+      coalesced_messages_.push_back(std::move(calls[0]));
+      return nullptr;
+    }
+  }
+  return devices()->exchange(tensor.device(), std::move(calls),
+                             {.op_type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV,
+                              .title = title,
+                              .results = {tensor}});
 }
 
 ProcessGroupRingcomm::Work ProcessGroupRingcomm::send(std::vector<at::Tensor>& tensors, int dstRank,

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "bindings/tensors.h"
@@ -51,6 +52,24 @@ void TensorCall::take_even_size() {
   call.num_elems = size;
   input_elems.clear();
   output_elems.clear();
+}
+
+c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results,
+                      const char* title) {
+  std::optional<c10::Device> device;
+  const auto add = [&](const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!device) device = tensor.device();
+      TORCH_CHECK_VALUE(tensor.device() == *device, title, " got tensors on ", *device, " and on ",
+                        tensor.device(), "; those of one call must be on one device");
+    }
+  };
+  for (const TensorCall& item : calls) {
+    add(item.kept);
+    add(item.profiled);
+  }
+  add(results);
+  return device.value_or(c10::Device(c10::kCPU));
 }
 
 int checked_rank(int64_t rank, int world_size, const char* what) {

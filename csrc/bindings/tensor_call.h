@@ -68,6 +68,10 @@ at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& op);
 
 /// Throws ValueError where elements of an output share a location, which cannot hold their results.
 void check_no_overlap(const at::Tensor& tensor);
+/// Where the tensors of calls, and their results, lie; the CPU where there are none. Throws
+/// ValueError where they lie on several devices.
+c10::Device device_of(const std::vector<TensorCall>& calls, const std::vector<at::Tensor>& results,
+                      const char* title);
 /// The rank as a number of the group; throws ValueError. `what` names it in the message.
 int checked_rank(int64_t rank, int world_size, const char* what);
 

@@ -1,5 +1,6 @@
 #include "bindings/tensors.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -88,10 +89,9 @@ void check_tensor(const at::Tensor& tensor, const char* op) {
   TORCH_CHECK_VALUE(tensor.defined(), "ringcomm: ", op, " got an undefined tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ringcomm: ", op, " got a ", tensor.layout(),
                     " tensor; it moves dense (strided) ones");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ringcomm: ", op, " got a tensor on ",
-                    tensor.device(),
-                    ", but this build of ringcomm moves CPU tensors only; use "
-                    "\"cpu:ringcomm,cuda:nccl\" as the backend");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() || at::isAccelerator(tensor.device().type()),
+                    "ringcomm: ", op, " got a tensor on ", tensor.device(),
+                    ", but it moves those of CPUs and accelerators only");
 }
 
 const at::Tensor& only_tensor(const std::vector<at::Tensor>& tensors, const char* op) {

@@ -23,7 +23,7 @@ ElementName element_name_of(const at::Tensor& tensor);
 ElementName element_name(std::string_view text);
 Reduction reduction_of(const c10d::ReduceOp& op, const char* name);
 
-/// Dense, defined and on the CPU.
+/// Dense, defined, and on a CPU or an accelerator.
 void check_tensor(const at::Tensor& tensor, const char* op);
 /// The one tensor of a list; c10d's signatures carry lists from the time of several GPUs per
 /// process.

@@ -11,13 +11,6 @@
 namespace ringcomm {
 namespace {
 
-[[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
-  throw Error({.kind = ErrorKind::kTimeout, .op = what},
-              std::string("ringcomm: ") + what + " was not done when wait(" +
-                  std::to_string(timeout.count()) +
-                  " ms) gave up; it goes on, and may be waited for again");
-}
-
 std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
   std::vector<at::Tensor> inputs;
   for (TensorCall& item : calls) {
@@ -30,6 +23,13 @@ std::vector<at::Tensor> take_profiled(std::vector<TensorCall>& calls) {
 }
 
 }  // namespace
+
+void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout) {
+  throw Error({.kind = ErrorKind::kTimeout, .op = what},
+              std::string("ringcomm: ") + what + " was not done when wait(" +
+                  std::to_string(timeout.count()) +
+                  " ms) gave up; it goes on, and may be waited for again");
+}
 
 // ---- LazyFuture
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -10,6 +11,9 @@
 #include "collectives/communicator.h"
 
 namespace ringcomm {
+
+/// Says that a wait with a limit gave up, and that `what` goes on.
+[[noreturn]] void throw_wait_timeout(const char* what, std::chrono::milliseconds timeout);
 
 /// The future of a work, made when it is first asked for; most never are. Thread-safe.
 class LazyFuture {

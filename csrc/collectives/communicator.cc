@@ -140,25 +140,35 @@ Algorithm Communicator::algorithm_of(const Collective& call) const {
   return header.algorithm;
 }
 
-CallHeader Communicator::header_of(const Collective& call) {
-  CallHeader header{.seq = num_run_++,
-                    .num_elems = call.num_elems,
-                    .root = call.root,
-                    .op = call.op,
-                    .dtype = call.dtype,
-                    .reduction = call.reduction,
-                    .algorithm = Algorithm::kDirect,
-                    .is_uneven = call.is_uneven(world_size_),
-                    .has_update = call.update != nullptr,
-                    .element_name = call.element_name,
-                    .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
+CallHeader Communicator::header_of(const Collective& call, std::uint64_t seq) const {
+  return {.seq = seq,
+          .num_elems = call.num_elems,
+          .root = call.root,
+          .op = call.op,
+          .dtype = call.dtype,
+          .reduction = call.reduction,
+          .algorithm = Algorithm::kDirect,
+          .is_uneven = call.is_uneven(world_size_),
+          .has_update = call.update != nullptr,
+          .element_name = call.element_name,
+          .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
+}
+
+CallHeader Communicator::issue(const Collective& call) {
+  validate(call);
+  failure_->rethrow_if_any();
+  return header_of(call, num_issued_.fetch_add(1, std::memory_order_relaxed));
+}
+
+CallHeader Communicator::planned(const Collective& call) {
+  CallHeader header = header_of(call, num_run_++);
   if (carrier_ != nullptr) carrier_->plan(call, header);
   return header;
 }
 
 void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   failure_->rethrow_if_any();
-  const CallHeader header = header_of(call);
+  const CallHeader header = planned(call);
   if (carrier_ == nullptr) {
     run_alone(call);
     count(header.op, {});
@@ -173,7 +183,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   try {
     if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
       count(header.op, update_in_parts(call, rank_, world_size_, [&](const Collective& part) {
-              return carrier_->run(part, header_of(part), limits);
+              return carrier_->run(part, planned(part), limits);
             }));
     else
       count(header.op, carrier_->run(call, header, limits));

@@ -88,6 +88,13 @@ class Communicator {
 
   OrderedQueue& queue() { return queue_; }
 
+  /// For collectives that do not go through the queue, but are enqueued to a device in the order of
+  /// their calls: checks one, gives it a number, and returns its header, which lacks what a plan
+  /// fills in. Throws as submit() does.
+  CallHeader issue(const Collective& call);
+  /// Adds a collective to stats().
+  void count(OpKind op, const Traffic& traffic);
+
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }
 
@@ -106,8 +113,8 @@ class Communicator {
   OrderedQueue::Ticket submit_in_order(Body body, Done done);
   void execute(const Collective& call, const WaitLimits& limits);
   void execute(const Sequence& sequence, const WaitLimits& limits);
-  CallHeader header_of(const Collective& call);
-  void count(OpKind op, const Traffic& traffic);
+  CallHeader header_of(const Collective& call, std::uint64_t seq) const;
+  CallHeader planned(const Collective& call);
 
   int rank_;
   int world_size_;

@@ -73,7 +73,7 @@ bool HostsCarrier::is_flat(const Collective& call) const {
 
 void HostsCarrier::plan(const Collective& call, CallHeader& header) const {
   if (is_flat(call))
-    plan_message_collective(planner_, call, options_, header);
+    plan_message_collective(planner_.world_size(), call, options_, header);
   else
     header.algorithm = Algorithm::kHierarchical;
 }

@@ -143,7 +143,7 @@ void hosts_broadcast(HostsEngine& engine, const Collective& call, const CallHead
     between.root = engine.roster().host_of(call.root);
     CallHeader header_between = header;
     header_between.root = between.root;
-    plan_message_collective(messages, between, options, header_between);
+    plan_message_collective(messages.world_size(), between, options, header_between);
     engine.in_numbers_of(ranks, [&] {
       engine.count_sent(run_message_collective(messages, between, header_between));
     });

@@ -82,26 +82,26 @@ std::uint64_t all_gather(MessageEngine& engine, const Collective& call, const Ca
 
 }  // namespace
 
-void plan_message_collective(const MessageEngine& engine, const Collective& call,
+void plan_message_collective(int world_size, const Collective& call,
                              const CommunicatorOptions& options, CallHeader& header) {
-  const std::size_t num_bytes = total_bytes(call, engine.world_size());
+  const std::size_t num_bytes = total_bytes(call, world_size);
   const bool is_large = num_bytes >= kRingMinBytes;
   header.algorithm = Algorithm::kDirect;
   switch (call.op) {
     case OpKind::kAllReduce:
       header.algorithm = call.algorithm != Algorithm::kAuto ? call.algorithm : options.algorithm;
       if (header.algorithm == Algorithm::kAuto)
-        header.algorithm = choose_all_reduce_of_messages(num_bytes, engine.world_size(),
-                                                         options.one_shot_max_bytes);
+        header.algorithm =
+            choose_all_reduce_of_messages(num_bytes, world_size, options.one_shot_max_bytes);
       break;
     case OpKind::kReduce:
     case OpKind::kReduceScatter:
-      if (is_large && !engine.cut().is_rank_ordered) header.algorithm = Algorithm::kRing;
+      if (is_large && !options.is_rank_ordered) header.algorithm = Algorithm::kRing;
       break;
     case OpKind::kAllGather:
     case OpKind::kBroadcast:
       // Between two ranks either form is the same message; in one piece it starts once.
-      if (is_large && engine.world_size() > 2) header.algorithm = Algorithm::kRing;
+      if (is_large && world_size > 2) header.algorithm = Algorithm::kRing;
       break;
     default:
       break;

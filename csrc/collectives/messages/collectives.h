@@ -9,7 +9,7 @@
 namespace ringcomm {
 
 /// Fills in the algorithm of `header` and its cut, from what is equal on all ranks.
-void plan_message_collective(const MessageEngine& engine, const Collective& call,
+void plan_message_collective(int world_size, const Collective& call,
                              const CommunicatorOptions& options, CallHeader& header);
 
 /// Runs any collective over messages, as `header` says. Checks the header of every peer before its

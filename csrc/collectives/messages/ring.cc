@@ -5,50 +5,12 @@
 #include <vector>
 
 #include "collectives/messages/exchange.h"
+#include "collectives/ring_turns.h"
 #include "core/chunk_layout.h"
 #include "core/ring_schedule.h"
 
 namespace ringcomm {
 namespace {
-
-// One message of a ring as its receiver counts them. Slices go around in groups of num_slots: a
-// group takes all its steps before the next one starts.
-struct Turn {
-  std::size_t group = 0;
-  bool is_gather = false;  // the all-gather, and not the reduce-scatter before it
-  int step = 0;
-  std::size_t place = 0;  // of the slice in its group
-};
-
-struct RingPlan {
-  std::size_t num_slices;
-  std::size_t slice_elems;
-  std::size_t num_slots;
-  int num_steps;
-  bool has_reduce_scatter;
-  bool has_all_gather;
-
-  std::size_t num_groups() const { return ringcomm::num_slices(num_slices, num_slots); }
-  std::size_t group_slices(std::size_t group) const {
-    return slice_of({0, num_slices}, group, num_slots).num_elems;
-  }
-  std::size_t slice_idx(const Turn& turn) const { return turn.group * num_slots + turn.place; }
-  Turn first() const { return {.is_gather = !has_reduce_scatter}; }
-  bool is_over(const Turn& turn) const { return turn.group >= num_groups(); }
-
-  void advance(Turn& turn) const {
-    if (++turn.place < group_slices(turn.group)) return;
-    turn.place = 0;
-    if (++turn.step < num_steps) return;
-    turn.step = 0;
-    if (!turn.is_gather && has_all_gather) {
-      turn.is_gather = true;
-    } else {
-      ++turn.group;
-      turn.is_gather = !has_reduce_scatter;
-    }
-  }
-};
 
 // One rank's part of a ring.
 //
@@ -79,7 +41,7 @@ class Ring {
   std::uint64_t run() {
     if (plan_.num_slices == 0) return 0;
     start_group(0);
-    for (Turn turn = plan_.first(); !plan_.is_over(turn); plan_.advance(turn)) {
+    for (RingTurn turn = plan_.first(); !plan_.is_over(turn); plan_.advance(turn)) {
       // The next group sets out behind the last of this one's messages of its tag.
       const bool is_first_phase = turn.is_gather != plan_.has_reduce_scatter;
       if (is_first_phase && turn.step == plan_.num_steps - 1 && turn.place == 0)
@@ -97,11 +59,11 @@ class Ring {
   }
 
  private:
-  int chunk_of(const Turn& turn) const {
+  int chunk_of(const RingTurn& turn) const {
     return turn.is_gather ? schedule_.all_gather_recv_chunk(turn.step)
                           : schedule_.reduce_scatter_recv_chunk(turn.step);
   }
-  ElemRange slice_at(int chunk, const Turn& turn) const {
+  ElemRange slice_at(int chunk, const RingTurn& turn) const {
     return shares_.slice(chunk, plan_.slice_idx(turn), plan_.slice_elems);
   }
   std::size_t slot_of(std::size_t turn_count) const { return turn_count % plan_.num_slots; }
@@ -150,7 +112,7 @@ class Ring {
     return receive_slots_ + slot_of(num_done_) * slot_bytes_;
   }
 
-  void reduce(const Turn& turn, const std::byte* received) {
+  void reduce(const RingTurn& turn, const std::byte* received) {
     const int chunk = chunk_of(turn);
     const ElemRange slice = slice_at(chunk, turn);
     if (slice.num_elems == 0) return;
@@ -177,7 +139,7 @@ class Ring {
     return send_slots_ + slot_of(num_done_) * slot_bytes_;
   }
 
-  void pass_on(const Turn& turn) {
+  void pass_on(const RingTurn& turn) {
     if (turn.step == plan_.num_steps - 1) return;
     const int chunk = chunk_of(turn);
     const ElemRange slice = slice_at(chunk, turn);
@@ -191,7 +153,7 @@ class Ring {
   std::size_t slot_bytes_;
   std::byte* receive_slots_ = nullptr;
   std::byte* send_slots_ = nullptr;
-  Turn next_posted_;
+  RingTurn next_posted_;
   std::size_t num_posted_ = 0;                                  // turns whose receive is posted
   std::size_t num_done_ = 0;                                    // turns done
   std::vector<std::optional<MessageEngine::Handle>> receives_;  // by slot

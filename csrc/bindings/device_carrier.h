@@ -1,0 +1,70 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
+
+#include "bindings/group_options.h"
+#include "collectives/carrier.h"
+#include "collectives/collective.h"
+
+namespace ringcomm {
+
+/// A user's send or receive.
+struct DeviceMessage {
+  bool is_send;
+  void* data;
+  std::size_t num_bytes;
+  int peer;
+  int tag;
+};
+
+/// What carries the collectives of a group's device tensors. All of it happens in the order of
+/// streams; the host waits for nothing.
+class DeviceCarrier {
+ public:
+  virtual ~DeviceCarrier() = default;
+
+  /// "cuda_ipc", "p2p over nccl"
+  virtual const std::string& name() const = 0;
+
+  /// Enqueues one collective. The buffers of `call` lie on `stream`'s device. Called with that
+  /// device and stream current, by one thread at a time, in the same order on all ranks.
+  virtual Traffic enqueue(const Collective& call, const CallHeader& header,
+                          const c10::Stream& stream) = 0;
+
+  virtual void send(const void* data, std::size_t num_bytes, int peer, int tag,
+                    const c10::Stream& stream) = 0;
+  virtual void recv(void* data, std::size_t num_bytes, int peer, int tag,
+                    const c10::Stream& stream) = 0;
+  /// Sends and receives of which none may wait for another: two ranks that both send before they
+  /// receive, in the order of one stream, would wait for ever.
+  virtual void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) = 0;
+
+  /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
+  virtual void plan(const Collective& call, CallHeader& header) const = 0;
+
+  /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
+  virtual void abort() noexcept = 0;
+};
+
+/// What a carrier is made of: a group, as this rank has it.
+struct DeviceCarrierGroup {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank;
+  int world_size;
+  const GroupOptions& options;
+};
+
+/// The carrier of a group's tensors on `device`: the first that can be had, in the order of the
+/// list in device_carrier.cc. Collective over the group; takes the GIL, and blocks. Throws Error,
+/// and ValueError where nothing carries such tensors.
+std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
+                                                   c10::Device device);
+
+}  // namespace ringcomm

@@ -1,0 +1,188 @@
+#include "bindings/device_group.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+#include <thread>
+
+#include "bindings/python_errors.h"
+
+namespace ringcomm {
+namespace {
+
+// How long a device may take to end what was aborted, before its memory is given up to it.
+constexpr std::chrono::seconds kAbortPatience{10};
+
+std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
+  all.insert(all.end(), item.kept.begin(), item.kept.end());
+  return std::exchange(item.profiled, {});
+}
+
+}  // namespace
+
+DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
+                         c10::intrusive_ptr<GroupOptions> options,
+                         std::weak_ptr<Communicator> communicator, int rank, int world_size)
+    : store_(std::move(store)),
+      options_(std::move(options)),
+      communicator_(std::move(communicator)),
+      rank_(rank),
+      world_size_(world_size) {}
+
+DeviceGroup::~DeviceGroup() = default;
+
+DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = carriers_.find(device.str()); found != carriers_.end())
+      return *found->second;
+  }
+  // Without the lock: it waits for other ranks.
+  std::unique_ptr<DeviceCarrier> made =
+      make_device_carrier({store_, rank_, world_size_, *options_}, device);
+  const std::lock_guard lock(mutex_);
+  if (is_aborted_) made->abort();
+  return *(carriers_[device.str()] = std::move(made));
+}
+
+std::map<std::string, std::string> DeviceGroup::transports() {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, std::string> names;
+  for (const auto& [device, carrier] : carriers_) names[device] = carrier->name();
+  return names;
+}
+
+void DeviceGroup::abort() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (std::exchange(is_aborted_, true)) return;
+  for (const auto& [device, carrier] : carriers_) carrier->abort();
+}
+
+std::shared_ptr<Communicator> DeviceGroup::communicator() const {
+  std::shared_ptr<Communicator> communicator = communicator_.lock();
+  TORCH_CHECK_VALUE(communicator != nullptr, "ringcomm: this process group has been destroyed");
+  return communicator;
+}
+
+void DeviceGroup::check() {
+  const auto communicator = communicator_.lock();
+  if (communicator == nullptr) return;
+  if (communicator->failure().has_failed()) abort();
+  communicator->failure().rethrow_if_any();
+}
+
+void DeviceGroup::end(const std::string& why) {
+  if (const auto communicator = communicator_.lock(); communicator != nullptr)
+    communicator->abort(why);
+  abort();
+}
+
+void DeviceGroup::drain() {
+  using Clock = std::chrono::steady_clock;
+  const std::lock_guard order(order_);
+  auto deadline = Clock::now() + options_->timeout;
+  for (const auto& use : uses_) {
+    for (bool has_aborted = false; !use->is_over();
+         std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+      const auto communicator = communicator_.lock();
+      const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
+      if (!has_failed && Clock::now() < deadline) continue;
+      if (has_aborted && Clock::now() >= deadline) break;
+      if (std::exchange(has_aborted, true)) continue;
+      abort();
+      deadline = Clock::now() + kAbortPatience;
+    }
+  }
+  uses_.clear();
+}
+
+c10::Stream DeviceGroup::own_stream(c10::Device device) {
+  const auto found = streams_.find(device.index());
+  if (found != streams_.end()) return found->second;
+  const c10::Stream stream =
+      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  streams_.emplace(device.index(), stream);
+  return stream;
+}
+
+void DeviceGroup::forget_finished() {
+  while (!uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
+}
+
+void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream) {
+  const std::shared_ptr<Communicator> engine = communicator();
+  CallHeader header = engine->issue(item.call);
+  carrier.plan(item.call, header);
+  try {
+    engine->count(item.call.op, carrier.enqueue(item.call, header, stream));
+  } catch (const std::exception& error) {
+    // Wherever this rank has stopped, the others have gone on.
+    end(describe(header) + ": " + error.what());
+    throw;
+  }
+  if (item.finish) item.finish();
+}
+
+c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCallInfo info,
+                                                    const std::vector<at::Tensor>& inputs,
+                                                    std::vector<at::Tensor> kept,
+                                                    const Body& body) {
+  auto work = c10::make_intrusive<DeviceWork>(weak_from_this(), rank_, info.op_type, info.title,
+                                              inputs, info.results, communicator()->next_seq());
+  if (info.barrier_timeout) work->set_barrier(*info.barrier_timeout);
+  with_python_errors([&] {
+    const std::lock_guard order(order_);
+    check();
+    forget_finished();
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    const c10::Stream home = impl.getStream(device);
+    const c10::Stream stream = info.is_async ? own_stream(device) : home;
+    if (stream != home) {
+      c10::Event begin(device.type());
+      begin.record(home);
+      begin.block(stream);
+    }
+    const c10::StreamGuard guard(stream);
+    body(carrier(device), stream);
+    kept.insert(kept.end(), info.results.begin(), info.results.end());
+    const auto use = std::make_shared<DeviceUse>(stream, home, std::move(kept));
+    uses_.push_back(use);
+    work->set_enqueued(use);
+  });
+  if (info.barrier_timeout && !info.is_async) work->wait();
+  return work;
+}
+
+c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vector<TensorCall> calls,
+                                                  DeviceCallInfo info) {
+  std::vector<at::Tensor> inputs, kept;
+  for (TensorCall& item : calls) {
+    item.link();
+    for (at::Tensor& input : take_kept(kept, item)) inputs.push_back(std::move(input));
+  }
+  return enqueue(device, std::move(info), inputs, std::move(kept),
+                 [&](DeviceCarrier& carrier, const c10::Stream& stream) {
+                   for (const TensorCall& item : calls) run(item, carrier, stream);
+                 });
+}
+
+c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
+                                                     std::vector<DeviceMessageCall> calls,
+                                                     DeviceCallInfo info) {
+  std::vector<at::Tensor> inputs, kept;
+  std::vector<DeviceMessage> messages;
+  for (DeviceMessageCall& call : calls) {
+    messages.push_back(call.message);
+    for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
+  }
+  return enqueue(device, std::move(info), inputs, std::move(kept),
+                 [&](DeviceCarrier& carrier, const c10::Stream& stream) {
+                   carrier.exchange(messages, stream);
+                   for (const DeviceMessageCall& call : calls)
+                     if (call.item.finish) call.item.finish();
+                 });
+}
+
+}  // namespace ringcomm

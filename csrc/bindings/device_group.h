@@ -1,0 +1,97 @@
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "bindings/device_carrier.h"
+#include "bindings/device_work.h"
+#include "bindings/group_options.h"
+#include "bindings/tensor_call.h"
+#include "collectives/communicator.h"
+
+namespace ringcomm {
+
+/// What of a call is not its data.
+struct DeviceCallInfo {
+  c10d::OpType op_type;
+  const char* title;
+  std::vector<at::Tensor> results;
+  bool is_async = true;
+  std::optional<std::chrono::milliseconds> barrier_timeout = {};  ///< of what the host waits for
+};
+
+/// A user's send or receive, and what it needs: `finish` of `item` is for afterwards.
+struct DeviceMessageCall {
+  c10::Device device;
+  DeviceMessage message;
+  TensorCall item;
+};
+
+/// A group's calls on device tensors: gives them their order, their streams and a carrier, and
+/// keeps alive what they use. May be used from any thread.
+class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
+ public:
+  DeviceGroup(c10::intrusive_ptr<c10d::Store> store, c10::intrusive_ptr<GroupOptions> options,
+              std::weak_ptr<Communicator> communicator, int rank, int world_size);
+  ~DeviceGroup();
+
+  /// Enqueues collectives. Synchronous ones go to the caller's current stream; others to the
+  /// group's own, behind what the current one holds. Throws what the engine throws.
+  c10::intrusive_ptr<c10d::Work> start(c10::Device device, std::vector<TensorCall> calls,
+                                       DeviceCallInfo info);
+  /// Enqueues messages of which none waits for another.
+  c10::intrusive_ptr<c10d::Work> exchange(c10::Device device, std::vector<DeviceMessageCall> calls,
+                                          DeviceCallInfo info);
+  /// Makes the carrier for a device, where there is none yet: collective over the group.
+  DeviceCarrier& carrier(c10::Device device);
+  /// By device, what carries its tensors; for people.
+  std::map<std::string, std::string> transports();
+
+  /// Throws what has ended the group, if anything has, and ends what is enqueued then.
+  void check();
+  /// Ends the group.
+  void end(const std::string& why);
+  void abort() noexcept;
+  /// Waits until devices are through with all calls; where the group has failed, ends them.
+  void drain();
+
+ private:
+  using Body = std::function<void(DeviceCarrier&, const c10::Stream&)>;
+
+  c10::intrusive_ptr<c10d::Work> enqueue(c10::Device device, DeviceCallInfo info,
+                                         const std::vector<at::Tensor>& inputs,
+                                         std::vector<at::Tensor> kept, const Body& body);
+  void run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream);
+  std::shared_ptr<Communicator> communicator() const;
+  c10::Stream own_stream(c10::Device device);
+  void forget_finished();
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<GroupOptions> options_;
+  std::weak_ptr<Communicator> communicator_;
+  int rank_;
+  int world_size_;
+
+  std::mutex order_;  // held while a call is enqueued; guards what follows
+  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for
+
+  std::mutex mutex_;  // held for moments; guards what follows
+  std::map<std::string, std::unique_ptr<DeviceCarrier>> carriers_;  // by device; none ever goes
+  bool is_aborted_ = false;
+};
+
+}  // namespace ringcomm

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "bindings/device_messages/engine.h"
+#include "collectives/collective.h"
+#include "collectives/messages/shares.h"
+
+namespace ringcomm {
+
+/// The collectives as batches of sends and receives, and reductions between them, all in the order
+/// of the current stream. The algorithms are those of collectives/messages, without envelopes:
+/// nothing can be looked at before it is received.
+
+/// All parts to all ranks at once; each reduces the whole.
+void device_one_shot_all_reduce(DeviceEngine& engine, const Collective& call);
+void device_direct_reduce_scatter(DeviceEngine& engine, const Collective& call,
+                                  const MessageShares& shares);
+/// This rank's own chunk stands in its output.
+void device_direct_all_gather(DeviceEngine& engine, const MessageShares& shares);
+void device_direct_reduce(DeviceEngine& engine, const Collective& call);
+void device_direct_broadcast(DeviceEngine& engine, const Collective& call);
+void device_gather(DeviceEngine& engine, const Collective& call);
+void device_scatter(DeviceEngine& engine, const Collective& call);
+/// May be in place.
+void device_all_to_all(DeviceEngine& engine, const Collective& call);
+void device_barrier(DeviceEngine& engine);
+
+/// Around the ring, in the turns of collectives/ring_turns.h.
+struct DeviceRingParts {
+  bool has_reduce_scatter;
+  bool has_all_gather;
+};
+void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader& header,
+                 const MessageShares& shares, DeviceRingParts parts);
+
+/// In slices from rank to rank: from the root to the one before it, or the other way to the root.
+void device_chain_broadcast(DeviceEngine& engine, const Collective& call, const CallHeader& header);
+void device_chain_reduce(DeviceEngine& engine, const Collective& call, const CallHeader& header);
+
+/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: `grad` is reduced
+/// and `param` where the call has the chunk. Formulas and order are those of device/update_op.h.
+void device_update(const Collective& call, const void* grad, void* param, std::size_t num_elems,
+                   c10::Device device);
+
+}  // namespace ringcomm

@@ -1,0 +1,220 @@
+#include "bindings/device_messages/carrier.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "bindings/device_messages/algorithms.h"
+#include "collectives/messages/collectives.h"
+#include "collectives/reduction.h"
+#include "core/chunk_layout.h"
+
+namespace ringcomm {
+namespace {
+
+// This rank's share stands where all_gather sends it from and leaves it.
+MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
+  MessageShares result{.shares = {}, .element_bytes = element_bytes(call.dtype)};
+  for (int peer = 0; peer < engine.world_size(); ++peer) {
+    auto* output = static_cast<std::byte*>(call.outputs[peer]);
+    result.shares.push_back({output, output, call.output_share(peer)});
+  }
+  engine.copy(call.outputs[engine.rank()], call.inputs[0], result.num_bytes(engine.rank()));
+  return result;
+}
+
+}  // namespace
+
+MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, int rank,
+                                           int world_size, c10::Device device,
+                                           const CommunicatorOptions& options)
+    : options_(options),
+      name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
+      engine_(std::move(backend), rank, world_size, device,
+              {.num_slots = options.num_slots,
+               .slot_bytes = options.slot_bytes,
+               .is_rank_ordered = options.is_rank_ordered}) {
+  // NCCL connects two ranks at their first message, and blocks the host until both are there: here,
+  // where all ranks come, and not in a call that some of them have no part in.
+  const at::AutoDispatchBelowADInplaceOrView unseen;
+  std::vector<void*> words;
+  std::byte* word = world_size > 1 ? engine_.stage(static_cast<std::size_t>(world_size)) : nullptr;
+  for (int peer = 0; peer < world_size; ++peer) words.push_back(word + peer);
+  const void* own = word + rank;
+  if (world_size > 1)
+    in_order([&] {
+      device_direct_all_gather(engine_, gathered_shares(engine_, {.op = OpKind::kAllGather,
+                                                                  .num_elems = 1,
+                                                                  .inputs = &own,
+                                                                  .outputs = words.data()}));
+    });
+}
+
+// What a collective throws leaves its messages half-way, and the ranks at different places.
+template <class Body>
+std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
+  const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
+  try {
+    body();
+  } catch (...) {
+    engine_.abort();
+    engine_.abandon();
+    throw;
+  }
+  const std::uint64_t sent_bytes = engine_.sent_bytes();
+  engine_.finish();
+  return sent_bytes;
+}
+
+void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
+  header.algorithm = Algorithm::kDirect;
+  if (engine_.world_size() > 1)
+    plan_message_collective(engine_.world_size(), call, options_, header);
+}
+
+Traffic MessageDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
+                                      const c10::Stream&) {
+  const std::uint64_t sent_bytes = in_order([&] { run(call, header); });
+  return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
+}
+
+void MessageDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
+                                const c10::Stream& stream) {
+  exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, stream);
+}
+
+void MessageDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
+                                const c10::Stream& stream) {
+  exchange({{false, data, num_bytes, peer, tag}}, stream);
+}
+
+void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
+                                    const c10::Stream&) {
+  in_order([&] {
+    for (const DeviceMessage& message : messages) {
+      if (message.is_send)
+        engine_.send(message.data, message.num_bytes, message.peer, message.tag);
+      else
+        engine_.recv(message.data, message.num_bytes, message.peer, message.tag);
+    }
+    engine_.post_and_wait();
+  });
+}
+
+void MessageDeviceCarrier::run(const Collective& call, const CallHeader& header) {
+  if (engine_.world_size() == 1) return run_alone(call);
+  const bool is_ring = header.algorithm == Algorithm::kRing;
+  switch (call.op) {
+    case OpKind::kBarrier:
+      return device_barrier(engine_);
+    case OpKind::kAllReduce:
+      return all_reduce(call, header);
+    case OpKind::kReduce:
+      return is_ring ? device_chain_reduce(engine_, call, header)
+                     : device_direct_reduce(engine_, call);
+    case OpKind::kReduceScatter:
+      return reduce_scatter(call, header);
+    case OpKind::kAllGather:
+      return all_gather(call, header);
+    case OpKind::kBroadcast:
+      return is_ring ? device_chain_broadcast(engine_, call, header)
+                     : device_direct_broadcast(engine_, call);
+    case OpKind::kGather:
+      return device_gather(engine_, call);
+    case OpKind::kScatter:
+      return device_scatter(engine_, call);
+    case OpKind::kAllToAll:
+      return device_all_to_all(engine_, call);
+    case OpKind::kReduceUpdateGather:
+      return reduce_update_gather(call);
+    default:
+      throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
+  }
+}
+
+void MessageDeviceCarrier::run_planned(Collective call) {
+  call.algorithm = Algorithm::kAuto;
+  CallHeader header{.op = call.op};
+  plan(call, header);
+  run(call, header);
+}
+
+void MessageDeviceCarrier::all_reduce(const Collective& call, const CallHeader& header) {
+  if (header.algorithm == Algorithm::kOneShot) return device_one_shot_all_reduce(engine_, call);
+  const MessageShares shares = MessageShares::of_buffer(call, engine_.world_size());
+  const bool is_ring = header.algorithm == Algorithm::kRing;
+  if (is_ring && !options_.is_rank_ordered)
+    return device_ring(engine_, call, header, shares,
+                       {.has_reduce_scatter = true, .has_all_gather = true});
+  device_direct_reduce_scatter(engine_, call, shares);
+  if (is_ring)
+    device_ring(engine_, call, header, shares,
+                {.has_reduce_scatter = false, .has_all_gather = true});
+  else
+    device_direct_all_gather(engine_, shares);
+}
+
+void MessageDeviceCarrier::reduce_scatter(const Collective& call, const CallHeader& header) {
+  const MessageShares shares =
+      MessageShares::of_reduce_scatter(call, engine_.rank(), engine_.world_size());
+  if (header.algorithm == Algorithm::kRing)
+    device_ring(engine_, call, header, shares,
+                {.has_reduce_scatter = true, .has_all_gather = false});
+  else
+    device_direct_reduce_scatter(engine_, call, shares);
+}
+
+void MessageDeviceCarrier::all_gather(const Collective& call, const CallHeader& header) {
+  const MessageShares shares = gathered_shares(engine_, call);
+  if (header.algorithm == Algorithm::kRing)
+    device_ring(engine_, call, header, shares,
+                {.has_reduce_scatter = false, .has_all_gather = true});
+  else
+    device_direct_all_gather(engine_, shares);
+}
+
+// A reduce_scatter, the update, and an all_gather.
+void MessageDeviceCarrier::reduce_update_gather(const Collective& call) {
+  const int world_size = engine_.world_size();
+  const std::size_t grad_bytes = element_bytes(call.dtype);
+  const DType param_dtype = call.update->spec.param_dtype;
+  const ChunkLayout layout(call.num_elems, world_size);
+  const ElemRange own = layout.chunk(engine_.rank());
+  std::vector<const void*> grads;
+  std::vector<void*> params;
+  std::vector<std::size_t> chunk_elems;
+  for (int peer = 0; peer < world_size; ++peer) {
+    const ElemRange chunk = layout.chunk(peer);
+    grads.push_back(at(call.inputs[0], chunk.begin_elems, grad_bytes));
+    params.push_back(at(call.outputs[0], chunk.begin_elems, element_bytes(param_dtype)));
+    chunk_elems.push_back(chunk.num_elems);
+  }
+  void* const reduced = engine_.stage(own.num_elems * grad_bytes);
+  run_planned({.op = OpKind::kReduceScatter,
+               .dtype = call.dtype,
+               .reduction = call.reduction,
+               .num_elems = own.num_elems,
+               .inputs = grads.data(),
+               .outputs = &reduced,
+               .input_elems = chunk_elems.data()});
+  void* const own_params = params[static_cast<std::size_t>(engine_.rank())];
+  device_update(call, reduced, own_params, own.num_elems, engine_.device());
+  const void* const gathered = own_params;
+  run_planned({.op = OpKind::kAllGather,
+               .dtype = param_dtype,
+               .num_elems = own.num_elems,
+               .inputs = &gathered,
+               .outputs = params.data(),
+               .output_elems = chunk_elems.data()});
+}
+
+// In a group of one every output is its input, or that updated.
+void MessageDeviceCarrier::run_alone(const Collective& call) {
+  if (call.op == OpKind::kBarrier) return;
+  if (call.op == OpKind::kReduceUpdateGather)
+    return device_update(call, call.inputs[0], call.outputs[0], call.num_elems, engine_.device());
+  engine_.copy(call.outputs[0], call.inputs[0], call.input_share(0) * element_bytes(call.dtype));
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "bindings/device_carrier.h"
+#include "bindings/device_messages/engine.h"
+#include "collectives/communicator_options.h"
+
+namespace ringcomm {
+
+/// Collectives of device tensors over the sends and receives of another backend: where ranks cannot
+/// map each other's memory. Ranks that call different things are not told apart: what they exchange
+/// never meets, and ends in the backend's time-out.
+class MessageDeviceCarrier final : public DeviceCarrier {
+ public:
+  /// `backend` as DeviceEngine wants it. Collective over the group.
+  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
+                       c10::Device device, const CommunicatorOptions& options);
+
+  const std::string& name() const override { return name_; }
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const c10::Stream& stream) override;
+  void send(const void* data, std::size_t num_bytes, int peer, int tag,
+            const c10::Stream& stream) override;
+  void recv(void* data, std::size_t num_bytes, int peer, int tag,
+            const c10::Stream& stream) override;
+  void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
+  void plan(const Collective& call, CallHeader& header) const override;
+  void abort() noexcept override { engine_.abort(); }
+
+ private:
+  void run(const Collective& call, const CallHeader& header);
+  void run_planned(Collective call);
+  void all_reduce(const Collective& call, const CallHeader& header);
+  void reduce_scatter(const Collective& call, const CallHeader& header);
+  void all_gather(const Collective& call, const CallHeader& header);
+  void reduce_update_gather(const Collective& call);
+  void run_alone(const Collective& call);
+  template <class Body>
+  std::uint64_t in_order(const Body& body);
+
+  CommunicatorOptions options_;
+  std::string name_;
+  DeviceEngine engine_;
+};
+
+/// The same over a new backend, which ringcomm.message_backend chooses and makes. Takes every
+/// group; throws as make_device_carrier() does.
+std::unique_ptr<DeviceCarrier> make_message_device_carrier(const DeviceCarrierGroup& group,
+                                                           c10::Device device);
+
+}  // namespace ringcomm

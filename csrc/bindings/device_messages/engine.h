@@ -1,0 +1,128 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
+#include <vector>
+
+namespace ringcomm {
+
+/// Sends and receives of device tensors by another backend of torch.distributed, in batches.
+///
+/// What is asked of the backend: operations start after what the current stream holds when they are
+/// called, in the order of their calls; Work::wait() has the current stream, and not the host, wait
+/// for them; and those between startCoalescing() and endCoalescing() go on together, whatever their
+/// order. Without coalescing none of them may wait for another.
+///
+/// Why nothing waits in a circle: all ranks post the batches of a collective in one order, and the
+/// two ends of a message stand in batches of which each needs only earlier ones.
+class DeviceEngine {
+ public:
+  /// How data is cut where it goes in pieces.
+  struct Cut {
+    std::size_t num_slots = 2;
+    std::size_t slot_bytes = 256 << 10;
+    bool is_rank_ordered = false;  ///< reductions go from left to right over the ranks
+  };
+  using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+  /// A batch that has been posted. wait() leaves it empty; so is one of no messages.
+  class Batch {
+   private:
+    friend class DeviceEngine;
+    std::list<Works>::iterator place;
+    bool is_posted = false;
+  };
+
+  /// `backend` is for these messages alone; null in a group of one.
+  DeviceEngine(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
+               c10::Device device, Cut cut);
+  ~DeviceEngine();
+  DeviceEngine(const DeviceEngine&) = delete;
+  DeviceEngine& operator=(const DeviceEngine&) = delete;
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  const Cut& cut() const { return cut_; }
+  c10::Device device() const { return device_; }
+
+  /// Adds to the batch that post() will start. Nothing of no bytes is sent: both ends know the
+  /// size. Messages of a pair arrive in their order.
+  void send(const void* data, std::size_t num_bytes, int peer, int tag = 0);
+  void recv(void* data, std::size_t num_bytes, int peer, int tag = 0);
+  /// Throws Error once aborted.
+  Batch post();
+  /// From here on the current stream has the data; the buffers of sends are free again.
+  void wait(Batch& batch);
+  void post_and_wait();
+
+  /// Memory until finish(), of the current stream: the device's allocator gives it to those who
+  /// come later in the order of that stream, which has waited for all batches by then.
+  std::byte* stage(std::size_t num_bytes);
+  /// In the order of the current stream.
+  void copy(void* to, const void* from, std::size_t num_bytes) const;
+  /// Ends a collective whose batches have all been waited for.
+  void finish();
+  /// Ends one that failed half-way: what it has posted may go on using its memory, which is kept.
+  void abandon();
+
+  /// Bytes that were sent since the last finish().
+  std::uint64_t sent_bytes() const { return sent_bytes_; }
+
+  /// For ever, from any thread.
+  void abort() noexcept;
+
+ private:
+  struct Message {
+    bool is_send;
+    at::Tensor data;
+    int peer;
+    int tag;
+  };
+
+  Works start(const std::vector<Message>& messages);
+  at::Tensor bytes(void* data, std::size_t num_bytes) const;
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  int rank_;
+  int world_size_;
+  c10::Device device_;
+  Cut cut_;
+  std::vector<Message> next_;  // of the batch to come
+  std::vector<at::Tensor> staging_;
+  std::vector<at::Tensor> abandoned_;
+  std::uint64_t sent_bytes_ = 0;
+
+  std::mutex mutex_;  // guards the rest
+  bool is_aborted_ = false;
+  std::list<Works> posted_;  // and not waited for
+};
+
+/// `finish(k)` for pieces 0 to num_pieces - 1, each after `post(k)`, with the next piece on its way
+/// meanwhile: pieces k and k + 1 must use different memory.
+template <class Post, class Finish>
+void in_pieces(DeviceEngine& engine, std::size_t num_pieces, const Post& post,
+               const Finish& finish) {
+  DeviceEngine::Batch batches[2];
+  const auto start = [&](std::size_t piece) {
+    if (piece >= num_pieces) return;
+    post(piece);
+    batches[piece % 2] = engine.post();
+  };
+  start(0);
+  for (std::size_t piece = 0; piece < num_pieces; ++piece) {
+    start(piece + 1);
+    engine.wait(batches[piece % 2]);
+    finish(piece);
+  }
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,113 @@
+#include "bindings/device_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "bindings/device_group.h"
+#include "bindings/python_errors.h"
+#include "bindings/work.h"
+
+namespace ringcomm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at an event: short for what is about to end, and no burden for what is not.
+constexpr std::chrono::microseconds kFirstNap{20};
+constexpr std::chrono::microseconds kLongestNap{2000};
+
+}  // namespace
+
+// ---- DeviceUse
+
+DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home,
+                     std::vector<at::Tensor> tensors)
+    : stream_(stream), home_(home), end_(stream.device_type()), tensors_(std::move(tensors)) {
+  end_.record(stream);
+  // On the caller's own stream whoever gets the memory comes later anyhow.
+  if (stream == home) tensors_.clear();
+}
+
+bool DeviceUse::is_over() {
+  std::vector<at::Tensor> freed;  // without the lock
+  const std::lock_guard lock(mutex_);
+  if (!is_over_) is_over_ = end_.query();
+  if (is_over_) freed.swap(tensors_);
+  return is_over_;
+}
+
+void DeviceUse::block_current_stream() {
+  const c10::Stream current =
+      c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device());
+  std::vector<at::Tensor> freed;  // without the lock
+  const std::lock_guard lock(mutex_);
+  if (current != stream_) end_.block(current);
+  if (current == home_) freed.swap(tensors_);
+}
+
+// ---- DeviceWork
+
+DeviceWork::DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type,
+                       const char* title, const std::vector<at::Tensor>& inputs,
+                       std::vector<at::Tensor> results, std::uint64_t seq)
+    : Work(rank, op_type, title, inputs),
+      group_(std::move(group)),
+      title_(title),
+      results_(std::move(results)),
+      seq_(seq) {}
+
+void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
+  use_ = std::move(use);
+  finish();  // of its record: for profilers a call ends where the host is done with it
+}
+
+bool DeviceWork::isCompleted() { return use_->is_over(); }
+
+bool DeviceWork::wait(std::chrono::milliseconds timeout) {
+  with_python_errors([&] {
+    if (!use_->is_over()) {
+      if (const auto group = group_.lock(); group != nullptr) group->check();
+      use_->block_current_stream();
+    }
+    if (timeout != kNoTimeout)
+      wait_on_host(timeout, false);
+    else if (barrier_timeout_)
+      wait_on_host(*barrier_timeout_, true);
+  });
+  return true;
+}
+
+void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group) {
+  const Clock::time_point deadline = Clock::now() + std::min(timeout, kLongestTimeout);
+  for (auto nap = kFirstNap; !use_->is_over(); nap = std::min(2 * nap, kLongestNap)) {
+    const bool is_late = Clock::now() >= deadline;
+    if (const auto group = group_.lock(); group != nullptr) {
+      if (is_interrupted()) group->end("interrupted by a signal");
+      if (is_late && ends_group)
+        group->end(std::string(title_) + " waited for all ranks for " +
+                   std::to_string(timeout.count()) + " ms");
+      group->check();
+    }
+    if (is_late) throw_wait_timeout(title_, timeout);
+    std::this_thread::sleep_for(nap);
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
+  const std::lock_guard lock(future_mutex_);
+  if (future_ != nullptr) return future_;
+  future_ =
+      c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                               std::vector<c10::Device>{use_->stream().device()});
+  // The future takes its events from the stream that is current.
+  const c10::StreamGuard guard(use_->stream());
+  future_->markCompleted(c10::IValue(results_));
+  return future_;
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+namespace ringcomm {
+
+class DeviceGroup;
+
+/// What a call on a device uses until the device is through with it: the tensors, and the event
+/// that says so. Thread-safe.
+class DeviceUse {
+ public:
+  /// Notes the end of what `stream`, which is current, holds by now. Allocators give what is freed
+  /// to those who come later on `home`, the stream that was current when the call was made.
+  DeviceUse(const c10::Stream& stream, const c10::Stream& home, std::vector<at::Tensor> tensors);
+
+  const c10::Stream& stream() const { return stream_; }
+  /// Whether the device is through; lets the tensors go then.
+  bool is_over();
+  /// Has the current stream of the device wait, and lets the tensors go if that is enough for
+  /// whoever gets their memory.
+  void block_current_stream();
+
+ private:
+  c10::Stream stream_;
+  c10::Stream home_;
+  std::mutex mutex_;  // guards the rest
+  c10::Event end_;
+  bool is_over_ = false;
+  std::vector<at::Tensor> tensors_;
+};
+
+/// What one call of c10d has enqueued to a device: it is on its way, or will be as soon as its
+/// stream gets there. Nothing here waits on the host, but for barriers and for wait() with a limit.
+class DeviceWork final : public c10d::Work {
+ public:
+  DeviceWork(std::weak_ptr<DeviceGroup> group, int rank, c10d::OpType op_type, const char* title,
+             const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
+             std::uint64_t seq);
+
+  /// All has been enqueued. Called once, before anybody else has this work.
+  void set_enqueued(std::shared_ptr<DeviceUse> use);
+  /// The host waits for this one, so long; after that the group ends.
+  void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
+
+  bool isCompleted() override;
+  bool isSuccess() const override { return true; }  // what fails throws in the call
+  /// Has the current stream wait. With a limit, and for a barrier, the host waits too: throws
+  /// CollectiveTimeoutError, and what ended the group.
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  std::vector<at::Tensor> result() override { return results_; }
+  /// Complete at once; whoever uses it waits on the device.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return seq_; }
+
+ private:
+  void wait_on_host(std::chrono::milliseconds timeout, bool ends_group);
+
+  std::weak_ptr<DeviceGroup> group_;
+  const char* title_;
+  std::vector<at::Tensor> results_;
+  std::uint64_t seq_;
+  std::shared_ptr<DeviceUse> use_;
+  std::optional<std::chrono::milliseconds> barrier_timeout_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace ringcomm
