@@ -101,6 +101,8 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
+  /// Null in a group of one.
+  Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its
   /// threads are missing.
   bool is_inherited() const { return failure_->is_inherited(); }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/errors.h"
+#include "core/stop.h"
 
 namespace ringcomm {
 
@@ -23,6 +24,9 @@ class Membership {
 
   virtual pid_t pid_of(int rank) const = 0;
   virtual const std::string& host_of(int rank) const = 0;
+  /// Whether `rank` is there to wait for, as far as this rank can tell at once: kNone, kPeerDied,
+  /// kPeerLeft or, for the whole group, kAborted.
+  virtual Stop state_of(int rank) const = 0;
 
   /// Writes why the group is given up, unless another rank was faster; all ranks' waits end.
   virtual void abort(const AbortReason& reason) = 0;

@@ -13,9 +13,9 @@
 
 namespace ringcomm::emulator {
 
-/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. What a GPU orders
-/// by its barriers and by acquire and release, this does with a barrier of threads and the host's
-/// atomics, so that ThreadSanitizer sees what is ordered by nothing.
+/// A block of a GPU on threads of the host: gpu_block.cuh in terms of this machine. What a GPU
+/// orders by its barriers and by acquire and release, this does with a barrier of threads and the
+/// host's atomics, so that ThreadSanitizer sees what is ordered by nothing.
 class HostBlock {
  public:
   /// `answers` is of the whole block.

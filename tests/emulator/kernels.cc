@@ -16,13 +16,12 @@ using namespace ringcomm::cuda;
 static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
 
 #define RINGCOMM_BARE(...) __VA_ARGS__
-#define RINGCOMM_HOST_KERNEL(name, body)                                  \
-  {#name,                                                                 \
-   {#name, sizeof(KernelCall), [](const void* parameter, BlockContext& context) { \
-      const auto& call = *static_cast<const KernelCall*>(parameter);      \
-      HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
-      RINGCOMM_BARE body(block, call);                                    \
-    }}},
+#define RINGCOMM_HOST_KERNEL(name, body)                                                       \
+  {#name, {#name, sizeof(KernelCall), [](const void* parameter, BlockContext& context) {       \
+             const auto& call = *static_cast<const KernelCall*>(parameter);                    \
+             HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
+             RINGCOMM_BARE body(block, call);                                                  \
+           }}},
 
 const std::map<std::string_view, Kernel> kKernels = {
     RINGCOMM_FLOAT_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_INTEGER_KERNELS(RINGCOMM_HOST_KERNEL)

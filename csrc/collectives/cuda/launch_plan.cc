@@ -308,6 +308,11 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   return plan;
 }
 
+std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
+                            unsigned num_blocks, bool is_shared) {
+  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks, 1);
+}
+
 LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
                      KernelCall& kernel_call) {
   LaunchPlan plan = plan_message(num_bytes, peer, tag, kernel_call);

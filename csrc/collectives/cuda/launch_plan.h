@@ -43,6 +43,10 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
 /// Throws std::invalid_argument where the call cannot be made.
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
 
+/// Of calls whose sizes no rank knew alone, when they are known.
+std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
+                            unsigned num_blocks, bool is_shared);
+
 /// The same for a message.
 LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
                      KernelCall& kernel_call);

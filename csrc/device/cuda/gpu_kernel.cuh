@@ -1,13 +1,7 @@
 #pragma once
 
 #include "device/cuda/gpu_block.cuh"
-
-namespace ringcomm::cuda {
-
-/// Threads of a block of any kernel.
-inline constexpr int kBlockThreads = 512;
-
-}  // namespace ringcomm::cuda
+#include "device/cuda/limits.h"
 
 /// (body) without its parentheses, which keep commas of template arguments together.
 #define RINGCOMM_BARE(...) __VA_ARGS__

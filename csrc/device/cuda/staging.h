@@ -39,7 +39,9 @@ struct StagingLayout {
 
   static constexpr std::uint32_t kMailSlots = 2;
 
-  /// In front of all: which block was the first to give up.
+  /// In front of all: which block was the first to give up, and a number by which peers know the
+  /// memory.
+  static constexpr std::size_t kSignatureOffset = 64;
   RINGCOMM_HD constexpr std::size_t published_offset(std::size_t block) const {
     return kLineBytes + block * sizeof(Cursor);
   }

@@ -93,6 +93,11 @@ void StoreMembership::keep(const AbortReason& reason) {
   if (end_waits_) end_waits_();
 }
 
+Stop StoreMembership::state_of(int) const {
+  const std::lock_guard lock(mutex_);
+  return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+}
+
 void StoreMembership::abort(const AbortReason& reason) {
   {
     const std::lock_guard lock(mutex_);

@@ -38,6 +38,8 @@ class StoreMembership final : public Membership {
   pid_t pid_of(int rank) const override { return record_of(rank).pid; }
   const std::string& host_of(int rank) const override { return record_of(rank).host; }
 
+  /// Others are in the store, which takes its time.
+  Stop state_of(int rank) const override;
   void abort(const AbortReason& reason) override;
   /// The first reason that this rank knows of; waits a moment for one that is on its way.
   AbortReason abort_reason() const override;

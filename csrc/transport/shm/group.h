@@ -57,9 +57,7 @@ class Group final : public Membership {
     return processes_[static_cast<std::size_t>(peer)]->hub_address;
   }
 
-  /// Whether `peer` is there to wait for: kNone, kPeerDied, kPeerLeft or, for the whole group,
-  /// kAborted.
-  Stop state_of(int peer) const;
+  Stop state_of(int peer) const override;
 
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;

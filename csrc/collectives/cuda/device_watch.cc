@@ -1,0 +1,166 @@
+#include "collectives/cuda/device_watch.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+#include "transport/background_thread.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+constexpr std::chrono::milliseconds kLookInterval{20};
+// After the last launch; more while a kernel waits.
+constexpr int kLooksAfterLaunch = 50;
+
+std::uint64_t two_words(const std::uint32_t* words) {
+  return words[0] | std::uint64_t{words[1]} << 32;
+}
+
+std::string describe_sizes(const std::uint32_t* words) {
+  return "rank " + std::to_string(words[0]) + " has " + std::to_string(two_words(words + 2)) +
+         " bytes for rank " + std::to_string(words[1]) + ", which has room for " +
+         std::to_string(two_words(words + 4));
+}
+
+std::string describe_mail(const std::uint32_t* words) {
+  return "the message that came has " + std::to_string(two_words(words)) + " bytes and tag " +
+         std::to_string(static_cast<std::int32_t>(words[2])) +
+         "; messages between GPUs are received in the order in which they were sent";
+}
+
+}  // namespace
+
+DeviceWatch::DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report)
+    : subject_(subject), report_(std::move(report)) {
+  thread_ = start_background_thread("ringcomm-gpu", [this] { run(); });
+}
+
+DeviceWatch::~DeviceWatch() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void DeviceWatch::note_launch(bool is_captured) {
+  const std::lock_guard lock(mutex_);
+  is_captured_ = is_captured_ || is_captured;
+  if (std::exchange(looks_left_, kLooksAfterLaunch) == 0) changed_.notify_all();
+}
+
+void DeviceWatch::end_waits() { __atomic_store_n(&subject_.control.abort, 1u, __ATOMIC_RELEASE); }
+
+void DeviceWatch::run() {
+  std::unique_lock lock(mutex_);
+  while (!is_over_) {
+    if (looks_left_ == 0 && !is_captured_) {
+      changed_.wait(lock);
+      continue;
+    }
+    looks_left_ = std::max(looks_left_ - 1, 0);
+    changed_.wait_for(lock, kLookInterval, [this] { return is_over_; });
+    if (is_over_) return;
+    lock.unlock();
+    bool goes_on = true;
+    try {
+      look();
+    } catch (const std::exception& error) {
+      // The group has ended, here or elsewhere; who calls next hears why.
+      end_waits();
+      report_(error.what());
+      goes_on = false;
+    }
+    lock.lock();
+    if (!goes_on) return;
+  }
+}
+
+void DeviceWatch::look() {
+  if (subject_.failure.has_failed()) {
+    // Told by another thread, which has told its caller.
+    end_waits();
+    return;
+  }
+  look_at_record();
+  look_at_wait();
+  compare_calls();
+}
+
+Activity DeviceWatch::activity_of(std::uint64_t number) const {
+  Activity activity{.op = "a call",
+                    .seq = static_cast<std::int64_t>(number),
+                    .description = "a call on the GPU",
+                    .timeout = subject_.timeout};
+  HeaderWords words;
+  if (!subject_.calls.read(subject_.rank, number, words)) return activity;
+  CallHeader header = from_words(words.data());
+  header.seq = number;
+  activity.op = name_of(header.op);
+  activity.description = describe(header);
+  return activity;
+}
+
+void DeviceWatch::look_at_record() {
+  Control& control = subject_.control;
+  const std::uint32_t stop = __atomic_load_n(&control.stop, __ATOMIC_ACQUIRE);
+  if (stop == 0) return;
+  end_waits();
+  const Activity activity = activity_of(control.launch);
+  const std::string peer = "rank " + std::to_string(control.peer);
+  if (stop == kMismatch) {
+    CallHeader theirs = from_words(control.theirs);
+    theirs.seq = control.launch;
+    subject_.failure.raise_mismatch(control.peer,
+                                    peer + " called " + describe(theirs) + " where rank " +
+                                        std::to_string(subject_.rank) + " called " +
+                                        activity.description,
+                                    activity);
+  }
+  if (stop == kSizesDiffer)
+    subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
+  if (stop == kMailDiffers)
+    subject_.failure.raise_mismatch(control.peer, describe_mail(control.theirs), activity);
+  subject_.failure.raise_stopped(static_cast<Stop>(stop), control.peer, activity);
+}
+
+void DeviceWatch::look_at_wait() {
+  Control& control = subject_.control;
+  const std::uint32_t num_asked = __atomic_load_n(&control.num_asked, __ATOMIC_RELAXED);
+  if (std::exchange(num_asked_, num_asked) == num_asked) return;
+  {
+    const std::lock_guard lock(mutex_);
+    looks_left_ = kLooksAfterLaunch;
+  }
+  const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
+  const Stop stop = subject_.members.state_of(peer);
+  if (stop == Stop::kNone) return;
+  const std::uint64_t num_noted = subject_.calls.num_noted(subject_.rank);
+  end_waits();
+  subject_.failure.raise_stopped(stop, peer, activity_of(num_noted > 0 ? num_noted - 1 : 0));
+}
+
+void DeviceWatch::compare_calls() {
+  const std::uint64_t mine = subject_.calls.num_noted(subject_.rank);
+  for (; num_compared_ < mine; ++num_compared_) {
+    HeaderWords own;
+    if (!subject_.calls.read(subject_.rank, num_compared_, own)) continue;
+    for (int peer = 0; peer < subject_.world_size; ++peer) {
+      if (peer == subject_.rank) continue;
+      if (subject_.calls.num_noted(peer) <= num_compared_) return;  // it has not come so far
+      HeaderWords theirs;
+      if (!subject_.calls.read(peer, num_compared_, theirs) || theirs == own) continue;
+      CallHeader header = from_words(theirs.data());
+      header.seq = num_compared_;
+      const Activity activity = activity_of(num_compared_);
+      subject_.failure.raise_mismatch(
+          peer,
+          "rank " + std::to_string(peer) + " called " + describe(header) + " where rank " +
+              std::to_string(subject_.rank) + " called " + activity.description,
+          activity);
+    }
+  }
+}
+
+}  // namespace ringcomm::cuda

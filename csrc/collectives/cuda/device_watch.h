@@ -1,0 +1,68 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "collectives/cuda/call_board.h"
+#include "collectives/failure.h"
+#include "device/cuda/control.h"
+#include "transport/membership.h"
+
+namespace ringcomm::cuda {
+
+/// Looks after the kernels of a group while the host does other things: what they report, which
+/// peers they wait for in vain, whether all ranks have launched the same. Ends the group where it
+/// must, and the kernels' waits with it. A thread, asleep while nothing runs.
+class DeviceWatch {
+ public:
+  struct Subject {
+    Control& control;
+    CallBoard& calls;
+    Membership& members;
+    Failure& failure;
+    int rank;
+    int world_size;
+    std::chrono::milliseconds timeout;
+  };
+
+  /// `report` is told the error that ends the group, once.
+  DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report);
+  ~DeviceWatch();
+  DeviceWatch(const DeviceWatch&) = delete;
+  DeviceWatch& operator=(const DeviceWatch&) = delete;
+
+  /// A kernel has been launched. With `is_captured` it may run again at any time, so the watch
+  /// never sleeps from then on.
+  void note_launch(bool is_captured);
+
+  /// Ends all waits of kernels, now.
+  void end_waits();
+
+  /// What call `number` was, for an error.
+  Activity activity_of(std::uint64_t number) const;
+
+ private:
+  void run();
+  void look();
+  void look_at_record();
+  void look_at_wait();
+  void compare_calls();
+
+  Subject subject_;
+  std::function<void(const std::string&)> report_;
+  std::uint64_t num_compared_ = 0;
+  std::uint32_t num_asked_ = 0;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  int looks_left_ = 0;
+  bool is_captured_ = false;
+  bool is_over_ = false;
+  std::thread thread_;  // last: it uses all of the above
+};
+
+}  // namespace ringcomm::cuda

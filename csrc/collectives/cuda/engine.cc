@@ -1,0 +1,197 @@
+#include "collectives/cuda/engine.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <thread>
+
+#include "collectives/cuda/header_words.h"
+#include "collectives/cuda/kernels.h"
+#include "collectives/reduction.h"
+#include "device/cuda/limits.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+constexpr std::chrono::microseconds kTurnPoll{20};
+
+WaitLimits limits_of(std::chrono::milliseconds timeout) {
+  return {.timeout = timeout, .is_interrupted = {}};
+}
+
+}  // namespace
+
+std::unique_ptr<Engine> Engine::make(Communicator& communicator, DeviceOrdinal device,
+                                     std::chrono::milliseconds timeout,
+                                     std::function<void(const std::string&)> report) {
+  const ContextGuard guard(device);
+  return std::unique_ptr<Engine>(new Engine(communicator, device, timeout, std::move(report)));
+}
+
+Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
+               std::function<void(const std::string&)> report)
+    : communicator_(communicator),
+      limits_(limits_of(timeout)),
+      exchange_(communicator, limits_),
+      group_(exchange_, device, CallBoard::num_bytes(communicator.world_size())),
+      calls_(group_.host_memory(), communicator.rank()),
+      watch_({.control = group_.control(),
+              .calls = calls_,
+              .members = *communicator.members(),
+              .failure = communicator.failure(),
+              .rank = communicator.rank(),
+              .world_size = communicator.world_size(),
+              .timeout = timeout},
+             std::move(report)) {
+  if (group_.takes_turns()) turns_ = std::make_unique<TurnEvents>(exchange_);
+}
+
+Engine::~Engine() {
+  try {
+    const ContextGuard guard(group_.device());
+    if (communicator_.failure().has_failed()) watch_.end_waits();
+    // What is captured may run later; the program sees to that it does not.
+    if (has_recorded_) check(driver().event_synchronize(last_.get()), "wait for the GPU");
+    for (const auto& side : side_streams_)
+      check(driver().stream_synchronize(side->get()), "wait for the GPU");
+  } catch (const Error&) {
+    // The process is ending, and the driver has gone before.
+  }
+}
+
+void Engine::plan(const Collective& call, CallHeader& header) const {
+  plan_header(call, communicator_.options(), group_.staging().layout, header);
+}
+
+void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
+
+KernelCall Engine::new_call() {
+  KernelCall call;
+  call.staging = group_.staging();
+  call.control = group_.control_on_device();
+  call.timeout_ns = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(limits_.timeout).count());
+  call.rank = communicator_.rank();
+  call.world_size = communicator_.world_size();
+  return call;
+}
+
+Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
+  check_alive();
+  const ContextGuard guard(group_.device());
+  KernelCall kernel_call = new_call();
+  const LaunchPlan plan = plan_launch(call, header, kernel_call);
+  const bool is_captured = is_capturing(stream);
+  if (turns_ != nullptr && is_captured)
+    throw std::invalid_argument(
+        "ringcomm: a CUDA graph cannot capture collectives of ranks that take turns on a GPU, "
+        "whose "
+        "hosts meet in each call; start MPS (nvidia-cuda-mps-control -d) before the ranks");
+  kernel_call.launch = num_launches_;
+  order(stream, is_captured);
+  if (!is_captured) calls_.note(num_launches_++, to_words(header));
+  if (turns_ != nullptr)
+    launch_in_turns(plan, kernel_call, stream);
+  else
+    launch(plan, kernel_call, stream);
+  last_stream_ = stream;
+  if (!is_captured) {
+    last_.record(stream);
+    has_recorded_ = true;
+  }
+  watch_.note_launch(is_captured);
+  return plan.traffic;
+}
+
+// A stream keeps its own order, and a captured one can wait only for what was captured with it.
+void Engine::order(StreamHandle stream, bool is_captured) {
+  if (has_recorded_ && stream != last_stream_ && !is_captured) last_.block(stream);
+}
+
+void Engine::launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
+  void* parameters[] = {&call};
+  check(driver().launch_kernel(Kernels::of(group_.device()).find(plan.kernel), plan.num_blocks, 1,
+                               1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
+        "launch a kernel");
+}
+
+// ---- ranks that take turns
+
+void Engine::launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
+  std::uint32_t num_launches = plan.num_turns;
+  if (call.longest_bytes == KernelCall::kUnknown) {
+    // Hosts meet in each turn in any case: here with the longest share that each knows of.
+    std::uint64_t longest_bytes = 0;
+    for (int rank = 0; rank < call.world_size; ++rank)
+      longest_bytes = std::max({longest_bytes, call.input_bytes[rank], call.output_bytes[rank]});
+    take_turn(stream, longest_bytes);
+    for (int rank = 0; rank < call.world_size; ++rank)
+      longest_bytes = std::max(longest_bytes, calls_.turn_value(rank, num_turns_));
+    call.longest_bytes = longest_bytes;
+    num_launches = turns_of_move(call.staging.layout, longest_bytes, plan.num_blocks,
+                                 plan.kernel == "ringcomm_move_same");
+  }
+  for (std::uint32_t turn = 0; turn < num_launches; ++turn) {
+    call.first_step = call.last_step = turn;
+    launch(plan, call, stream);
+    take_turn(stream, 0);
+  }
+}
+
+// What a rank has enqueued before its turn ends comes before what all ranks enqueue after it.
+//
+// An event of turn n is recorded again in turn n + 2, by a rank whose peers have all ended turn
+// n + 1 on their hosts: so their streams wait for the n that was meant.
+void Engine::take_turn(StreamHandle stream, std::uint64_t value) {
+  const std::uint64_t turn = ++num_turns_;
+  turns_->record(turn, stream);
+  calls_.finish_turn(turn, value);
+  wait_for_turn(turn);
+  turns_->block(turn, stream);
+}
+
+void Engine::wait_for_turn(std::uint64_t turn) {
+  const auto deadline = deadline_after(limits_.timeout);
+  for (int peer = 0; peer < communicator_.world_size(); ++peer) {
+    while (calls_.num_turns(peer) < turn) {
+      check_alive();
+      const Stop state = communicator_.members()->state_of(peer);
+      const bool is_late = std::chrono::steady_clock::now() >= deadline;
+      if (state != Stop::kNone || is_late)
+        communicator_.failure().raise_stopped(
+            state != Stop::kNone ? state : Stop::kTimeout, peer,
+            watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+      std::this_thread::sleep_for(kTurnPoll);
+    }
+  }
+}
+
+// ---- messages
+
+void Engine::exchange(const std::vector<DeviceMail>& messages, StreamHandle stream) {
+  check_alive();
+  if (turns_ != nullptr)
+    throw std::invalid_argument(
+        "ringcomm: sends and receives between ranks that take turns on a GPU are not supported; "
+        "start MPS (nvidia-cuda-mps-control -d) before the ranks");
+  const ContextGuard guard(group_.device());
+  const bool is_captured = is_capturing(stream);
+  while (side_streams_.size() < messages.size())
+    side_streams_.push_back(std::make_unique<SideStream>());
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const DeviceMail& mail = messages[i];
+    KernelCall call = new_call();
+    call.launch = num_launches_;
+    const LaunchPlan plan = mail.is_send
+                                ? plan_send(mail.data, mail.num_bytes, mail.peer, mail.tag, call)
+                                : plan_recv(mail.data, mail.num_bytes, mail.peer, mail.tag, call);
+    // One message needs no stream of its own.
+    if (messages.size() > 1) side_streams_[i]->leave(stream);
+    launch(plan, call, messages.size() > 1 ? side_streams_[i]->get() : stream);
+    communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv, plan.traffic);
+  }
+  if (messages.size() > 1)
+    for (std::size_t i = 0; i < messages.size(); ++i) side_streams_[i]->join(stream);
+  watch_.note_launch(is_captured);
+}
+
+}  // namespace ringcomm::cuda

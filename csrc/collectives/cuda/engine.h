@@ -1,0 +1,86 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/communicator.h"
+#include "collectives/cuda/call_board.h"
+#include "collectives/cuda/device_group.h"
+#include "collectives/cuda/device_watch.h"
+#include "collectives/cuda/events.h"
+
+namespace ringcomm::cuda {
+
+/// A message between two ranks' devices.
+struct DeviceMail {
+  bool is_send;
+  void* data;
+  std::size_t num_bytes;
+  int peer;
+  int tag;
+};
+
+/// Collectives of tensors on GPUs: each call becomes kernels on a stream of the caller's, and the
+/// host goes on, but where ranks take turns on a device.
+///
+/// Calls of a group run in the order in which they are made, whatever their streams. What goes
+/// wrong on the device is found by a thread (DeviceWatch) and ends the group.
+class Engine {
+ public:
+  /// Collective over the group. Throws Unavailable, Error. `report` is told, from another thread,
+  /// what ended the group.
+  static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
+                                      std::chrono::milliseconds timeout,
+                                      std::function<void(const std::string&)> report);
+  /// Waits for what was launched.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const std::string& description() const { return group_.description(); }
+  /// Bytes of staging on the device, of this rank.
+  std::size_t staging_bytes() const { return group_.staging().layout.num_bytes(); }
+
+  void plan(const Collective& call, CallHeader& header) const;
+  /// By one thread at a time. Throws Error, std::invalid_argument.
+  Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
+  /// Messages of which none waits for another.
+  void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);
+  /// For ever: kernels that wait give up. From any thread.
+  void abort() noexcept { watch_.end_waits(); }
+
+ private:
+  Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
+         std::function<void(const std::string&)> report);
+
+  KernelCall new_call();
+  /// Makes `stream` wait for the group's call before, if that is on another one.
+  void order(StreamHandle stream, bool is_captured);
+  void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
+  void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
+  void take_turn(StreamHandle stream, std::uint64_t value);
+  void wait_for_turn(std::uint64_t turn);
+  void check_alive();
+
+  Communicator& communicator_;
+  WaitLimits limits_;
+  RecordExchange exchange_;
+  DeviceGroup group_;
+  CallBoard calls_;
+  DeviceWatch watch_;
+  std::uint64_t num_launches_ = 0;
+  bool has_recorded_ = false;
+  StreamHandle last_stream_ = nullptr;
+  Event last_;
+  std::vector<std::unique_ptr<SideStream>>
+      side_streams_;                   // of messages that are under way together
+  std::unique_ptr<TurnEvents> turns_;  // where ranks take turns
+  std::uint64_t num_turns_ = 0;
+};
+
+}  // namespace ringcomm::cuda

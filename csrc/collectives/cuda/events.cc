@@ -1,0 +1,112 @@
+#include "collectives/cuda/events.h"
+
+#include <unistd.h>
+
+#include "collectives/cuda/unavailable.h"
+
+namespace ringcomm::cuda {
+
+Event::Event(unsigned flags) { check(driver().event_create(&event_, flags), "make an event"); }
+
+Event::~Event() { driver().event_destroy(event_); }
+
+void Event::record(StreamHandle stream) {
+  check(driver().event_record(event_, stream), "record an event");
+}
+
+void Event::block(StreamHandle stream) const {
+  check(driver().stream_wait_event(stream, event_, 0), "make a stream wait for an event");
+}
+
+SideStream::SideStream() {
+  check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream");
+}
+
+SideStream::~SideStream() { driver().stream_destroy(stream_); }
+
+void SideStream::leave(StreamHandle main) {
+  left_.record(main);
+  left_.block(stream_);
+}
+
+void SideStream::join(StreamHandle main) {
+  joined_.record(stream_);
+  joined_.block(main);
+}
+
+namespace {
+
+struct EventRecords {
+  std::array<IpcEventHandle, 2> handles = {};
+  std::array<EventHandle, 2> events = {};
+  std::int64_t pid = 0;
+  RecordText<256> problem;
+};
+
+}  // namespace
+
+TurnEvents::TurnEvents(RecordExchange& exchange)
+    : rank_(exchange.rank()),
+      own_{Event(kEventDisableTiming | kEventInterprocess),
+           Event(kEventDisableTiming | kEventInterprocess)},
+      peers_(static_cast<std::size_t>(exchange.world_size())),
+      is_opened_(peers_.size()) {
+  EventRecords mine;
+  mine.pid = ::getpid();
+  const auto attempt = [&](const auto& body) {
+    try {
+      body();
+    } catch (const Error& error) {
+      mine.problem = RecordText<256>(error.what());
+    }
+  };
+  attempt([&] {
+    for (std::size_t i = 0; i < own_.size(); ++i) {
+      mine.events[i] = own_[i].get();
+      check(driver().ipc_get_event_handle(&mine.handles[i], own_[i].get()),
+            "hand out an event of the GPU");
+    }
+  });
+  const auto records = exchange.all_gather(mine);
+  attempt([&] {
+    for (std::size_t peer = 0; peer < records.size(); ++peer) {
+      const EventRecords& theirs = records[peer];
+      if (!theirs.problem.str().empty()) continue;
+      if (theirs.pid == mine.pid) {
+        peers_[peer] = theirs.events;
+        continue;
+      }
+      for (std::size_t i = 0; i < own_.size(); ++i)
+        check(driver().ipc_open_event_handle(&peers_[peer][i], theirs.handles[i]),
+              "open another rank's event");
+      is_opened_[peer] = true;
+    }
+  });
+  const auto verdicts = exchange.all_gather(mine);
+  for (std::size_t peer = 0; peer < verdicts.size(); ++peer)
+    if (const std::string problem = verdicts[peer].problem.str(); !problem.empty())
+      throw Unavailable("rank " + std::to_string(peer) + ": " + problem);
+}
+
+TurnEvents::~TurnEvents() {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
+    for (EventHandle event : peers_[peer])
+      if (is_opened_[peer] && event != nullptr) driver().event_destroy(event);
+}
+
+void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2].record(stream); }
+
+void TurnEvents::block(std::uint64_t turn, StreamHandle stream) const {
+  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
+    if (static_cast<int>(peer) != rank_)
+      check(driver().stream_wait_event(stream, peers_[peer][turn % 2], 0),
+            "make a stream wait for another rank's event");
+}
+
+bool is_capturing(StreamHandle stream) {
+  int status = kCaptureNone;
+  check(driver().stream_is_capturing(stream, &status), "ask a stream whether it is captured");
+  return status != kCaptureNone;
+}
+
+}  // namespace ringcomm::cuda

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+
+#include "transport/cuda/driver.h"
+
+namespace ringcomm::cuda {
+
+/// The kernels of this process on a device: loaded with the first group that uses it, and kept.
+class Kernels {
+ public:
+  /// Throws Error where ringcomm was built without them, or the device is too old for them.
+  /// RINGCOMM_CUDA_IMAGE names a file to load instead of what was built in.
+  static Kernels& of(DeviceOrdinal device);
+
+  /// Throws Error where there is none of this name. From any thread.
+  Function find(const std::string& name);
+  /// Blocks of a kernel that fit a multiprocessor at once.
+  int blocks_per_multiprocessor(const std::string& name);
+
+ private:
+  explicit Kernels(DeviceOrdinal device);
+  DeviceOrdinal device_;
+  struct Modules;
+  Modules* modules_;
+};
+
+}  // namespace ringcomm::cuda
