@@ -37,15 +37,28 @@ EMULATED_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Gpus:
-    """Ranks of one kind of device; `num_devices` is of emulated ones."""
+    """Ranks of one kind of device; `num_devices` and `mps` are of emulated ones."""
 
     kind: str
     world_size: int
     num_devices: int = 1
+    mps: bool = True
 
     @property
     def is_cuda(self) -> bool:
         return self.kind == CUDA
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether processes share a GPU without MPS: then the hosts meet in each call."""
+        if not self.is_cuda:
+            return not self.mps
+        num_used = 1 if LAYOUT == "one" else min(self.world_size, torch.cuda.device_count())
+        return num_used < self.world_size and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+    def skip_if_they_take_turns(self, why: str) -> None:
+        if self.take_turns:
+            pytest.skip(f"ranks take turns on a GPU, without MPS: {why}")
 
     @property
     def backend(self) -> str:
@@ -71,6 +84,7 @@ class Gpus:
         if not self.is_cuda:
             emulated_gpu.build()
             rank_env["RINGCOMM_EMULATOR_DEVICES"] = str(self.num_devices)
+            rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
         name = self.backend if backend == "" else backend
         # What the ranks of a pool share is its environment: so ranks of another group are others.
         rank_env["RINGCOMM_TEST_GROUP"] = f"{name} {group_timeout_s}"
@@ -111,12 +125,19 @@ cuda_marks = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 _real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
-_two_on_one, _three_on_two = (
+_two_on_one, _three_on_two, _in_turns = (
     pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
-    for gpus, name in ((Gpus(EMULATED, 2), "emu2on1"), (Gpus(EMULATED, 3, 2), "emu3on2"))
+    for gpus, name in (
+        (Gpus(EMULATED, 2), "emu2on1"),
+        (Gpus(EMULATED, 3, 2), "emu3on2"),
+        (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
+    )
 )
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
+on_gpus_in_turns_too = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns]
+)
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one])
 

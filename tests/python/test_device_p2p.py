@@ -181,9 +181,7 @@ def test_large_calls(world_size: int) -> None:
 def check_moves(rank: int, dtype: torch.dtype) -> None:
     world_size = dist.get_world_size()
     for num_elems in (0, 1, 33):
-        values = [
-            oracle.integers(r, num_elems, torch.uint8).to(dtype) for r in range(world_size)
-        ]
+        values = [oracle.integers(r, num_elems, torch.uint8).to(dtype) for r in range(world_size)]
         for root in range(world_size):
             tensor = on_gpu(values[rank])
             dist.broadcast(tensor, root)

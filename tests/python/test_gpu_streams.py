@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, held, module, on_gpus, on_some_gpus
+from gpu_ranks import Gpus, device, held, module, on_gpus, on_gpus_in_turns_too, on_some_gpus
 from torch import Tensor
 
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
@@ -50,6 +50,7 @@ def check_host_goes_on(rank: int, is_async: bool) -> None:
 @on_gpus
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_calls_and_waits_do_not_block_the_host(gpus: Gpus, is_async: bool) -> None:
+    gpus.skip_if_they_take_turns("the hosts meet in each call")
     gpus.run(check_host_goes_on, is_async)
 
 
@@ -68,7 +69,7 @@ def check_wait_orders(rank: int) -> None:
         assert holds(result, sum(turn + r for r in range(world_size)) + 1)
 
 
-@on_gpus
+@on_gpus_in_turns_too
 def test_wait_orders_the_current_stream(gpus: Gpus) -> None:
     gpus.run(check_wait_orders)
 
@@ -87,7 +88,7 @@ def check_current_stream_comes_first(rank: int) -> None:
     assert holds(tensor, world_size * (world_size + 1) / 2)
 
 
-@on_gpus
+@on_gpus_in_turns_too
 def test_collectives_run_in_the_order_of_the_current_stream(gpus: Gpus) -> None:
     gpus.run(check_current_stream_comes_first)
 
@@ -109,7 +110,7 @@ def check_memory(rank: int) -> None:
         del junk
 
 
-@on_gpus
+@on_gpus_in_turns_too
 def test_tensors_live_as_long_as_they_are_used(gpus: Gpus) -> None:
     gpus.run(check_memory)
 
@@ -214,6 +215,7 @@ def check_replays(rank: int) -> None:
 
 @on_gpus
 def test_a_thousand_replays(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
     gpus.run(check_replays, fresh=True)
 
 
@@ -242,6 +244,7 @@ def check_every_operation_in_a_graph(rank: int) -> None:
 
 @on_some_gpus
 def test_other_collectives_in_a_graph(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
     gpus.run(check_every_operation_in_a_graph, fresh=True)
 
 
@@ -267,4 +270,20 @@ def check_side_by_side(rank: int) -> None:
 
 @on_some_gpus
 def test_works_and_streams_in_a_graph(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
     gpus.run(check_side_by_side, fresh=True)
+
+
+def refuse_a_capture(rank: int) -> str:
+    tensor = ones()
+    dist.all_reduce(tensor)
+    with pytest.raises(RuntimeError, match="ringcomm") as error:
+        captured(lambda: dist.all_reduce(tensor))
+    return str(error.value)
+
+
+@on_gpus_in_turns_too
+def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
+    if not gpus.take_turns:
+        pytest.skip("ranks run beside each other here")
+    assert all("take turns" in said for said in gpus.run(refuse_a_capture, fresh=True))
