@@ -3,18 +3,13 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "bindings/device_ipc_carrier.h"
 #include "bindings/device_messages/carrier.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
-
-/// Null, on all ranks alike, where this kind of carrier does not reach them all.
-using MakeCarrier = std::unique_ptr<DeviceCarrier> (*)(const DeviceCarrierGroup&, c10::Device);
-
-// The best one first; the last takes every group.
-constexpr MakeCarrier kCarriers[] = {make_message_device_carrier};
 
 void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::string& name) {
   const py::gil_scoped_acquire acquired;
@@ -28,13 +23,16 @@ void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::
 
 std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
                                                    c10::Device device) {
-  for (const MakeCarrier make : kCarriers) {
-    std::unique_ptr<DeviceCarrier> carrier = make(group, device);
-    if (carrier == nullptr) continue;
+  // The faster one first; the other takes every group.
+  std::string reason;
+  std::unique_ptr<DeviceCarrier> carrier = make_ipc_device_carrier(group, device, reason);
+  if (carrier != nullptr) {
     log_choice(group, device, carrier->name());
     return carrier;
   }
-  TORCH_CHECK_VALUE(false, "ringcomm: nothing carries tensors on ", device);
+  carrier = make_message_device_carrier(group, device);
+  log_choice(group, device, carrier->name() + "; not by cuda_ipc: " + reason);
+  return carrier;
 }
 
 }  // namespace ringcomm

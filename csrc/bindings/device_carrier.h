@@ -12,6 +12,7 @@
 #include "bindings/group_options.h"
 #include "collectives/carrier.h"
 #include "collectives/collective.h"
+#include "collectives/communicator.h"
 
 namespace ringcomm {
 
@@ -49,6 +50,9 @@ class DeviceCarrier {
   /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
+  /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
+  virtual bool is_captured(const c10::Stream&) const { return false; }
+
   /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
   virtual void abort() noexcept = 0;
 };
@@ -59,6 +63,7 @@ struct DeviceCarrierGroup {
   int rank;
   int world_size;
   const GroupOptions& options;
+  std::shared_ptr<Communicator> communicator;  ///< of the hosts' memory
 };
 
 /// The carrier of a group's tensors on `device`: the first that can be had, in the order of the

@@ -41,7 +41,7 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   }
   // Without the lock: it waits for other ranks.
   std::unique_ptr<DeviceCarrier> made =
-      make_device_carrier({store_, rank_, world_size_, *options_}, device);
+      make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
   return *(carriers_[device.str()] = std::move(made));
@@ -145,9 +145,11 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
       begin.block(stream);
     }
     const c10::StreamGuard guard(stream);
-    body(carrier(device), stream);
+    DeviceCarrier& used = carrier(device);
+    body(used, stream);
     kept.insert(kept.end(), info.results.begin(), info.results.end());
-    const auto use = std::make_shared<DeviceUse>(stream, home, std::move(kept));
+    const auto use =
+        std::make_shared<DeviceUse>(stream, home, std::move(kept), used.is_captured(stream));
     uses_.push_back(use);
     work->set_enqueued(use);
   });

@@ -26,14 +26,19 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 // ---- DeviceUse
 
 DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home,
-                     std::vector<at::Tensor> tensors)
-    : stream_(stream), home_(home), end_(stream.device_type()), tensors_(std::move(tensors)) {
+                     std::vector<at::Tensor> tensors, bool is_captured)
+    : stream_(stream),
+      home_(home),
+      end_(stream.device_type()),
+      is_captured_(is_captured),
+      tensors_(std::move(tensors)) {
   end_.record(stream);
   // On the caller's own stream whoever gets the memory comes later anyhow.
   if (stream == home) tensors_.clear();
 }
 
 bool DeviceUse::is_over() {
+  if (is_captured_) return true;
   std::vector<at::Tensor> freed;  // without the lock
   const std::lock_guard lock(mutex_);
   if (!is_over_) is_over_ = end_.query();
@@ -70,7 +75,7 @@ bool DeviceWork::isCompleted() { return use_->is_over(); }
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
-    if (!use_->is_over()) {
+    if (!use_->is_over() || use_->is_captured()) {
       if (const auto group = group_.lock(); group != nullptr) group->check();
       use_->block_current_stream();
     }

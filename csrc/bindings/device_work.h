@@ -22,9 +22,13 @@ class DeviceUse {
  public:
   /// Notes the end of what `stream`, which is current, holds by now. Allocators give what is freed
   /// to those who come later on `home`, the stream that was current when the call was made.
-  DeviceUse(const c10::Stream& stream, const c10::Stream& home, std::vector<at::Tensor> tensors);
+  /// What is captured in a graph ends whenever that runs, and cannot be asked for: it counts as
+  /// over at once.
+  DeviceUse(const c10::Stream& stream, const c10::Stream& home, std::vector<at::Tensor> tensors,
+            bool is_captured);
 
   const c10::Stream& stream() const { return stream_; }
+  bool is_captured() const { return is_captured_; }
   /// Whether the device is through; lets the tensors go then.
   bool is_over();
   /// Has the current stream of the device wait, and lets the tensors go if that is enough for
@@ -36,6 +40,7 @@ class DeviceUse {
   c10::Stream home_;
   std::mutex mutex_;  // guards the rest
   c10::Event end_;
+  bool is_captured_;
   bool is_over_ = false;
   std::vector<at::Tensor> tensors_;
 };

@@ -4,10 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <string>
+#include <thread>
 
 #include "emulator/settings.h"
 
@@ -70,15 +71,13 @@ int attribute_value(int attribute, bool* is_known) {
 }  // namespace
 
 void BlockSlots::acquire() {
-  std::unique_lock lock(mutex_);
-  has_free_.wait(lock, [&] { return num_free_ > 0; });
-  --num_free_;
-}
-
-void BlockSlots::release() {
-  const std::lock_guard lock(mutex_);
-  ++num_free_;
-  has_free_.notify_one();
+  for (;;) {
+    int num_free = num_free_.load(std::memory_order_relaxed);
+    while (num_free > 0)
+      if (num_free_.compare_exchange_weak(num_free, num_free - 1, std::memory_order_relaxed))
+        return;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 Result require_initialized() { return is_initialized ? kSuccess : kNotInitialized; }

@@ -17,7 +17,7 @@ constexpr Words kWords[] = {
     {kErrorNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
     {kErrorPeerAccessAlreadyEnabled, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED",
      "peer access is already enabled"},
-#define RINGCOMM_WORDS(constant, number, name, text) {constant, name, text},
+#define RINGCOMM_WORDS(constant, number, name, text) {constant, #name, text},
     RINGCOMM_EMULATED_ERRORS(RINGCOMM_WORDS)
 #undef RINGCOMM_WORDS
 };

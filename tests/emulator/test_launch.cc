@@ -200,6 +200,21 @@ TEST_CASE("kernels of two processes run at once under MPS, and never without") {
   CHECK(num_spun_in_vain("0", kShortMs) == 1);
 }
 
+RINGCOMM_CHILD(streams_without_mps) {
+  use_device(0);
+  const StreamHandle stream = new_stream();
+  const ToyAwait parameter{flag(), 1, kLimitMs, flag(), flag()};
+  MUST(launch("toy_await", parameter, stream) == kSuccess);
+  MUST(launch("toy_signal", ToySignal{parameter.flag, 1}, new_stream()) == kSuccess);
+  MUST(driver().stream_synchronize(stream) == kSuccess);
+  MUST(get(parameter.num_gave_up) == 0);
+}
+
+TEST_CASE("kernels of one process run at once without MPS, too") {
+  ChildProcess child("streams_without_mps", {{"RINGCOMM_EMULATOR_MPS", "0"}});
+  CHECK(child.wait() == 0);
+}
+
 TEST_CASE("a process killed in a kernel gives the GPU back") {
   TwoRanks ranks("0", kLimitMs);
   ranks.spins.kill();

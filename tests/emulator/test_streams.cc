@@ -1,5 +1,6 @@
 // Streams and events: order, what waits for what, and what does not.
 #include <chrono>
+#include <cstdio>
 #include <thread>
 #include <vector>
 
@@ -134,6 +135,7 @@ TEST_CASE("a wait is for the record that was last when it was made") {
     const StreamHandle before = new_stream();
     const StreamHandle after = new_stream();
     const EventHandle event = new_event(flags);
+    Busy holds(before);  // so that its wait is reached only after the event is recorded again
     Busy first(recorded);
     REQUIRE(driver().event_record(event, recorded) == kSuccess);
     REQUIRE(driver().stream_wait_event(before, event, 0) == kSuccess);
@@ -141,6 +143,7 @@ TEST_CASE("a wait is for the record that was last when it was made") {
     REQUIRE(driver().event_record(event, recorded) == kSuccess);
     REQUIRE(driver().stream_wait_event(after, event, 0) == kSuccess);
     CHECK(driver().stream_query(before) == kErrorNotReady);
+    holds.release();
     first.release();
     CHECK(driver().stream_synchronize(before) == kSuccess);
     CHECK(driver().stream_query(after) == kErrorNotReady);
@@ -201,6 +204,28 @@ TEST_CASE("arguments of streams and events are checked") {
     CHECK(driver().stream_create(&other, 0) == kInvalidContext);
     CHECK(driver().stream_query(nullptr) == kInvalidContext);
   }).join();
+}
+
+RINGCOMM_CHILD(that_forgets_to_wait) {
+  use_device(0);
+  std::int32_t* data = zeros(10);
+  const auto num_blocks = from_message<unsigned>(receive_from_parent());
+  MUST(std::freopen("/dev/null", "w", stderr) != nullptr);  // where the report goes
+  MUST(launch("toy_add", ToyAdd{data, 10, 1}, new_stream(), num_blocks) == kSuccess);
+  MUST(launch("toy_add", ToyAdd{data, 10, 1}, new_stream(), num_blocks) == kSuccess);
+  MUST(extra().ctx_synchronize() == kSuccess);
+}
+
+TEST_CASE("ThreadSanitizer sees kernels of two streams race that no event keeps apart") {
+  for (const unsigned num_blocks : {1u, 2u}) {
+    ChildProcess child("that_forgets_to_wait", {{"TSAN_OPTIONS", "exitcode=66 halt_on_error=1"}});
+    child.send(as_message(num_blocks));
+#ifdef __SANITIZE_THREAD__
+    CHECK(child.wait() == 66);
+#else
+    CHECK(child.wait() == 0);
+#endif
+  }
 }
 
 RINGCOMM_CHILD(delayed_streams) {

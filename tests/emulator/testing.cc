@@ -28,6 +28,7 @@ Context use_device(DeviceOrdinal device) {
   Context context = nullptr;
   check(driver().device_primary_ctx_retain(&context, device), "retain a context");
   check(driver().ctx_set_current(context), "make it current");
+  toy("toy_add");  // a capture would forbid to load the module
   return context;
 }
 

@@ -1,0 +1,77 @@
+#include "bindings/device_ipc_carrier.h"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <cstdlib>
+
+#include "bindings/python_errors.h"
+#include "collectives/cuda/unavailable.h"
+
+namespace ringcomm {
+namespace {
+
+cuda::StreamHandle handle_of(const c10::Stream& stream) {
+  return static_cast<cuda::StreamHandle>(stream.native_handle());
+}
+
+// Devices of CUDA, or of the driver that stands in for it.
+bool is_of_driver(c10::Device device) {
+  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
+  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
+}
+
+}  // namespace
+
+Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
+                                  const c10::Stream& stream) {
+  return engine_->enqueue(call, header, handle_of(stream));
+}
+
+void IpcDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
+                            const c10::Stream& stream) {
+  engine_->exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, handle_of(stream));
+}
+
+void IpcDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
+                            const c10::Stream& stream) {
+  engine_->exchange({{false, data, num_bytes, peer, tag}}, handle_of(stream));
+}
+
+void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
+                                const c10::Stream& stream) {
+  std::vector<cuda::DeviceMail> mails;
+  for (const DeviceMessage& message : messages)
+    mails.push_back(
+        {message.is_send, message.data, message.num_bytes, message.peer, message.tag});
+  engine_->exchange(mails, handle_of(stream));
+}
+
+bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
+  return cuda::is_capturing(handle_of(stream));
+}
+
+std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,
+                                                       c10::Device device, std::string& reason) {
+  if (group.world_size == 1 || !is_of_driver(device)) {
+    reason = group.world_size == 1 ? "a group of one" : "not a device of CUDA";
+    return nullptr;
+  }
+  if (group.options.engine.transport == "p2p") {
+    reason = "the transport is p2p";
+    return nullptr;
+  }
+  const c10::DeviceGuard guard(device);
+  const std::string who = "ringcomm: group " + group.options.group_name;
+  try {
+    return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
+        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
+        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
+  } catch (const cuda::Unavailable& unavailable) {
+    reason = unavailable.what();
+    return nullptr;
+  }
+}
+
+}  // namespace ringcomm

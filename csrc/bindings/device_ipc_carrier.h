@@ -1,0 +1,39 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "bindings/device_carrier.h"
+#include "collectives/cuda/engine.h"
+
+namespace ringcomm {
+
+/// Collectives of device tensors by kernels in memory that all ranks have mapped.
+class IpcDeviceCarrier final : public DeviceCarrier {
+ public:
+  explicit IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine) : engine_(std::move(engine)) {}
+
+  const std::string& name() const override { return engine_->description(); }
+  Traffic enqueue(const Collective& call, const CallHeader& header,
+                  const c10::Stream& stream) override;
+  void send(const void* data, std::size_t num_bytes, int peer, int tag,
+            const c10::Stream& stream) override;
+  void recv(void* data, std::size_t num_bytes, int peer, int tag,
+            const c10::Stream& stream) override;
+  void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
+  void plan(const Collective& call, CallHeader& header) const override {
+    engine_->plan(call, header);
+  }
+  bool is_captured(const c10::Stream& stream) const override;
+  void abort() noexcept override { engine_->abort(); }
+
+ private:
+  std::unique_ptr<cuda::Engine> engine_;
+};
+
+/// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.
+/// Throws as make_device_carrier() does.
+std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,
+                                                       c10::Device device, std::string& reason);
+
+}  // namespace ringcomm
