@@ -26,7 +26,7 @@ void check_contiguous(const at::Tensor& tensor, const char* name) {
 
 void check_array(const at::Tensor& tensor, const char* name) {
   check_contiguous(tensor, name);
-  check_float(tensor, name, kFusedUpdate);
+  check_float_dtype(tensor, name, kFusedUpdate);
 }
 
 // The data of this rank's shard of a state.

@@ -82,6 +82,10 @@ WeightStep weight_step_of(const UpdateOptions& options, const char* op) {
 
 void check_float(const at::Tensor& tensor, const char* name, const char* op) {
   check_dense(tensor, name, op);
+  check_float_dtype(tensor, name, op);
+}
+
+void check_float_dtype(const at::Tensor& tensor, const char* name, const char* op) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
                    "ringcomm: ", op, " wants ", name, " in float32, float16 or bfloat16, got ",

@@ -61,12 +61,14 @@ def stream(stream: torch.Stream) -> Any:
     return stream
 
 
-def Stream(device: DeviceLike = "emugpu") -> torch.Stream:  # noqa: N802 (as in torch.cuda)
-    return torch.Stream(device=device)
+def Stream(  # noqa: N802 (as in torch.cuda)
+    device: DeviceLike = "emugpu", priority: int = 0
+) -> torch.Stream:
+    return torch.Stream(device=device, priority=priority)
 
 
-def Event() -> torch.Event:  # noqa: N802
-    return torch.Event(device="emugpu")
+def Event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # noqa: N802
+    return torch.Event(device="emugpu", enable_timing=enable_timing, blocking=blocking)
 
 
 def hold(stream: torch.Stream) -> Any:

@@ -8,6 +8,7 @@ Libraries are kept under build/emulated_gpu.
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -26,7 +27,6 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from torch.utils import cpp_extension
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS.parent / "tools"))
@@ -48,12 +48,15 @@ SKIP_REASON = next(
 needs_emulated_gpu = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
 
 
+@functools.cache
 def build() -> tuple[Path, Path]:
     """Returns the emulator of CUDA's driver and the torch extension, up to date.
 
     Raises:
         RuntimeError: they do not compile; the message has what the compiler says.
     """
+    from torch.utils import cpp_extension  # takes a second, which ranks do not need
+
     tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
     out = TESTS.parent / "build" / "emulated_gpu" / tag
     out.mkdir(parents=True, exist_ok=True)
@@ -98,19 +101,22 @@ def _make(folder: Path, *variables: str) -> None:
         raise RuntimeError(f"{folder} does not compile:\n{done.stdout[-4000:]}")
 
 
-def load() -> ModuleType:
+def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     """Makes "emugpu" a device of this process's torch, and returns torch.emugpu.
 
     Before the driver is opened, so before anything of CUDA is asked for. Settings of the emulator
     (tests/emulator/settings.h) and RINGCOMM_EMULATOR_POISON must be in the environment already.
     Adds the device to those of the backend "ringcomm", and registers "emup2p", whose sends and
     receives behave as NCCL's.
+
+    Args:
+        libraries: what build() has returned to another process.
     """
     import emugpu
 
     if EXTENSION in sys.modules:
         return emugpu
-    driver, extension_path = build()
+    driver, extension_path = libraries or build()
     os.environ["RINGCOMM_CUDA_DRIVER"] = str(driver)
     torch.utils.rename_privateuse1_backend("emugpu")
     extension = _import_extension(extension_path)
@@ -154,7 +160,6 @@ def run_on_gpus(
         fresh: ranks of its own, for a case that does not leave the group whole.
     """
     __tracebackhide__ = True
-    build()
     rank_env = {"RINGCOMM_EMULATOR_DEVICES": str(num_devices), **(env or {})}
     # What the ranks of a pool share is its environment: so ranks of another group are others.
     rank_env["RINGCOMM_TEST_GROUP"] = f"{backend} {group_timeout_s}"
@@ -164,6 +169,7 @@ def run_on_gpus(
     return ranks.run_ranks(
         world_size,
         _call_on_gpu,
+        build(),
         group,
         fn,
         args,
@@ -175,9 +181,13 @@ def run_on_gpus(
 
 
 def _call_on_gpu(
-    rank: int, group: Sequence[Any], fn: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    libraries: tuple[Path, Path],
+    group: Sequence[Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> Any:
-    gpu = load()
+    gpu = load(libraries)
     gpu.set_device(rank % gpu.device_count())
     if group[1] is not None and not dist.is_initialized():
         ranks._init_group(rank, *group)

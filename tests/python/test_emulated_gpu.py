@@ -13,8 +13,10 @@ import emugpu
 import emulated_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_gpu import run_on_gpus
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -43,6 +45,10 @@ def _copies(rank: int) -> None:
         into = torch.zeros(4, 6, dtype=torch.float64)
         into.copy_(gpu)
         assert torch.equal(into, cpu.to(torch.float64))
+        pinned = cpu.pin_memory()
+        assert pinned.is_pinned()
+        assert not cpu.is_pinned()
+        assert torch.equal(pinned.to("emugpu", non_blocking=True).cpu(), cpu)
 
 
 def test_copies_between_host_and_devices_of_any_layout_and_dtype() -> None:
@@ -192,10 +198,14 @@ def test_memory_is_used_anew_in_the_order_of_its_stream() -> None:
     run(_freed_on_its_own_stream)
 
 
-def _trained(device: str) -> list[torch.Tensor]:
+def _trained(
+    device: str, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    model.to(device, torch.float64)
+    model: nn.Module = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)
+    )
+    model = wrap(model.to(device, torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, y = torch.randn(6, 8).to(device, torch.float64), torch.arange(6).remainder(4).to(device)
     for _ in range(4):
@@ -212,3 +222,52 @@ def _training(rank: int) -> None:
 
 def test_a_model_is_trained_as_on_the_cpu() -> None:
     run(_training)
+
+
+def _wrapped_in_ddp(rank: int) -> None:
+    import torch.testing._internal.distributed.fake_pg
+
+    def no_exchange(state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=["emugpu:0"])
+        future.set_result(bucket.buffer())
+        return future
+
+    store = dist.HashStore()
+    dist.init_process_group("cpu:fake,emugpu:fake", store=store, rank=0, world_size=1)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1, static_graph=True)
+        wrapped.register_comm_hook(None, no_exchange)
+        return wrapped
+
+    for ours, oracle in zip(_trained("emugpu", wrap), _trained("cpu"), strict=True):
+        torch.testing.assert_close(ours, oracle, rtol=1e-12, atol=1e-13)
+    dist.destroy_process_group()
+
+
+def test_ddp_has_the_operators_that_it_wants() -> None:
+    run(_wrapped_in_ddp)
+
+
+def _captured(rank: int) -> None:
+    x, total = torch.zeros(4, device="emugpu"), torch.zeros(4, device="emugpu")
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        y = x * 2 + torch.ones(4, device="emugpu")
+        total.add_(y)
+        del y  # of the graph all the same
+    assert total.tolist() == [0.0] * 4
+    others = [torch.full((4,), -5.0, device="emugpu") for _ in range(10)]
+    for number in range(100):
+        x.fill_(number)
+        graph.replay()
+    assert total.tolist() == [100.0 + 2 * sum(range(100))] * 4
+    assert all(other.tolist() == [-5.0] * 4 for other in others)
+    spoilt = emugpu.CUDAGraph()
+    with pytest.raises(RuntimeError, match="STREAM_CAPTURE"), emugpu.graph(spoilt):
+        x.sum().item()
+    assert x.sum().item() == 4 * 99
+
+
+def test_work_is_captured_and_replayed() -> None:
+    run(_captured)

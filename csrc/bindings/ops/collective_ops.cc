@@ -186,5 +186,6 @@ void implement(torch::Library& m) {
 // The group's backend decides what it can move, and says so.
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement(m); }
 TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(ringcomm, PrivateUse1, m) { implement(m); }
 
 }  // namespace ringcomm

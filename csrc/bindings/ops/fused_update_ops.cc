@@ -100,5 +100,6 @@ void implement_updates(torch::Library& m) {
 // The group's backend decides what it can update, and says so.
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { implement_updates(m); }
 TORCH_LIBRARY_IMPL(ringcomm, CUDA, m) { implement_updates(m); }
+TORCH_LIBRARY_IMPL(ringcomm, PrivateUse1, m) { implement_updates(m); }
 
 }  // namespace ringcomm

@@ -109,6 +109,43 @@ const c10::IValue* written_argument(const c10::FunctionSchema& schema, const c10
   return nullptr;
 }
 
+/// What the call returns: arguments that it writes, and new tensors that the stream fills. Nothing
+/// where that is not known.
+std::optional<Stack> make_results(const c10::OperatorHandle& op,
+                                  c10::ArrayRef<c10::IValue> arguments, c10::Device device) {
+  Stack results;
+  bool are_written = true;  // tensors of the right shape; those without elements may be to grow
+  for (const c10::Argument& result : op.schema().returns()) {
+    const c10::IValue* argument = written_argument(op.schema(), result, arguments);
+    are_written &= argument != nullptr && argument->toTensor().numel() != 0;
+    results.push_back(argument != nullptr ? *argument : c10::IValue());
+  }
+  if (are_written) return results;  // as most are: torch allocates, and calls the form with out=
+  const std::optional<Stack> shapes = predict(op, arguments);
+  if (!shapes.has_value()) return std::nullopt;
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (results[i].isTensor()) continue;
+    const Tensor& shape = (*shapes)[i].toTensor();
+    results[i] = !shape.defined() ? shape
+                                  : at::empty_strided(shape.sizes(), shape.strides(),
+                                                      shape.options().device(device));
+  }
+  return results;
+}
+
+/// Runs on the stream. `results` is the memory of what was returned.
+void calculate(const c10::OperatorHandle& op, Stack operands, const std::vector<Tensor>& results) {
+  const at::NoGradGuard no_grad;
+  op.callBoxed(&operands);
+  for (std::size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].defined()) continue;
+    const Tensor& calculated = operands[i].toTensor();
+    TORCH_CHECK(calculated.sizes() == results[i].sizes(), op.operator_name(),
+                " changes the shape of its result, which emugpu does not have");
+    if (calculated.const_data_ptr() != results[i].const_data_ptr()) results[i].copy_(calculated);
+  }
+}
+
 }  // namespace
 
 Tensor seen_by_host(const Tensor& tensor) {
@@ -126,35 +163,18 @@ bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   });
   if (!is_predictable(op) || !operands.has_value() || !found.device.has_value() || !found.is_one)
     return false;
-  const std::optional<Stack> shapes = predict(op, arguments);
-  if (!shapes.has_value()) return false;
+  std::optional<Stack> results = make_results(op, arguments, *found.device);
+  if (!results.has_value()) return false;
 
-  Stack results;
-  std::vector<Tensor> written(shapes->size());  // what the stream fills; undefined if it need not
-  for (std::size_t i = 0; i < shapes->size(); ++i) {
-    if (const auto* argument = written_argument(schema, schema.returns()[i], arguments)) {
-      results.push_back(*argument);
-      continue;
-    }
-    Tensor result = (*shapes)[i].toTensor();
-    if (result.defined()) {
-      result = at::empty_strided(result.sizes(), result.strides(),
-                                 result.options().device(*found.device));
-      written[i] = seen_by_host(result);
-    }
-    results.emplace_back(std::move(result));
-  }
-  launch_host_function(
-      current_stream(found.device->index()),
-      [op, operands = *with_tensors(arguments, operand), written = std::move(written)] {
-        const at::NoGradGuard no_grad;
-        Stack calculated = operands;
-        op.callBoxed(&calculated);
-        for (std::size_t i = 0; i < written.size(); ++i)
-          if (written[i].defined()) written[i].copy_(calculated[i].toTensor());
-      });
+  std::vector<Tensor> memory;
+  for (const c10::IValue& result : *results)
+    memory.push_back(result.toTensor().defined() ? seen_by_host(result.toTensor()) : Tensor());
+  launch_host_function(current_stream(found.device->index()),
+                       [op, operands = *with_tensors(arguments, operand), memory] {
+                         calculate(op, operands, memory);
+                       });
   torch::jit::drop(*stack, schema.arguments().size());
-  for (c10::IValue& result : results) stack->push_back(std::move(result));
+  for (c10::IValue& result : *results) stack->push_back(std::move(result));
   return true;
 }
 

@@ -1,0 +1,150 @@
+"""Device collectives that cannot be: wrong arguments, ranks that do not come, groups that end.
+
+On emulated GPUs, over sends and receives that behave as NCCL's.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import emugpu
+import emulated_gpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import run_on_gpus
+
+from ringcomm import _C, CollectiveTimeoutError, RingcommError, message_backend
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+GPU = "emugpu"
+
+
+def run(world_size: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
+    return run_on_gpus(world_size, fn, *args, num_devices=2, **options)
+
+
+def backend() -> Any:
+    return dist.group.WORLD._get_backend(torch.device(GPU))  # type: ignore[union-attr]
+
+
+def store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+# ---- arguments
+
+
+def check_arguments(rank: int) -> None:
+    world_size = dist.get_world_size()
+    gpu, cpu = torch.ones(4, device=GPU), torch.ones(4)
+    other = torch.ones(4, device=f"{GPU}:{1 - rank % 2}")
+    assert gpu.device != other.device
+    for source in (cpu, other):
+        outputs = [gpu, *(source for _ in range(world_size - 1))]
+        with pytest.raises(ValueError, match=rf"on {GPU}:\d and on (cpu|{GPU}:\d); .*one device"):
+            dist.all_gather(outputs, gpu)
+    for wrong, error, message in (
+        (lambda: dist.broadcast(gpu, world_size), ValueError, "not|rank"),
+        (lambda: dist.all_reduce(gpu.bool(), dist.ReduceOp.AVG), ValueError, "avg .*bool"),
+        (lambda: dist.all_reduce(gpu, dist.ReduceOp.BOR), ValueError, "bor .*float32"),
+        (lambda: dist.reduce_scatter_tensor(gpu, gpu), ValueError, "needs an input of"),
+        (lambda: dist.all_reduce(gpu[:1].expand(3)), ValueError, "one memory location"),
+    ):
+        with pytest.raises(error, match=message):
+            wrong()
+    dist.all_reduce(gpu)  # which has ended nothing
+    assert gpu.tolist() == [world_size] * 4
+
+
+def test_wrong_arguments() -> None:
+    run(2, check_arguments)
+
+
+def check_carrier(rank: int) -> None:
+    assert _C.device_transports(backend()) == {}
+    dist.all_reduce(torch.ones(1, device=GPU))
+    assert _C.device_transports(backend()) == {f"{GPU}:{rank}": "p2p over emup2p"}
+    assert message_backend.for_device("gloo", GPU) == "emup2p"
+    assert message_backend.for_device("emup2p", GPU) == "emup2p"
+    with pytest.raises(ValueError, match="xpu .*cpu:ringcomm,cuda:nccl"):
+        message_backend.for_device("gloo", "xpu")
+
+
+def test_what_carries() -> None:
+    run(2, check_carrier, fresh=True)
+
+
+# ---- ranks that are late, or do not come
+
+
+def check_wait_with_limit(rank: int) -> None:
+    dist.all_reduce(torch.ones(1, device=GPU))
+    tensor = torch.ones(10, device=GPU)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        with pytest.raises(CollectiveTimeoutError, match="all_reduce .*goes on"):
+            work.wait(datetime.timedelta(milliseconds=100))
+        store().set("rank 0 has waited", "yes")
+        work.wait(datetime.timedelta(seconds=20))
+    else:
+        store().wait(["rank 0 has waited"])
+        dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 10
+
+
+def test_wait_with_a_limit() -> None:
+    run(2, check_wait_with_limit)
+
+
+def barrier(timeout_s: float) -> None:
+    options = dist.BarrierOptions()
+    options.device = torch.device(GPU)
+    options.timeout = datetime.timedelta(seconds=timeout_s)
+    backend().barrier(options).wait()
+
+
+def check_barrier(rank: int) -> None:
+    held = emugpu.hold(emugpu.current_stream())
+    if rank == 1:
+        store().wait(["rank 0 comes"])
+        held.release()
+    else:
+        store().set("rank 0 comes", "yes")
+        held.release()
+    barrier(20.0)
+    assert emugpu.current_stream().query() or True
+    if rank == 0:  # rank 1 comes no more
+        with pytest.raises(RingcommError, match="barrier waited for all ranks for 200 ms"):
+            barrier(0.2)
+        emugpu.synchronize()  # what was enqueued has ended
+        with pytest.raises(RingcommError, match="barrier waited for all ranks"):
+            dist.all_reduce(torch.ones(1, device=GPU))
+
+
+def test_barrier_has_the_host_wait() -> None:
+    run(2, check_barrier, fresh=True)
+
+
+def check_abort(rank: int) -> None:
+    dist.all_reduce(torch.ones(1, device=GPU))
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)]
+        backend().abort()
+        emugpu.synchronize()  # ends though rank 1 never came
+        for wrong in (works[0].wait, lambda: dist.all_reduce(torch.ones(1, device=GPU))):  # type: ignore[union-attr]
+            try:
+                wrong()
+            except RingcommError as error:
+                assert "aborted" in str(error)
+            else:
+                assert wrong == works[0].wait  # which is over  # type: ignore[union-attr]
+        with pytest.raises(RingcommError, match="aborted"):
+            dist.all_reduce(torch.ones(1))  # the group has ended for the CPU, too
+
+
+def test_abort() -> None:
+    run(2, check_abort, fresh=True)
