@@ -49,7 +49,7 @@ void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
 }
 
 bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
-  return cuda::is_capturing(handle_of(stream));
+  return engine_->is_captured(handle_of(stream));
 }
 
 std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup& group,

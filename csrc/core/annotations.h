@@ -6,3 +6,10 @@
 #else
 #define RINGCOMM_HD
 #endif
+
+/// On functions that many kernels call, and none for its speed: compiled once.
+#ifdef __CUDACC__
+#define RINGCOMM_APART __noinline__
+#else
+#define RINGCOMM_APART [[gnu::noinline]]
+#endif

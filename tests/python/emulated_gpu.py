@@ -128,6 +128,14 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     return emugpu
 
 
+def with_kernels() -> dict[str, str]:
+    """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
+    image = TESTS.parent / "build" / "emulated_gpu" / "kernels"
+    image.parent.mkdir(parents=True, exist_ok=True)
+    image.write_bytes(b"RINGCOMM-EMULATED")
+    return {"RINGCOMM_CUDA_IMAGE": str(image)}
+
+
 def _import_extension(path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(path))
     spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)

@@ -62,6 +62,11 @@ void Engine::plan(const Collective& call, CallHeader& header) const {
   plan_header(call, communicator_.options(), group_.staging().layout, header);
 }
 
+bool Engine::is_captured(StreamHandle stream) const {
+  const ContextGuard guard(group_.device());
+  return is_capturing(stream);
+}
+
 void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
 
 KernelCall Engine::new_call() {

@@ -51,6 +51,8 @@ class Engine {
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another.
   void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);
+  /// Whether what is enqueued there is captured in a graph.
+  bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
   void abort() noexcept { watch_.end_waits(); }
 

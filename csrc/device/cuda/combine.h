@@ -109,6 +109,14 @@ RINGCOMM_HD void combine_elems(const B& block, const To& outputs, const Sources&
     combine_pack<Element, Operator, 1, kSources>(outputs, sources, i, divisor);
 }
 
+/// The same for what need not be fast: any number of sources, any operator.
+template <class Element, class Operator, class B, class To, class Sources>
+RINGCOMM_APART RINGCOMM_HD void combine_elems_apart(const B& block, const To& outputs,
+                                                    const Sources& sources, std::size_t num_elems,
+                                                    int divisor) {
+  combine_elems<Element, Operator, 0>(block, outputs, sources, num_elems, divisor);
+}
+
 /// outputs[...][i] = sources[0][i] (+) ... by all threads of a block, as ReduceOp::combine says.
 /// Both have num() and at(idx).
 template <class Element, class B, class To, class Sources>
@@ -121,8 +129,10 @@ RINGCOMM_HD void combine(const B& block, const To& outputs, const Sources& sourc
     if constexpr (kIsHot) {
       if (sources.num() == 2)
         return combine_elems<Element, Operator, 2>(block, outputs, sources, num_elems, divisor);
+      combine_elems<Element, Operator, 0>(block, outputs, sources, num_elems, divisor);
+    } else {
+      combine_elems_apart<Element, Operator>(block, outputs, sources, num_elems, divisor);
     }
-    combine_elems<Element, Operator, 0>(block, outputs, sources, num_elems, divisor);
   });
 }
 
