@@ -85,6 +85,7 @@ class Gpus:
             emulated_gpu.build()
             rank_env["RINGCOMM_EMULATOR_DEVICES"] = str(self.num_devices)
             rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
+            rank_env |= emulated_gpu.with_kernels()
         name = self.backend if backend == "" else backend
         # What the ranks of a pool share is its environment: so ranks of another group are others.
         rank_env["RINGCOMM_TEST_GROUP"] = f"{name} {group_timeout_s}"
