@@ -62,10 +62,20 @@ class Steps:
             begin, end = ops.shard_range(averaged.numel(), self.world_size, rank)
             dist.broadcast(self.param[begin:end], rank)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, on the host."""
+        named = {"param": self.param, **self.state}
+        return {name: value.cpu() for name, value in named.items()}
+
     def assert_same(self, other: Steps) -> None:
-        oracle.assert_equal(self.param.cpu(), other.param.cpu())
-        for key, value in self.state.items():
-            oracle.assert_equal(value.cpu(), other.state[key].cpu())
+        for name, value in self.tensors().items():
+            oracle.assert_equal(value, other.tensors()[name])
+
+    def assert_close(self, other: Steps) -> None:
+        """An ulp apart: a group of one updates by torch's operators, which round once more."""
+        for name, value in self.tensors().items():
+            rtol = 2.0**-7 if value.dtype == BF16 else 2.0**-22
+            torch.testing.assert_close(value, other.tensors()[name], rtol=rtol, atol=1e-9)
 
 
 def kinds_of(name: str) -> list[Kind]:
@@ -80,7 +90,10 @@ def check_parts(rank: int, name: str) -> None:
             for step in (1, 2):
                 fused.fused(step)
                 parts.in_parts(step, own_groups[rank])
-            fused.assert_same(parts)
+            if name == "adamw":
+                fused.assert_close(parts)
+            else:
+                fused.assert_same(parts)
     dist.destroy_process_group(own_groups[rank])
 
 

@@ -1,4 +1,7 @@
-"""DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them."""
+"""DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them.
+
+On CUDA's devices alone: emulated ones lack operators of the loss.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from curves import (
     train,
     weights_of,
 )
-from gpu_ranks import Gpus, device, kind, on_cuda, on_gpu, on_some_gpus
+from gpu_ranks import Gpus, device, kind, on_cuda, on_gpu
 from test_functional import PROGRAMS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +61,7 @@ def expected(world_size: int) -> Run:
     return single_process(data=data)
 
 
-@on_some_gpus
+@on_cuda
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"static_graph": True}], ids=str)
 def test_ddp(gpus: Gpus, options: dict[str, Any]) -> None:
     assert_same_run(gpus.run(run_ddp, options), expected(gpus.world_size), ATOL)
@@ -74,7 +77,7 @@ def run_fsdp2(rank: int, options: dict[str, Any]) -> Run:
     return Run(losses, on_host(model))
 
 
-@on_some_gpus
+@on_cuda
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 def test_fsdp2(gpus: Gpus, options: dict[str, Any]) -> None:
     assert_same_run(gpus.run(run_fsdp2, options), expected(gpus.world_size), ATOL)
