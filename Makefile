@@ -11,7 +11,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        test-torch lint format types compat packaging bench clean distclean check-python
+        test-gpu test-torch lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -40,6 +40,9 @@ test-checker: check-python  ## every interleaving of the protocols, and the muta
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
+
+test-gpu: check-python  ## GPU tests in each layout that the box allows (ARGS="--only one-2-mps")
+	@$(PREPARE) --need train --need test --extension -- tools/gpu_layouts.py $(ARGS)
 
 test-torch: check-python  ## PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
 	@$(PREPARE) --need train --need test --extension -- tests/torch/run.py $(ARGS)

@@ -3,6 +3,7 @@
 
     python benchmarks/all_reduce.py --backends ringcomm,gloo --world 2 --seconds 4
     I_MPI_PIN=off mpiexec -n 2 python benchmarks/all_reduce.py --backends ringcomm,gloo,mpi4py
+    python benchmarks/all_reduce.py --device cuda --layout one --mps --graph 20
 
 Each result is verified with exact integers before and after the clocks run; of each call the
 slowest rank counts. A size is measured again while other programs disturb it, and says so if they
@@ -19,7 +20,7 @@ import harness  # before torch: it sets the number of threads
 
 from ringcomm.bench.ranks import joined_world_size
 from ringcomm.bench.script import run_main
-from ringcomm.bench.sweep import Sweep, add_arguments, run_sweep
+from ringcomm.bench.sweep import Sweep, add_arguments, run_sweep, sweep_of
 from ringcomm.bench.wording import as_option, words
 
 
@@ -33,22 +34,13 @@ def parse(argv: list[str]) -> tuple[Sweep, Path]:
     add("--ops", type=names, default="all_reduce", help="see `python -m ringcomm bench --help`")
     add_arguments(parser, seconds=4.0, repeats=3)
     options = parser.parse_args(argv)
-    sweep = Sweep(
-        ops=options.ops,
-        backends=options.backends,
-        world_size=options.world,
-        sizes=options.sizes,
-        dtype=options.dtype,
-        device=options.device,
-        seconds=options.seconds,
-        repeats=options.repeats,
-    )
     try:
-        sweep.check()
+        sweep = sweep_of(options, options.ops, options.backends, options.world)
     except ValueError as error:
         parser.error(str(error))
     stem = sweep.ops[0] if len(sweep.ops) == 1 else "collectives"
-    return sweep, options.json or harness.default_path(f"{stem}-w{sweep.world_size}")
+    where = "" if sweep.device == "cpu" else f"-{sweep.device}-{sweep.layout}"
+    return sweep, options.json or harness.default_path(f"{stem}-w{sweep.world_size}{where}")
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,8 @@
 
 Takes the records that table.py would, of the machine that was measured last, and writes
 all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
-matplotlib. What has no records, or where matplotlib is not installed, is left out and said.
+matplotlib. What has no records, or where matplotlib is not installed, is left out and said. Of GPUs
+it draws the bus bandwidths of the last run of each layout: bandwidth-w2-one.png and its like.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import harness
 from table import LAYOUTS, README_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
+from ringcomm.bench.device_sweep import KIND as DEVICE_KIND
 from ringcomm.bench.exit_codes import EXIT_OK
 from ringcomm.bench.script import run_main
 from ringcomm.bench.sweep import DEFAULT_SIZES
@@ -169,6 +171,33 @@ def draw(path: Path, plot: Plot, runs: list[Run]) -> None:
         pyplot.close(figure)
 
 
+def device_runs(records: list[Record]) -> dict[str, Run]:
+    """The last run's records by file name, of each number of ranks and layout on GPUs."""
+    runs: dict[str, Run] = {}
+    for record in records:
+        if record["kind"] == DEVICE_KIND and record["device"] == "cuda":
+            name = f"bandwidth-w{record['world_size']}-{record['layout']}.png"
+            runs.setdefault(name, []).append(record)
+    for name, run in runs.items():
+        last = max(record["date"] for record in run)
+        runs[name] = [record for record in run if record["date"] == last]
+    return runs
+
+
+def draw_devices(records: list[Record], folder: Path) -> None:
+    """Writes a PNG for each of ``device_runs``."""
+    from ringcomm.bench.device_screen import draw as draw_bandwidths
+
+    for name, run in device_runs(records).items():
+        mps = "with MPS" if run[0]["mps"] else "without MPS"
+        title = f"{run[0]['world_size']} ranks, {run[0]['gpu']}, {mps}, {run[0]['date']}"
+        try:
+            draw_bandwidths(run, folder / name, title)
+            print(f"drawn: {folder / name}")
+        except ModuleNotFoundError as error:
+            print(f"{name} is not drawn: pip install {error.name}")
+
+
 def main(argv: list[str]) -> int:
     """Draws what there are records of; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -187,6 +216,7 @@ def main(argv: list[str]) -> int:
             if error.name != "matplotlib":
                 raise
             print(f"{name} is not drawn: pip install matplotlib")
+    draw_devices(records, options.out)
     return EXIT_OK
 
 

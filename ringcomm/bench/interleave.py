@@ -144,6 +144,12 @@ class Contender:
     align: Callable[[], None]
     calls_per_block: int = 1
 
+    def first_call_s(self) -> float:
+        """Seconds of a call, for a guess at how many make a block."""
+        begin = time.perf_counter()
+        self.call()
+        return time.perf_counter() - begin
+
     def block(self) -> list[float]:
         """Seconds of each call of a block, on this rank. Collective."""
         self.align()
@@ -163,11 +169,11 @@ def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Conten
     on_cpu = operation.bound(buffers, group)
     device = buffers.place.device
 
-    def on_gpu() -> None:
+    def on_device() -> None:
         on_cpu()
-        torch.cuda.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
-    call = on_gpu if device.type == "cuda" else on_cpu
+    call = on_cpu if device.type == "cpu" else on_device
     align = partial(dist.barrier, group) if isinstance(group, dist.ProcessGroup) else group.barrier
     return Contender(call, align)
 
@@ -175,9 +181,7 @@ def make_contender(operation: Operation, buffers: Buffers, group: Any) -> Conten
 def _warm_up(team: Team, contender: Contender) -> None:
     """Calls until the time is settled, and gives every rank the same number of calls per block."""
     contender.align()
-    begin = time.perf_counter()
-    contender.call()
-    first_s = max(team.share(time.perf_counter() - begin))
+    first_s = max(team.share(contender.first_call_s()))
     least, most = WARMUP_CALLS
     contender.calls_per_block = min(most, max(least, int(WARMUP_SECONDS / first_s)))
     usual_s = median(max(calls) for calls in zip(*team.share(contender.block()), strict=True))

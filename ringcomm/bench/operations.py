@@ -129,10 +129,11 @@ def _total(index: Index, place: Place) -> torch.Tensor:
     return torch.stack(values).sum(0)
 
 
-def _indices(num_elems: int) -> Iterator[tuple[slice, Index]]:
-    for begin in range(0, num_elems, PIECE_ELEMS):
-        end = min(begin + PIECE_ELEMS, num_elems)
-        yield slice(begin, end), torch.arange(begin, end)
+def _indices(buffer: torch.Tensor) -> Iterator[tuple[slice, Index]]:
+    """Pieces of a buffer, with their positions, which are where it is."""
+    for begin in range(0, buffer.numel(), PIECE_ELEMS):
+        end = min(begin + PIECE_ELEMS, buffer.numel())
+        yield slice(begin, end), torch.arange(begin, end, device=buffer.device)
 
 
 def _verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callable[..., int]:
@@ -141,13 +142,13 @@ def _verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callab
     def verify(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
         place = buffers.place
         buffers.output.fill_(UNTOUCHED)
-        for piece, index in _indices(buffers.input.numel()):
+        for piece, index in _indices(buffers.input):
             buffers.input[piece] = _value(place.rank, index, place).to(buffers.input)
         team.share(None)  # a call that does not wait for the others would read stale inputs
         call()
         return sum(
-            int((buffers.output[piece].cpu() != expected(index, place).to(place.dtype)).sum())
-            for piece, index in _indices(buffers.output.numel())
+            int((buffers.output[piece] != expected(index, place).to(place.dtype)).sum())
+            for piece, index in _indices(buffers.output)
         )
 
     return verify

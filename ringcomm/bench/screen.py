@@ -26,6 +26,9 @@ TEXT_COLUMNS = (
     "why",
     "system",
     "tokens",
+    "type",
+    "mode",
+    "redop",
 )
 
 

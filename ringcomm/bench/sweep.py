@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Callable
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringcomm.bench.device_point import CLOCKS
 from ringcomm.bench.interleave import labelled, open_groups
 from ringcomm.bench.mpi import MPI, started_world_size
+from ringcomm.bench.mps import Mps, find_control
+from ringcomm.bench.nccl import preload
 from ringcomm.bench.operations import OPERATIONS
+from ringcomm.bench.placement import LAYOUTS, count_devices
 from ringcomm.bench.point import RINGCOMM, make_bench, measure_point
-from ringcomm.bench.ranks import MAX_WORLD_SIZE, Team, run_ranks
+from ringcomm.bench.ranks import MAX_WORLD_SIZE, Team, joined_world_size, run_ranks
 from ringcomm.bench.report import Report
-from ringcomm.bench.wording import as_option, byte_counts, comparison, microseconds
+from ringcomm.bench.wording import as_option, byte_counts, comparison, microseconds, words
 
 DEFAULT_SIZES = "1k,16k,256k,4m,64m"
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
-DEVICES = ("cpu", "cuda")
 AVAILABLE: dict[str, Callable[[], bool]] = {
     "gloo": dist.is_gloo_available,
     "mpi": dist.is_mpi_available,
@@ -38,23 +41,42 @@ class Sweep:
         ops: names of ``OPERATIONS``.
         backends: of c10d; one may be given twice.
         sizes: bytes of the larger buffer of a rank.
+        dtypes: torch's names.
         seconds: per size and operation, for all backends.
         repeats: how often a point is measured again, at most, while the machine is disturbed.
+        device: "cpu", or torch's name of another type.
+        layout: of ``LAYOUTS``, on devices that are not the CPU, as the rest is.
+        clock: of ``CLOCKS``.
+        graph: calls that a CUDA graph holds, measured besides the eager ones; 0 for none.
+        mps: start NVIDIA's Multi-Process Service for the ranks.
+        plot: a picture of the bandwidths.
     """
 
     ops: list[str]
     backends: list[str]
     world_size: int
     sizes: list[int]
-    dtype: str
-    device: str
+    dtypes: list[str]
     seconds: float
     repeats: int
+    device: str = "cpu"
+    layout: str = "all"
+    clock: str = "events"
+    graph: int = 0
+    mps: bool = False
+    plot: Path | None = None
 
     @property
     def subject(self) -> str:
         """The backend that the others are compared with."""
         return RINGCOMM if RINGCOMM in self.backends else self.backends[0]
+
+    def points(self) -> Iterator[tuple[str, torch.dtype, int]]:
+        """Operation, type and bytes of what is measured, in order."""
+        for name in self.ops:
+            for dtype in self.dtypes:
+                for num_bytes in self.sizes if OPERATIONS[name].has_data else [0]:
+                    yield name, getattr(torch, dtype), num_bytes
 
     def check(self) -> None:
         """Raises ValueError that says what cannot be measured here."""
@@ -68,19 +90,42 @@ class Sweep:
             raise ValueError("sendrecv needs two ranks at least")
         for name in set(self.ops) - set(OPERATIONS):
             raise ValueError(f"unknown operation {name!r}: there are {', '.join(OPERATIONS)}")
-        if "nccl" in self.backends and self.device != "cuda":
+        for name in set(self.dtypes) - set(DTYPES):
+            raise ValueError(f"unknown type {name!r}: there are {', '.join(DTYPES)}")
+        if self.device == "cpu":
+            self._check_on_cpu()
+        else:
+            self._check_on_devices()
+
+    def _check_on_cpu(self) -> None:
+        if self.mps or self.graph or self.plot:
+            raise ValueError("--mps, --graph and --plot are of GPUs: add --device cuda")
+        if "nccl" in self.backends:
             raise ValueError("nccl has no CPU tensors: add --device cuda")
         if MPI in self.backends and started_world_size() is None:
             raise ValueError(f"{MPI} wants ranks that mpiexec has started: mpiexec -n 2 python ...")
+        self._check_names()
         for name in self.backends:
-            if name == MPI:
-                continue
-            if name not in dist.Backend.backend_list:
-                raise ValueError(f"torch knows no backend {name!r}")
             if not AVAILABLE.get(name, lambda: True)():
                 raise ValueError(f"this torch was built without {name}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("this torch has no CUDA device here")
+
+    def _check_on_devices(self) -> None:
+        self._check_names()
+        if self.graph < 0 or (self.graph and self.device != "cuda"):
+            raise ValueError("--graph is a number of calls, at least 0, with --device cuda")
+        if self.mps and self.device != "cuda":
+            raise ValueError("--mps is of CUDA's devices")
+        if self.mps and joined_world_size() is not None:
+            raise ValueError("a launcher's ranks have a parent that starts MPS: leave --mps out")
+        if count_devices(self.device) == 0:
+            raise ValueError(f"this torch has no {self.device} device here")
+        if self.mps and find_control() is None:
+            Mps()  # which says what is missing
+
+    def _check_names(self) -> None:
+        for name in set(self.backends) - {MPI}:
+            if name not in dist.Backend.backend_list:
+                raise ValueError(f"torch knows no backend {name!r}")
 
 
 def add_arguments(parser: ArgumentParser, seconds: float, repeats: int) -> None:
@@ -92,26 +137,57 @@ def add_arguments(parser: ArgumentParser, seconds: float, repeats: int) -> None:
         default=DEFAULT_SIZES,
         help="bytes of the larger buffer of a rank, such as 4096,64k,4m",
     )
-    add("--dtype", choices=DTYPES, default="float32")
-    add("--device", choices=DEVICES, default="cpu", help="nccl needs cuda")
+    add("--dtype", type=as_option(words), default="float32", help="one or more of torch's")
     add("--seconds", type=float, default=seconds, help="per size and operation, for all backends")
     add("--repeats", type=int, default=repeats, help="at most, while the machine is disturbed")
+    add("--device", default="cpu", help="cuda for GPUs, which the options below are of")
+    layout = "all: rank i on GPU i mod their number; one: all ranks on the first"
+    add("--layout", choices=LAYOUTS, default="all", help=layout)
+    clock = "of eager calls: the device's events, or the host's clock around a synchronize"
+    add("--clock", choices=CLOCKS, default="events", help=clock)
+    graph = "measure CUDA graphs of so many calls too"
+    add("--graph", type=int, default=0, metavar="CALLS", help=graph)
+    mps = "run NVIDIA's Multi-Process Service meanwhile"
+    add("--mps", action=BooleanOptionalAction, default=False, help=mps)
+    add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 in place of torch's")
+    add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
+
+
+def sweep_of(options: Namespace, ops: list[str], backends: list[str], world_size: int) -> Sweep:
+    """The sweep that a command line asks for. Raises ValueError where it makes no sense.
+
+    With another NCCL the program begins again.
+    """
+    if options.nccl_library is not None:
+        preload(options.nccl_library)
+    sweep = Sweep(
+        ops=ops,
+        backends=backends,
+        world_size=world_size,
+        sizes=options.sizes,
+        dtypes=options.dtype,
+        seconds=options.seconds,
+        repeats=options.repeats,
+        device=options.device,
+        layout=options.layout,
+        clock=options.clock,
+        graph=options.graph,
+        mps=options.mps,
+        plot=options.plot,
+    )
+    sweep.check()
+    return sweep
 
 
 def _run_rank(team: Team, sweep: Sweep) -> None:
     """One rank: every point in turn; rank 0 reports each point's records."""
-    device = torch.device("cpu")
-    if sweep.device == "cuda":
-        device = torch.device("cuda", team.rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    bench = make_bench(team, open_groups(team, labelled(sweep.backends)), device)
-    dtype = getattr(torch, sweep.dtype)
+    bench = make_bench(team, open_groups(team, labelled(sweep.backends)), torch.device("cpu"))
     versions = {"mpi": bench.groups[MPI].version} if MPI in bench.groups else {}
-    for name in sweep.ops:
-        for num_bytes in sweep.sizes if OPERATIONS[name].has_data else [0]:
-            records = measure_point(bench, name, num_bytes, dtype, sweep.seconds, sweep.repeats)
-            if records:
-                team.report([{**versions, **record} for record in records])
+    for name, dtype, num_bytes in sweep.points():
+        records = measure_point(bench, name, num_bytes, dtype, sweep.seconds, sweep.repeats)
+        if records:
+            named = {**versions, "dtype": str(dtype).removeprefix("torch.")}
+            team.report([{**named, **record} for record in records])
     dist.destroy_process_group()
 
 
@@ -121,7 +197,8 @@ def _progress_line(records: list[dict[str, Any]]) -> str:
     times = ", ".join(f"{r['backend']} {microseconds(r['p50_us'])} µs" for r in records)
     ratios = " ".join(filter(None, map(comparison, records)))
     state = "" if first["quiet"] else f"; not quiet ({first['others_busy_percent']:.0f} % others)"
-    return f"{first['op']} {first['bytes']:,} bytes: {times}; {ratios}{state}"
+    mode = f" {first['mode']}" if "mode" in first else ""
+    return f"{first['op']} {first['bytes']:,} bytes{mode}: {times}; {ratios}{state}"
 
 
 def run_sweep(sweep: Sweep, path: Path | None) -> int:
@@ -138,13 +215,16 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
     """
     from ringcomm.bench.screen import sweep_tables  # which needs rich; options do not
 
-    dimensions = {"world_size": sweep.world_size, "dtype": sweep.dtype, "device": sweep.device}
-    report = Report("collective", path, **dimensions)
+    if sweep.device != "cpu":
+        from ringcomm.bench.device_sweep import run_device_sweep
+
+        return run_device_sweep(sweep, path, _progress_line)
+    report = Report("collective", path, world_size=sweep.world_size, device=sweep.device)
 
     def on_message(records: list[dict[str, Any]]) -> None:
         report.add(records)
         report.console.print(_progress_line(records))
 
     run_ranks(sweep.world_size, lambda team: _run_rank(team, sweep), on_message)
-    title = f"{sweep.world_size} ranks, {sweep.dtype}, {sweep.device}"
+    title = f"{sweep.world_size} ranks, {', '.join(sweep.dtypes)}, {sweep.device}"
     return report.finish(title, *sweep_tables(report.records, sweep.subject))

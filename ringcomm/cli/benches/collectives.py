@@ -36,24 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures; the status is 3 when a result was wrong."""
     from ringcomm.bench.ranks import joined_world_size
-    from ringcomm.bench.sweep import Sweep, run_sweep
+    from ringcomm.bench.sweep import run_sweep, sweep_of
 
     peers = [] if options.peers == ["none"] else options.peers
-    sweep = Sweep(
-        ops=[options.op],
-        backends=["ringcomm", *peers],
-        world_size=options.world_size,
-        sizes=options.sizes,
-        dtype=options.dtype,
-        device=options.device,
-        seconds=options.seconds,
-        repeats=options.repeats,
-    )
     started = joined_world_size()
     if started not in (None, options.world_size):
         options.parser.error(f"torchrun has started {started} ranks, not {options.world_size}")
     try:
-        sweep.check()
+        sweep = sweep_of(options, [options.op], ["ringcomm", *peers], options.world_size)
     except ValueError as error:
         options.parser.error(str(error))
     return run_sweep(sweep, options.json)

@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Times weight updates and the linear cross-entropy on one device, beside what torch needs for it.
+
+    python benchmarks/device_kernels.py --device cuda --only linear,sgd
+
+    linear       linear_sgd_update_ by the product, and by the kernel: stochastic, split, clipped;
+                 beside the product alone, and beside product and sgd_update_
+    embedding    embedding_sgd_update_ with the ids of a text, with and without decay
+    sgd          sgd_update_ beside torch's add_, and a copy of the weights as a floor
+    linear_loss  linear_cross_entropy beside torch's, forward and backward
+
+The ways take turns in short blocks; times are from event to event on a device. Memory is what a
+call takes at most besides what is there. One JSON line per way is appended to benchmarks/results.
+Results are not verified here: the tests of the operators do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+
+# isort: on
+from torch import Tensor
+from torch.nn import functional
+
+from ringcomm import ops
+from ringcomm.bench.device_clock import EventContender, align
+from ringcomm.bench.interleave import Contender, measure, records_of
+from ringcomm.bench.placement import Placement, count_devices, facts
+from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.weather import WeatherWatch
+from ringcomm.bench.wording import as_option, comparison, microseconds, words
+
+LR = 1e-4
+Ways = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, columns of the input, rows of the weight; sizes of Llama's layers."""
+
+    tokens: int
+    columns: int
+    rows: int
+
+    def scaled(self, factor: int) -> Shape:
+        """Each a part of it, for machines that are slower than a GPU."""
+        return Shape(*(max(1, n // factor) for n in (self.tokens, self.columns, self.rows)))
+
+    def text(self) -> str:
+        """As a record has it."""
+        return f"{self.tokens}x{self.columns}x{self.rows}"
+
+
+def _linear(shape: Shape, device: torch.device) -> Ways:
+    x = torch.randn(shape.tokens, shape.columns, device=device, dtype=torch.bfloat16)
+    grad = torch.randn(shape.tokens, shape.rows, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
+    high, low = ops.split_weight(weight.float())
+    update = partial(ops.linear_sgd_update_, weight, x, grad, lr=LR)
+    return {
+        "by addmm": update,
+        "stochastic": partial(update, rounding_seed=1),
+        "split": partial(ops.linear_sgd_update_, high, x, grad, lr=LR, low=low),
+        "clipped": partial(update, clip_value=1.0),
+        "product": lambda: grad.t() @ x,
+        "product, sgd_update_": lambda: ops.sgd_update_(weight, grad.t() @ x, lr=LR),
+    }
+
+
+def _embedding(shape: Shape, device: torch.device) -> Ways:
+    # As in a text: few words are most of it, and the most frequent one comes hundreds of times.
+    ranks = torch.arange(1, shape.rows + 1, dtype=torch.float64)
+    ids = torch.multinomial(1 / ranks, shape.tokens, replacement=True).to(device)
+    weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
+    grad = torch.randn(shape.tokens, shape.columns, device=device, dtype=torch.bfloat16)
+    update = partial(ops.embedding_sgd_update_, weight, ids, grad, lr=LR)
+    added = grad.float()
+
+    def dense() -> None:
+        total = torch.zeros(shape.rows, shape.columns, device=device)
+        total.index_add_(0, ids, added)
+        weight.sub_(total, alpha=LR)
+
+    return {"no decay": update, "decay": partial(update, weight_decay=0.01), "torch, dense": dense}
+
+
+def _sgd(shape: Shape, device: torch.device) -> Ways:
+    weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
+    grad = torch.randn_like(weight)
+    other = torch.empty_like(weight)
+    return {
+        "sgd_update_": partial(ops.sgd_update_, weight, grad, lr=LR),
+        "stochastic": partial(ops.sgd_update_, weight, grad, lr=LR, rounding_seed=1),
+        "torch, add_": lambda: weight.add_(grad, alpha=-LR),
+        "copy": lambda: other.copy_(weight),
+    }
+
+
+def _linear_loss(shape: Shape, device: torch.device) -> Ways:
+    hidden = torch.randn(shape.tokens, shape.columns, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16) / 50
+    target = torch.randint(shape.rows, (shape.tokens,), device=device)
+
+    def backward(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        leaves = [value.detach().requires_grad_() for value in (hidden, weight)]
+        loss(*leaves).backward()
+
+    def torchs(hidden: Tensor, weight: Tensor) -> Tensor:
+        return functional.cross_entropy((hidden @ weight.t()).float(), target)
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss: Tensor = ops.linear_cross_entropy(hidden, weight, target)
+        return loss
+
+    return {"ringcomm": partial(backward, ours), "torch": partial(backward, torchs)}
+
+
+CASES: dict[str, tuple[Callable[[Shape, torch.device], Ways], tuple[Shape, ...]]] = {
+    "linear": (_linear, (Shape(8192, 4096, 4096), Shape(8192, 4096, 14336))),
+    "embedding": (_embedding, (Shape(8192, 4096, 128256),)),
+    "sgd": (_sgd, (Shape(1, 4096, 14336),)),
+    "linear_loss": (_linear_loss, (Shape(8192, 4096, 128256), Shape(16384, 2048, 32000))),
+}
+
+
+def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """What a call takes at most of a GPU's memory; None elsewhere, where nobody counts it."""
+    call()
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def run_rank(team: Team, options: argparse.Namespace, placement: Placement) -> None:
+    """The one rank: every case in turn."""
+    device = placement.take(team.rank)
+    watch = WeatherWatch(team)
+    for name in options.only:
+        make, shapes = CASES[name]
+        for shape in (shape.scaled(options.scale) for shape in shapes):
+            ways = make(shape, device)
+            memory = {way: extra_bytes(call, device) for way, call in ways.items()}
+            contenders = {way: _contender(team, call, device) for way, call in ways.items()}
+            time_all = partial(measure, team, contenders, options.seconds)
+            timings, weather = watch.calmest(time_all, 0)
+            assert timings is not None
+            subject = next(iter(ways))
+            point = {"case": name, "shape": shape.text(), **weather.record()}
+            found = records_of(timings, subject, dict.fromkeys(ways, 0), name="way")
+            team.report([{**r, **point, "extra_bytes": memory[r["way"]]} for r in found])
+            del ways, contenders, time_all
+
+
+def _contender(team: Team, call: Callable[[], object], device: torch.device) -> Contender:
+    if device.type == "cpu":
+        return Contender(call, lambda: None)
+    return EventContender(call, align(team, device), device=device)
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    extra = record["extra_bytes"]
+    return [
+        *(record["case"], record["shape"], record["way"]),
+        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
+        "?" if extra is None else f"{extra / 2**20:,.0f}",
+        comparison(record),
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = harness.make_parser(__doc__)
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--only", type=as_option(words), default=",".join(CASES), help="of the cases")
+    add("--seconds", type=float, default=2.0, help="per case and shape, for all ways")
+    add("--scale", type=int, default=1, help="divides all sizes")
+    options = parser.parse_args(argv)
+    unknown = set(options.only) - CASES.keys()
+    if unknown:
+        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+    if count_devices(options.device) == 0:
+        parser.error(f"this torch has no {options.device} device here")
+    options.json = options.json or harness.default_path("device_kernels")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs the cases; returns the exit code."""
+    options = parse(argv)
+    placement = Placement(options.device, count_devices(options.device))
+    report = Report("device_kernels", options.json, dtype="bfloat16", **facts(placement))
+    run_ranks(1, lambda team: run_rank(team, options, placement), report.add)
+    headers = ["case", "shape", "way", "p50 µs", "p99 µs", "MiB more", "time over the first"]
+    table = table_of(headers, "", report.records, row_of, ("case", "shape"))
+    return report.finish(f"bfloat16, {options.device}", table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("device_kernels.py", main))

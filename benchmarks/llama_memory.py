@@ -1,0 +1,237 @@
+#!/usr/bin/env python3
+"""Steps and peak memory of a Llama of transformers, random weights, on one device, by optimizer.
+
+    python benchmarks/llama_memory.py --device cuda
+    python benchmarks/llama_memory.py --device cuda --grow
+
+bfloat16, activations recomputed, 8 rows of 1024 tokens, 1.1 billion weights. The ways: forward
+only, torch's SGD and fused AdamW, ringcomm's Lomo and AdaLomo, exact clipping by either of its two
+modes, and lomo_optim's Lomo where that is installed. Each has a process of its own, so that one
+that runs out of memory is a line and not the end. --grow: the most layers with which 1 row of 2048
+tokens is trained, by Lomo and by AdamW. One JSON line per way is appended to benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# isort: off
+import harness  # before torch: it sets the number of threads
+import torch
+
+# isort: on
+from torch import nn
+
+from ringcomm.bench.placement import Placement, count_devices, facts
+from ringcomm.bench.ranks import RankError, Team, run_ranks
+from ringcomm.bench.report import Report
+from ringcomm.bench.screen import table_of
+from ringcomm.bench.script import run_main
+from ringcomm.bench.wording import as_option, words
+from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
+
+LR = 1e-3
+CLIP_NORM = 1.0
+NUM_STEPS = 5
+# Layers that --grow begins with; then twice as many, until it does not fit, and then by halves.
+FIRST_LAYERS = 16
+MAX_LAYERS = 4096
+# A billion weights, and what a test can do.
+SIZES = {
+    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+}
+
+
+def _lomo_optim(model: nn.Module) -> Any:
+    from lomo_optim import Lomo as TheirLomo  # type: ignore[import-not-found]
+
+    return TheirLomo(model, lr=LR)
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward only": lambda model: None,
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), LR),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), LR, fused=True),
+    "Lomo": lambda model: Lomo(model, LR),
+    "AdaLomo": lambda model: AdaLomo(model, LR),
+    "deferred clip": lambda model: Lomo(model, LR, clip_grad_norm=CLIP_NORM),
+    "two-pass clip": lambda model: Lomo(model, LR, clip_grad_norm=CLIP_NORM, clip_mode="two_pass"),
+    "lomo_optim": _lomo_optim,
+}
+GROWN = ("Lomo", "AdamW")
+
+
+def make_model(size: str, num_layers: int, num_tokens: int, device: torch.device) -> Any:
+    """A Llama with random weights, made where it is used; it recomputes its activations."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=32000 if size == "1.1b" else 256,
+        num_hidden_layers=num_layers,
+        num_key_value_heads=4,
+        max_position_embeddings=num_tokens,
+        use_cache=False,
+        **shape,
+    )
+    torch.set_default_dtype(torch.bfloat16)  # never a copy of it in fp32
+    with device:
+        model: Any = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model
+
+
+def train(
+    way: str, options: argparse.Namespace, num_layers: int, device: torch.device
+) -> dict[str, Any]:
+    """Some steps; the fastest one's seconds, the peak of memory, the losses."""
+    rows, num_tokens = (1, 2 * options.tokens) if options.grow else (options.rows, options.tokens)
+    torch.manual_seed(0)
+    model = make_model(options.size, num_layers, num_tokens, device)
+    ids = torch.randint(model.config.vocab_size, (rows, num_tokens), device=device)
+    optimizer = WAYS[way](model)
+    losses, times = [], []
+    for _ in range(NUM_STEPS):
+        begin = time.perf_counter()
+        if optimizer is None:
+            with torch.no_grad():
+                loss = model(input_ids=ids, labels=ids).loss
+        else:
+            loss = model(input_ids=ids, labels=ids).loss
+            _step(optimizer, loss)
+        losses.append(loss.item())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {
+        "num_params": sum(param.numel() for param in model.parameters()),
+        "num_layers": num_layers,
+        "tokens": rows * num_tokens,
+        "step_s": min(times),
+        "losses": losses,
+        "peak_bytes": peak,
+    }
+
+
+def _step(optimizer: Any, loss: torch.Tensor) -> None:
+    if isinstance(optimizer, InBackwardOptimizer):
+        optimizer.backward(loss)
+    elif hasattr(optimizer, "fused_backward"):
+        optimizer.fused_backward(loss.float(), LR)
+        return
+    else:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def attempt(
+    way: str, options: argparse.Namespace, num_layers: int, placement: Placement
+) -> dict[str, Any] | None:
+    """``train`` in a process of its own; None where memory ran out.
+
+    Raises:
+        RankError: it failed otherwise.
+    """
+    found: list[dict[str, Any]] = []
+
+    def main(team: Team) -> None:
+        team.report(train(way, options, num_layers, placement.take(0)))
+
+    try:
+        run_ranks(1, main, found.append)
+    except RankError as error:
+        if "OutOfMemoryError" in str(error):
+            return None
+        raise
+    return found[0]
+
+
+def grow(way: str, options: argparse.Namespace, placement: Placement) -> dict[str, Any] | None:
+    """What was found with the most layers that fit."""
+    best, fits, limit = None, 0, MAX_LAYERS
+    num_layers = FIRST_LAYERS
+    while fits < num_layers < limit and num_layers - fits >= max(1, fits // 16):
+        found = attempt(way, options, num_layers, placement)
+        if found is None:
+            limit = num_layers
+        else:
+            best, fits = found, num_layers
+        num_layers = 2 * fits if limit == MAX_LAYERS else (fits + limit) // 2
+    return best
+
+
+def run(options: argparse.Namespace, placement: Placement, report: Report) -> None:
+    """Every way in turn, each reported as soon as it is there."""
+    from transformers import LlamaForCausalLM  # noqa: F401 - seconds' worth, before the forks
+
+    for name in options.ways or (GROWN if options.grow else WAYS):
+        if name == "lomo_optim" and importlib.util.find_spec("lomo_optim") is None:
+            report.console.print("not available: lomo_optim is not installed")
+            continue
+        if options.grow:
+            found = grow(name, options, placement)
+        else:
+            found = attempt(name, options, options.layers, placement)
+        if found is None:
+            report.console.print(f"{name}: out of memory")
+            continue
+        report.add([{"way": name, "grown": options.grow, **found, "verified": True}])
+
+
+def row_of(record: dict[str, Any]) -> list[str]:
+    """A record for people."""
+    peak = record["peak_bytes"]
+    return [
+        *(record["way"], f"{record['num_params']:,}", f"{record['tokens']:,}"),
+        f"{record['step_s'] * 1e3:,.0f}",
+        "?" if peak is None else f"{peak / 2**30:.2f}",
+        f"{record['losses'][0]:.3f} → {record['losses'][-1]:.3f}",
+    ]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ends the process with a message when it makes no sense."""
+    parser = harness.make_parser(__doc__)
+    add = parser.add_argument
+    add("--device", default="cuda")
+    add("--size", choices=list(SIZES), default="1.1b", help="of a layer")
+    add("--layers", type=int, default=22)
+    add("--rows", type=int, default=8)
+    add("--tokens", type=int, default=1024, help="of a row")
+    add("--ways", type=as_option(words), help="some of them, separated by commas")
+    add("--grow", action="store_true", help="find the largest model that fits instead")
+    options = parser.parse_args(argv)
+    if count_devices(options.device) == 0:
+        parser.error(f"this torch has no {options.device} device here")
+    unknown = set(options.ways or ()) - WAYS.keys()
+    if unknown:
+        parser.error(f"--ways: there is no {', '.join(sorted(unknown))}")
+    if importlib.util.find_spec("transformers") is None:
+        parser.error("transformers is not installed")
+    options.json = options.json or harness.default_path("llama_memory")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs all ways; returns the exit code."""
+    options = parse(argv)
+    placement = Placement(options.device, count_devices(options.device))
+    report = Report("llama_memory", options.json, dtype="bfloat16", **facts(placement))
+    run(options, placement, report)
+    headers = ["way", "weights", "tokens", "step ms", "peak GiB", "loss"]
+    table = table_of(headers, "", report.records, row_of)
+    return report.finish(f"bfloat16, {options.device}", table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main("llama_memory.py", main))

@@ -1,0 +1,151 @@
+"""NVIDIA's Multi-Process Service for as long as a measurement lasts, apart from any other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+CONTROL = "nvidia-cuda-mps-control"
+# Where drivers put their programs, besides PATH.
+FOLDERS = ("/usr/bin", "/usr/local/nvidia/bin", "/usr/lib/nvidia/bin")
+START_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 10.0
+# With clients that do not end; then what is left is killed.
+QUIT_TIMEOUT_S = 20.0
+
+
+def find_control() -> str | None:
+    """The path of MPS's control program, or None."""
+    places = os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
+    return shutil.which(CONTROL, path=places)
+
+
+class Mps:
+    """A daemon in a folder of its own, which this process and those it starts use meanwhile.
+
+    It ends with the block, and where this process is killed, by a guard that sees it gone.
+
+    Raises:
+        ValueError: there is no control program.
+        RuntimeError: it does not start; the text has what it wrote.
+    """
+
+    def __init__(self) -> None:
+        found = find_control()
+        if found is None:
+            raise ValueError(
+                f"MPS is missing: {CONTROL} is neither on PATH nor in {', '.join(FOLDERS)}."
+                " It comes with NVIDIA's driver; without it ranks that share a GPU take turns"
+            )
+        self._control = found
+        self._folder = Path()
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._replaced: dict[str, str | None] = {}
+
+    def __enter__(self) -> Mps:
+        # Short: sockets go there.
+        self._folder = Path(tempfile.mkdtemp(prefix="ringcomm-mps-", dir="/tmp"))
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        self._replaced = {name: os.environ.get(name) for name in names}
+        os.environ.update(dict.fromkeys(names, str(self._folder)))
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        try:
+            # Its output goes to a file: the daemon would keep a pipe open.
+            with (self._folder / "start.txt").open("wb") as said:
+                subprocess.run(
+                    [self._control, "-d"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    timeout=START_TIMEOUT_S,
+                    check=True,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            text = (self._folder / "start.txt").read_text(errors="replace").strip()
+            raise RuntimeError(f"{CONTROL} -d: {error}. {text}") from None
+        # `read` ends when the last process that has the other end of its input is gone.
+        script = 'read -r line; echo quit | "$0"'
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", script, self._control],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _ask(self, command: str, timeout_s: float) -> str:
+        """What the daemon answers; nothing where it is gone or busy."""
+        try:
+            return subprocess.run(
+                [self._control],
+                input=command + "\n",
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            ).stdout
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    def _pids(self) -> list[int]:
+        """Of the daemon, and of its servers."""
+        said = self._ask("get_server_list", ANSWER_TIMEOUT_S)
+        with contextlib.suppress(OSError):
+            said += " " + (self._folder / f"{CONTROL}.pid").read_text()
+        return [int(word) for word in said.split() if word.isdigit()]
+
+    def _end(self) -> None:
+        if self._guard is not None:
+            pids = self._pids()
+            self._ask("quit", QUIT_TIMEOUT_S)
+            _kill_after(pids, ANSWER_TIMEOUT_S)
+            assert self._guard.stdin is not None
+            self._guard.kill()
+            self._guard.wait()
+            self._guard.stdin.close()
+            self._guard = None
+        for name, value in self._replaced.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _kill_after(pids: list[int], timeout_s: float) -> None:
+    """Waits for processes to end, and kills those that do not."""
+    deadline = time.monotonic() + timeout_s
+    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in filter(_is_alive, pids):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

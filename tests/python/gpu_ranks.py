@@ -1,0 +1,182 @@
+"""Ranks on GPUs, real and emulated, for tests of which each runs on both.
+
+A test marked with `on_gpus` gets `gpus`, on which it calls functions as ranks.run_ranks() does. On
+CUDA's devices it carries the marker gpu; how many ranks there are and where is told by the
+environment, which `make test-gpu` sets for each layout that the box allows:
+
+    GPU_TEST_RANKS    2 by default
+    GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first
+
+On emulated devices it runs everywhere, with two ranks on one and, most of them, with three on two.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import emulated_gpu
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CUDA, EMULATED = "cuda", "emugpu"
+NUM_RANKS = int(os.environ.get("GPU_TEST_RANKS", "2"))
+LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "all")
+# Where processes take turns on a GPU, a call takes milliseconds for each hand-over.
+CUDA_TIMEOUT_S = 180.0
+EMULATED_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Ranks of one kind of device; `num_devices` and `mps` are of emulated ones."""
+
+    kind: str
+    world_size: int
+    num_devices: int = 1
+    mps: bool = True
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == CUDA
+
+    @property
+    def take_turns(self) -> bool:
+        """Whether processes share a GPU without MPS: then the hosts meet in each call."""
+        if not self.is_cuda:
+            return not self.mps
+        num_used = 1 if LAYOUT == "one" else min(self.world_size, torch.cuda.device_count())
+        return num_used < self.world_size and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+
+    def skip_if_they_take_turns(self, why: str) -> None:
+        if self.take_turns:
+            pytest.skip(f"ranks take turns on a GPU, without MPS: {why}")
+
+    @property
+    def backend(self) -> str:
+        """Of groups that take tensors of the host as well."""
+        return f"cpu:ringcomm,{self.kind}:ringcomm"
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        backend: str | None = "",
+        group_timeout_s: float = 30.0,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        may_die: Collection[int] = (),
+    ) -> list[Any]:
+        """fn(rank, *args) on every rank, whose current device is its own; results by rank.
+
+        `backend`: of the default group; "" for this kind's; None for no group.
+        """
+        __tracebackhide__ = True
+        rank_env = dict(env or {})
+        if not self.is_cuda:
+            emulated_gpu.build()
+            rank_env["RINGCOMM_EMULATOR_DEVICES"] = str(self.num_devices)
+            rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
+            rank_env |= emulated_gpu.with_kernels()
+        name = self.backend if backend == "" else backend
+        # What the ranks of a pool share is its environment: so ranks of another group are others.
+        rank_env["RINGCOMM_TEST_GROUP"] = f"{name} {group_timeout_s}"
+        store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
+        group = (self.world_size, name, str(store), None, group_timeout_s)
+        return ranks.run_ranks(
+            self.world_size,
+            _call,
+            self.kind,
+            group,
+            fn,
+            args,
+            backend=None,
+            env=rank_env,
+            timeout_s=CUDA_TIMEOUT_S if self.is_cuda else EMULATED_TIMEOUT_S,
+            fresh=fresh or bool(may_die),
+            may_die=may_die,
+        )
+
+
+def _call(
+    rank: int, kind: str, group: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    if kind == EMULATED:
+        module: Any = emulated_gpu.load()
+        index = rank % module.device_count()
+    else:
+        module = torch.cuda
+        index = 0 if LAYOUT == "one" else rank % module.device_count()
+    module.set_device(index)
+    if group[1] is not None and not dist.is_initialized():
+        ranks._init_group(rank, *group)
+    return fn(rank, *args)
+
+
+cuda_marks = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+_real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
+_two_on_one, _three_on_two, _in_turns = (
+    pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
+    for gpus, name in (
+        (Gpus(EMULATED, 2), "emu2on1"),
+        (Gpus(EMULATED, 3, 2), "emu3on2"),
+        (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
+    )
+)
+on_cuda = pytest.mark.parametrize("gpus", [_real])
+on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
+on_gpus_in_turns_too = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns]
+)
+# Of what takes its time and does not depend on the number of ranks.
+on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one])
+
+
+# ---- in ranks
+
+
+def kind() -> str:
+    """Of this rank's device."""
+    return EMULATED if hasattr(torch, EMULATED) else CUDA
+
+
+def module() -> Any:
+    """torch.cuda, or what stands for it."""
+    return getattr(torch, kind())
+
+
+def device() -> torch.device:
+    """This rank's."""
+    return torch.device(kind(), module().current_device())
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    """A copy on this rank's device."""
+    return tensor.to(device())
+
+
+@contextmanager
+def held(stream: Any = None) -> Iterator[None]:
+    """A stream that does not get on: on emulated devices until the end, on CUDA's for a second."""
+    stream = stream or module().current_stream()
+    if kind() == EMULATED:
+        hold = module().hold(stream)
+        try:
+            yield
+        finally:
+            hold.release()
+        return
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)  # cycles of a clock of less than 2 GHz
+    yield

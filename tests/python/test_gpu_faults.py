@@ -1,0 +1,221 @@
+"""Ranks that are late, missing or killed, and calls that make no sense, with tensors on GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import Gpus, device, kind, module, on_cuda, on_gpus, on_some_gpus
+from test_errors import caught
+
+# Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
+LATE_S = {True: 2.0, False: 0.3}
+TIMEOUT_S = {True: 4.0, False: 1.5}
+# Beyond the time-out: for a machine that is busy, or whose processes take turns on a GPU.
+PATIENCE_S = 20.0
+NUM_LATER_CALLS, LATER_CALL_S = 10, 0.2
+
+
+def ones(num_elems: int = 1000) -> torch.Tensor:
+    return torch.ones(num_elems, device=device())
+
+
+def outcome(call: Callable[[], Any]) -> dict[str, Any]:
+    """The error that a call leads to, in it or in what comes after it, as caught() has it."""
+
+    def whole() -> None:
+        work = call()
+        if work is not None:
+            work.wait()
+        # Of what small calls have brought the host may learn a moment later.
+        for _ in range(NUM_LATER_CALLS):
+            module().synchronize()
+            time.sleep(LATER_CALL_S)
+            dist.all_reduce(ones(2))
+
+    begin = time.monotonic()
+    return {**caught(whole), "seconds": time.monotonic() - begin}
+
+
+def is_gpu_usable() -> bool:
+    return (ones() + 1).sum().item() == 2000.0
+
+
+def check_straggler(rank: int, late_s: float) -> None:
+    world_size = dist.get_world_size()
+    for num_elems in (1000, 300_007):
+        for late in range(world_size):
+            tensor = ones(num_elems)
+            module().synchronize()
+            if rank == late:
+                time.sleep(late_s)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [world_size] * num_elems
+
+
+@on_some_gpus
+def test_a_late_rank_is_waited_for(gpus: Gpus) -> None:
+    gpus.run(check_straggler, LATE_S[gpus.is_cuda])
+
+
+def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
+    dist.all_reduce(ones())
+    module().synchronize()
+    if rank == 1:
+        time.sleep(2 * timeout_s)
+        return {"usable": is_gpu_usable()}
+    said = outcome(lambda: dist.all_reduce(ones(num_elems), async_op=True))
+    return {**said, "usable": is_gpu_usable()}
+
+
+@on_some_gpus
+@pytest.mark.parametrize("num_elems", [1000, 300_007])
+def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_elems: int) -> None:
+    timeout_s = TIMEOUT_S[gpus.is_cuda]
+    results = gpus.run(miss, num_elems, timeout_s, group_timeout_s=timeout_s, fresh=True)
+    for rank, said in enumerate(results):
+        assert said["usable"]
+        if rank != 1:
+            assert said["type"] == "CollectiveTimeoutError", said
+            assert "rank 1" in said["text"]
+            assert said["op"] == "all_reduce"
+            assert said["seconds"] < timeout_s + PATIENCE_S
+
+
+def be_killed(rank: int) -> dict[str, Any]:
+    dist.all_reduce(ones())
+    module().synchronize()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = outcome(lambda: dist.all_reduce(ones(300_007), async_op=True))
+    return {**said, "usable": is_gpu_usable()}
+
+
+@on_some_gpus
+def test_a_killed_rank_is_named(gpus: Gpus) -> None:
+    if gpus.is_cuda and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        pytest.skip("a client that is killed in a kernel ends MPS, and the other ranks with it")
+    results = gpus.run(be_killed, may_die=[1])
+    for rank, said in enumerate(results):
+        if rank != 1:
+            assert said["type"] == "PeerDiedError", said
+            assert said["rank"] == 1
+            assert said["seconds"] < PATIENCE_S
+            assert said["usable"]
+
+
+def differ(rank: int, what: str) -> dict[str, Any]:
+    def call() -> Any:
+        if what == "count":
+            return dist.all_reduce(ones(1000 + (rank == 1)), async_op=True)
+        if what == "op" and rank == 1:
+            return dist.broadcast(ones(), 0, async_op=True)
+        if what == "dtype" and rank == 1:
+            return dist.all_reduce(ones().double()[:500], async_op=True)
+        return dist.all_reduce(ones(), async_op=True)
+
+    dist.all_reduce(ones())
+    said = outcome(call)
+    return {**said, "usable": is_gpu_usable()}
+
+
+@on_some_gpus
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("count", ("4000", "4004")),
+        ("op", ("all_reduce", "broadcast")),
+        ("dtype", ("float32", "float64")),
+    ],
+)
+def test_calls_that_differ_are_both_named(gpus: Gpus, what: str, named: tuple[str, ...]) -> None:
+    results = gpus.run(differ, what, group_timeout_s=10.0, fresh=True)
+    assert all(said["type"] == "MismatchError" for said in results), results
+    assert all(said["usable"] for said in results)
+    for said in results:
+        assert all(name in said["text"] for name in named), said["text"]
+
+
+# ---- arguments
+
+
+def refuse_host_tensor(rank: int) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        dist.all_reduce(torch.ones(4))
+    tensor = ones(4)
+    dist.all_reduce(tensor)  # the group is as usable as before
+    assert tensor.tolist() == [dist.get_world_size()] * 4
+    return str(error.value)
+
+
+@on_some_gpus
+def test_a_tensor_of_the_host_on_a_group_of_gpus_alone(gpus: Gpus) -> None:
+    backend = f"{gpus.kind}:ringcomm"
+    assert all("cpu" in said.lower() for said in gpus.run(refuse_host_tensor, backend=backend))
+
+
+def refuse_two_devices(rank: int) -> str:
+    if module().device_count() < 2:
+        return "one device"
+    here, there = (torch.ones(4, device=torch.device(kind(), index)) for index in range(2))
+    parts = [torch.ones_like(there) for _ in range(dist.get_world_size())]
+    with pytest.raises(ValueError, match="device") as error:
+        dist.all_gather(parts, here)
+    tensor = ones(4)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 4
+    return str(error.value)
+
+
+@on_gpus
+def test_tensors_on_two_devices(gpus: Gpus) -> None:
+    said = gpus.run(refuse_two_devices)
+    if said[0] == "one device":
+        pytest.skip("the box has one device")
+    assert all(f"{gpus.kind}:0" in text and f"{gpus.kind}:1" in text for text in said)
+
+
+def use_expandable_segments(rank: int) -> None:
+    world_size = dist.get_world_size()
+    for num_elems in (1, 1000, 3_000_001):
+        tensor = ones(num_elems)
+        dist.all_reduce(tensor)
+        assert (tensor == world_size).all()
+    # Segments grow, and shrink, under tensors that were used before.
+    grown = [ones(10_000_000) for _ in range(4)]
+    for tensor in grown:
+        dist.all_reduce(tensor)
+        assert (tensor == world_size).all()
+
+
+@on_cuda
+def test_expandable_segments(gpus: Gpus) -> None:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    gpus.run(use_expandable_segments, env=settings)
+
+
+def use_up_memory(rank: int) -> str:
+    """One rank takes what its device has left before the group first needs some."""
+    tensor = ones(3_000_001)
+    module().synchronize()
+    if rank == 0:
+        free, _ = torch.cuda.mem_get_info()
+        taken = torch.empty(max(0, free - (8 << 20)), dtype=torch.uint8, device=device())
+    dist.all_reduce(torch.ones(1))  # of the host
+    error = caught(lambda: dist.all_reduce(tensor))
+    if rank == 0:
+        del taken
+    return f"{error.get('type', '')}: {error.get('text', '')}"
+
+
+@on_cuda
+def test_little_memory_is_enough_or_an_error(gpus: Gpus) -> None:
+    for said in gpus.run(use_up_memory, fresh=True):
+        assert said == ": " or "memory" in said

@@ -1,0 +1,105 @@
+"""DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them.
+
+On CUDA's devices alone: emulated ones lack operators of the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from curves import (
+    Run,
+    assert_same_run,
+    batch,
+    make_model,
+    single_process,
+    train,
+    weights_of,
+)
+from gpu_ranks import Gpus, device, kind, on_cuda, on_gpu
+from test_functional import PROGRAMS
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+# Compilers of a GPU sum in another order than the CPU's: fp32, five steps.
+ATOL = 1e-4
+
+
+def batch_on_gpu(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
+    """Shares as even as the ranks allow, and of the same size: the mean of means is the mean."""
+    x, y = batch(step)
+    rows = len(x) // num_shares
+    part = slice(share * rows, (share + 1) * rows)
+    return on_gpu(x[part]), on_gpu(y[part])
+
+
+def batch_on_host(step: int, share: int, num_shares: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """What all ranks together see."""
+    x, y = batch(step)
+    rows = len(x) // world_size * world_size
+    return x[:rows], y[:rows]
+
+
+def on_host(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in weights_of(model).items()}
+
+
+def run_ddp(rank: int, options: dict[str, Any]) -> Run:
+    model = nn.parallel.DistributedDataParallel(make_model().to(device()), **options)
+    losses = train(model, rank, dist.get_world_size(), data=batch_on_gpu)
+    return Run(losses, on_host(model))
+
+
+def expected(world_size: int) -> Run:
+    def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
+        return batch_on_host(step, share, num_shares, world_size)
+
+    return single_process(data=data)
+
+
+@on_cuda
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"static_graph": True}], ids=str)
+def test_ddp(gpus: Gpus, options: dict[str, Any]) -> None:
+    assert_same_run(gpus.run(run_ddp, options), expected(gpus.world_size), ATOL)
+
+
+def run_fsdp2(rank: int, options: dict[str, Any]) -> Run:
+    model = make_model().to(device())
+    mesh = init_device_mesh(kind(), (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    losses = train(model, rank, dist.get_world_size(), data=batch_on_gpu)
+    return Run(losses, on_host(model))
+
+
+@on_cuda
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_fsdp2(gpus: Gpus, options: dict[str, Any]) -> None:
+    assert_same_run(gpus.run(run_fsdp2, options), expected(gpus.world_size), ATOL)
+
+
+def run_programs(rank: int, name: str, compiler: str | None) -> None:
+    program, expect = PROGRAMS[name]
+    inputs = [torch.arange(16.0).reshape(4, 4) * (r + 1) for r in range(2)]
+    if compiler is not None:
+        torch._dynamo.reset()
+        program = torch.compile(program, backend=compiler)
+    for _ in range(2):
+        result = program(on_gpu(inputs[rank]))
+        assert torch.equal(result.cpu(), expect(inputs, rank))
+
+
+@on_cuda
+@pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "name", ["all_reduce sum", "reduce_scatter dim 1", "coalesced", "in place"]
+)
+def test_functional_collectives(gpus: Gpus, name: str, compiler: str | None) -> None:
+    if gpus.world_size != 2:
+        pytest.skip("its oracle is of two ranks")
+    gpus.run(run_programs, name, compiler, group_timeout_s=120.0)
