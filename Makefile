@@ -11,7 +11,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        test-gpu test-torch lint format types compat packaging bench clean distclean check-python
+        test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -24,7 +24,7 @@ build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
 test: CPP += ARGS=
-test: build test-cpp test-tsan test-asan test-checker test-python  ## all tests (ARGS to those in Python)
+test: build test-cpp test-tsan test-asan test-checker test-emulator test-python  ## all tests (ARGS to those in Python)
 
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
@@ -37,6 +37,13 @@ test-asan:  ## C++ tests under AddressSanitizer and UBSan
 
 test-checker: check-python  ## every interleaving of the protocols, and the mutants
 	@$(CPP) run-checker PYTHON="$(PYTHON)"
+
+test-emulator:  ## the emulator of CUDA's driver, plain and under ThreadSanitizer
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run-tsan
+
+kernels: check-python  ## compile the kernels for GPUs, where nvcc is (ARGS="--arch 90")
+	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)

@@ -43,8 +43,7 @@ void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
                                 const c10::Stream& stream) {
   std::vector<cuda::DeviceMail> mails;
   for (const DeviceMessage& message : messages)
-    mails.push_back(
-        {message.is_send, message.data, message.num_bytes, message.peer, message.tag});
+    mails.push_back({message.is_send, message.data, message.num_bytes, message.peer, message.tag});
   engine_->exchange(mails, handle_of(stream));
 }
 

@@ -59,8 +59,7 @@ Engine::~Engine() {
 }
 
 void Engine::plan(const Collective& call, CallHeader& header) const {
-  plan_header(call, communicator_.options(), group_.staging().layout, group_.takes_turns(),
-              header);
+  plan_header(call, communicator_.options(), group_.staging().layout, group_.takes_turns(), header);
 }
 
 bool Engine::is_captured(StreamHandle stream) const {
