@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, on_gpu, on_gpus, on_gpus_in_turns_too
+from gpu_ranks import Gpus, on_gpu, on_gpus
 from test_collectives import OPS
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def check_sizes(rank: int, dtype: torch.dtype) -> None:
             same(tensor, oracle.reduced(inputs, "sum"))
 
 
-@on_gpus_in_turns_too
+@on_gpus
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 def test_sizes(gpus: Gpus, dtype: torch.dtype) -> None:
     gpus.run(check_sizes, dtype)
@@ -243,7 +243,7 @@ def check_sizes_of(rank: int, number: int) -> None:
         OTHERS[number](rank, num_elems)
 
 
-@on_gpus_in_turns_too
+@on_gpus
 @pytest.mark.parametrize("number", range(len(OTHERS)), ids=[fn.__name__ for fn in OTHERS])
 def test_collective(gpus: Gpus, number: int) -> None:
     gpus.run(check_sizes_of, number)
