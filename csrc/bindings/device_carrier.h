@@ -50,6 +50,10 @@ class DeviceCarrier {
   /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
+  /// Throws std::invalid_argument where a collective, or a message, cannot be enqueued on this
+  /// stream at all: it ends nothing then.
+  virtual void check_collective(const c10::Stream&) const {}
+  virtual void check_message(const c10::Stream&) const {}
   /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
   virtual bool is_captured(const c10::Stream&) const { return false; }
 

@@ -124,7 +124,8 @@ void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
 // And lets go of what is over.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   const std::lock_guard lock(mutex_);
-  while (!uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
+  // Asking for events would break the capture.
+  while (!use->is_captured() && !uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
   uses_.push_back(use);
   if (is_aborted_) use->give_up();
 }
@@ -142,6 +143,7 @@ void DeviceGroup::ending_on_failure(const std::string& what, const Enqueue& enqu
 
 void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream) {
   const std::shared_ptr<Communicator> engine = communicator();
+  carrier.check_collective(stream);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
   ending_on_failure(describe(header), [&] {
@@ -210,6 +212,7 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
   }
   return enqueue(device, std::move(info), inputs, std::move(kept),
                  [&](DeviceCarrier& carrier, const c10::Stream& stream) {
+                   carrier.check_message(stream);
                    ending_on_failure("sends and receives", [&] {
                      carrier.exchange(messages, stream);
                      for (const DeviceMessageCall& call : calls)

@@ -47,6 +47,10 @@ void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
   engine_->exchange(mails, handle_of(stream));
 }
 
+void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {
+  engine_->check_collective(handle_of(stream));
+}
+
 bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
   return engine_->is_captured(handle_of(stream));
 }

@@ -24,6 +24,8 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   void plan(const Collective& call, CallHeader& header) const override {
     engine_->plan(call, header);
   }
+  void check_collective(const c10::Stream& stream) const override;
+  void check_message(const c10::Stream&) const override { engine_->check_message(); }
   bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_->abort(); }
 

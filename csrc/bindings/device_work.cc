@@ -56,7 +56,11 @@ void DeviceUse::block_current_stream() {
 }
 
 void DeviceUse::give_up() {
-  if (is_over()) return;
+  try {
+    if (is_over()) return;
+  } catch (const std::exception&) {
+    // Events cannot be asked while a graph is captured, which may be what has failed.
+  }
   const std::lock_guard lock(mutex_);
   is_broken_ = true;
 }

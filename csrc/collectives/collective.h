@@ -83,6 +83,7 @@ struct Collective {
   std::uint32_t ring_num_slots = 0;           ///< 0: the group's
   std::uint64_t ring_slot_bytes = 0;          ///< 0: the group's
   const ShardUpdate* update = nullptr;        ///< of reduce_scatter_update_all_gather
+  bool is_counted = true;                     ///< in Stats: of the program, not of the library
 
   std::size_t num_bytes() const { return num_elems * element_bytes(dtype); }
   /// Elements of the share for, or from, a rank.

@@ -181,12 +181,14 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
                     .timeout = limits.timeout};
   };
   try {
-    if (call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates())
-      count(header.op, update_in_parts(call, rank_, world_size_, [&](const Collective& part) {
-              return carrier_->run(part, planned(part), limits);
-            }));
-    else
-      count(header.op, carrier_->run(call, header, limits));
+    const bool is_in_parts = call.op == OpKind::kReduceUpdateGather && !carrier_->fuses_updates();
+    const Traffic traffic =
+        is_in_parts ? update_in_parts(call, rank_, world_size_,
+                                      [&](const Collective& part) {
+                                        return carrier_->run(part, planned(part), limits);
+                                      })
+                    : carrier_->run(call, header, limits);
+    if (call.is_counted) count(header.op, traffic);
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {

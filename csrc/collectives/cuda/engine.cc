@@ -80,17 +80,26 @@ KernelCall Engine::new_call() {
   return call;
 }
 
+void Engine::check_collective(StreamHandle stream) const {
+  if (turns_ != nullptr && is_captured(stream))
+    throw std::invalid_argument(
+        "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, whose hosts "
+        "meet in each call; start MPS (nvidia-cuda-mps-control -d) before the ranks");
+}
+
+void Engine::check_message() const {
+  if (turns_ != nullptr)
+    throw std::invalid_argument(
+        "ranks that take turns on a GPU cannot send and receive there; start MPS "
+        "(nvidia-cuda-mps-control -d) before the ranks");
+}
+
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
   check_alive();
   const ContextGuard guard(group_.device());
   KernelCall kernel_call = new_call();
   const LaunchPlan plan = plan_launch(call, header, kernel_call);
   const bool is_captured = is_capturing(stream);
-  if (turns_ != nullptr && is_captured)
-    throw std::invalid_argument(
-        "ringcomm: a CUDA graph cannot capture collectives of ranks that take turns on a GPU, "
-        "whose "
-        "hosts meet in each call; start MPS (nvidia-cuda-mps-control -d) before the ranks");
   kernel_call.launch = num_launches_;
   order(stream, is_captured);
   if (!is_captured) calls_.note(num_launches_++, to_words(header));
@@ -174,10 +183,6 @@ void Engine::wait_for_turn(std::uint64_t turn) {
 
 void Engine::exchange(const std::vector<DeviceMail>& messages, StreamHandle stream) {
   check_alive();
-  if (turns_ != nullptr)
-    throw std::invalid_argument(
-        "ringcomm: sends and receives between ranks that take turns on a GPU are not supported; "
-        "start MPS (nvidia-cuda-mps-control -d) before the ranks");
   const ContextGuard guard(group_.device());
   const bool is_captured = is_capturing(stream);
   while (side_streams_.size() < messages.size())

@@ -47,7 +47,10 @@ class Engine {
   std::size_t staging_bytes() const { return group_.staging().layout.num_bytes(); }
 
   void plan(const Collective& call, CallHeader& header) const;
-  /// By one thread at a time. Throws Error, std::invalid_argument.
+  /// Throw std::invalid_argument where what follows cannot be.
+  void check_collective(StreamHandle stream) const;
+  void check_message() const;
+  /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another.
   void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);

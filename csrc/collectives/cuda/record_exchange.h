@@ -31,7 +31,8 @@ class RecordExchange {
     communicator_.run({.op = OpKind::kAllGather,
                        .num_elems = sizeof(Record),
                        .inputs = &input,
-                       .outputs = outputs.data()},
+                       .outputs = outputs.data(),
+                       .is_counted = false},
                       limits_);
     return all;
   }
