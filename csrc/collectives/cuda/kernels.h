@@ -20,6 +20,7 @@ class Kernels {
 
  private:
   explicit Kernels(DeviceOrdinal device);
+  void load_all();
   DeviceOrdinal device_;
   struct Modules;
   Modules* modules_;

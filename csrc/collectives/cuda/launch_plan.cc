@@ -16,8 +16,11 @@
 namespace ringcomm::cuda {
 namespace {
 
-constexpr std::size_t kMaxBlocks = 264;
-constexpr std::uint32_t kRegionBytes = 20 << 10;
+constexpr std::size_t kMaxBlocks = 132;
+constexpr std::uint32_t kRegionBytes = 40 << 10;
+// Ranks' calls of two groups at a time fit a device; with all of its room for one group, two ranks
+// that launch in another order would wait for each other for ever.
+constexpr std::size_t kCallsAtOnce = 2;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
 constexpr std::uint32_t kPacketBlockBytes = 2 << 10;             // of data: 256 packets
 
@@ -211,7 +214,7 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
   StagingLayout layout;
   layout.world_size = static_cast<std::uint32_t>(world);
   layout.num_blocks =
-      static_cast<std::uint32_t>(std::clamp<std::size_t>(resident / sharing, 1, kMaxBlocks));
+      static_cast<std::uint32_t>(std::clamp<std::size_t>(resident / kCallsAtOnce / sharing, 1, kMaxBlocks));
   // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
   layout.num_packet_blocks = std::min(
       layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));

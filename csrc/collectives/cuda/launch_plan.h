@@ -30,8 +30,8 @@ struct DeviceFacts {
   bool takes_turns = false;
 };
 
-/// How staging is cut: with as many blocks as fit all devices at once, since a block that waits for
-/// one that cannot start would wait for ever; and no more than 24 MiB for all ranks on one device
+/// How staging is cut: with so many blocks that two calls of all ranks fit all devices at once, since
+/// a block that waits for one that cannot start would wait for ever; and no more than 24 MiB for all ranks on one device
 /// unless they take turns.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 

@@ -155,7 +155,7 @@ RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
                                                    layout.packet_calls_offset(block.block_idx()));
   const std::uint64_t calls_before = number;  // no other block's, and of this rank alone
   const std::uint32_t flag = packet_flag(calls_before + 1);
-  const PacketPlaces places{call, block.block_idx(), calls_before % 2};
+  const PacketPlaces places{call, block.block_idx(), packet_turn(calls_before + 1)};
 
   const std::size_t num_bytes = call.num_elems * sizeof(typename Element::Stored);
   const std::size_t all_packets = (num_bytes + kPacketBytes - 1) / kPacketBytes;
