@@ -21,6 +21,11 @@ void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::
 
 }  // namespace
 
+DeviceCarrier::LentMemory DeviceCarrier::lend(std::size_t) {
+  C10_THROW_ERROR(NotImplementedError,
+                  "ringcomm: ranks that reach each other by " + name() + " share no memory");
+}
+
 std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
                                                    c10::Device device) {
   // The faster one first; the other takes every group.

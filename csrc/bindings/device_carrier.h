@@ -54,6 +54,14 @@ class DeviceCarrier {
   /// stream at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
   virtual void check_message(const c10::Stream&) const {}
+  /// Memory on this rank's device that the other ranks read and write where it lies. Collective.
+  /// Throws NotImplementedError where the carrier has no such memory.
+  struct LentMemory {
+    void* data;
+    std::shared_ptr<const void> owner;
+  };
+  virtual LentMemory lend(std::size_t num_bytes);
+
   /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
   virtual bool is_captured(const c10::Stream&) const { return false; }
 

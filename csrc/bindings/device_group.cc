@@ -47,6 +47,12 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   return *(carriers_[device.str()] = std::move(made));
 }
 
+DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
+  const std::lock_guard order(order_);
+  check();
+  return carrier(device).lend(num_bytes);
+}
+
 std::map<std::string, std::string> DeviceGroup::transports() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, std::string> names;

@@ -51,6 +51,11 @@ void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {
   engine_->check_collective(handle_of(stream));
 }
 
+DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
+  std::shared_ptr<const cuda::Segment> segment = engine_->lend(num_bytes);
+  return {segment->of(rank_), segment};
+}
+
 bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
   return engine_->is_captured(handle_of(stream));
 }
@@ -68,9 +73,11 @@ std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup&
   const c10::DeviceGuard guard(device);
   const std::string who = "ringcomm: group " + group.options.group_name;
   try {
-    return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
-        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
-        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
+    return std::make_unique<IpcDeviceCarrier>(
+        cuda::Engine::make(
+            *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
+            [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }),
+        group.rank);
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;

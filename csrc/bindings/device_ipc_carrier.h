@@ -11,7 +11,8 @@ namespace ringcomm {
 /// Collectives of device tensors by kernels in memory that all ranks have mapped.
 class IpcDeviceCarrier final : public DeviceCarrier {
  public:
-  explicit IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine) : engine_(std::move(engine)) {}
+  IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine, int rank)
+      : engine_(std::move(engine)), rank_(rank) {}
 
   const std::string& name() const override { return engine_->description(); }
   Traffic enqueue(const Collective& call, const CallHeader& header,
@@ -26,11 +27,13 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   }
   void check_collective(const c10::Stream& stream) const override;
   void check_message(const c10::Stream&) const override { engine_->check_message(); }
+  LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_->abort(); }
 
  private:
   std::unique_ptr<cuda::Engine> engine_;
+  int rank_;
 };
 
 /// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.

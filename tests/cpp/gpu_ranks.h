@@ -83,8 +83,12 @@ class GpuRanks {
     return call;
   }
 
-  /// Runs a call on one rank, to its end.
-  Traffic run(int rank, const Collective& call) {
+  /// Memory that ranks may lend each other: one segment, of which each has a part.
+  void lend(std::byte* const* bases) { lent_.bases = bases; }
+
+  /// Runs a call on one rank, to its end. Its buffers lie where they lie in lent memory, or nowhere.
+  Traffic run(int rank, const Collective& call, std::uint64_t lent_input = 0,
+              std::uint64_t lent_output = 0) {
     CallHeader header{.num_elems = call.num_elems,
                       .root = call.root,
                       .op = call.op,
@@ -95,6 +99,9 @@ class GpuRanks {
                       .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
     cuda::plan_header(call, options_, layout_, false, header);
     cuda::KernelCall kernel = kernel_call(rank);
+    kernel.lent = lent_;
+    kernel.lent_input = lent_input;
+    kernel.lent_output = lent_output;
     const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
     run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
     return plan.traffic;
@@ -112,6 +119,7 @@ class GpuRanks {
   CommunicatorOptions options_;
   cuda::StagingLayout layout_;
   cuda::Staging staging_;
+  cuda::Lent lent_;
   std::vector<std::vector<std::byte>> memory_;
   std::vector<cuda::Control> controls_;
 };

@@ -134,6 +134,51 @@ TEST_CASE("kernels: a rank that never comes is a time-out that names it, in all 
   }
 }
 
+// The sum of all ranks' inputs, in lent memory where `lends` says so of a rank.
+void sum_lent(int world_size, std::size_t num_elems, const std::vector<bool>& lends,
+              bool is_in_place) {
+  GpuRanks ranks(world_size, facts_of(world_size, 4), 2);
+  std::vector<std::vector<std::int32_t>> memory(
+      static_cast<std::size_t>(world_size), std::vector<std::int32_t>(2 * num_elems + 16));
+  std::vector<std::byte*> bases;
+  for (auto& part : memory) bases.push_back(reinterpret_cast<std::byte*>(part.data()));
+  ranks.lend(bases.data());
+  run_threads(world_size, [&](int rank) {
+    for (std::int32_t turn = 1; turn <= 3; ++turn) {
+      std::int32_t* input = memory[static_cast<std::size_t>(rank)].data();
+      std::int32_t* output = is_in_place ? input : input + num_elems + 16;
+      for (std::size_t i = 0; i < num_elems; ++i)
+        input[i] = turn * static_cast<std::int32_t>(i % 1000) + rank;
+      const void* inputs[] = {input};
+      void* outputs[] = {output};
+      const Collective call{.op = OpKind::kAllReduce,
+                            .dtype = DType::kInt32,
+                            .algorithm = Algorithm::kTwoShot,
+                            .num_elems = num_elems,
+                            .inputs = inputs,
+                            .outputs = outputs};
+      const bool is_lent = lends[static_cast<std::size_t>(rank)];
+      const auto place = [&](const std::int32_t* at) {
+        return is_lent ? cuda::Lent::place(0, static_cast<std::uint64_t>(at - input) * 4) : 0;
+      };
+      ranks.run(rank, call, place(input), place(output));
+      const int of_ranks = world_size * (world_size - 1) / 2;
+      for (std::size_t i = 0; i < num_elems; ++i)
+        expect(output[i] == world_size * turn * static_cast<std::int32_t>(i % 1000) + of_ranks,
+               "the sum at " + std::to_string(i));
+    }
+  });
+}
+
+TEST_CASE("kernels: buffers that all ranks have lent are read and written where they lie") {
+  for (const std::size_t num_elems : {std::size_t{5}, std::size_t{30'001}})
+    for (const bool is_in_place : {false, true}) {
+      sum_lent(3, num_elems, {true, true, true}, is_in_place);
+      sum_lent(3, num_elems, {true, false, true}, is_in_place);
+      sum_lent(2, num_elems, {false, true}, is_in_place);
+    }
+}
+
 TEST_CASE("kernels: the host's abort word ends their waits") {
   GpuRanks ranks(2, facts_of(2, 2), 2);
   std::thread host([&] {

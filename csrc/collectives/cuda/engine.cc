@@ -13,6 +13,7 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
+constexpr std::size_t kMaxLentSegments = 256;
 
 WaitLimits limits_of(std::chrono::milliseconds timeout) {
   return {.timeout = timeout, .is_interrupted = {}};
@@ -94,11 +95,60 @@ void Engine::check_message() const {
         "(nvidia-cuda-mps-control -d) before the ranks");
 }
 
+std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
+  check_alive();
+  if (turns_ != nullptr)
+    throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers");
+  if (lent_.size() == kMaxLentSegments)
+    throw std::invalid_argument("a group shares " + std::to_string(kMaxLentSegments) +
+                                " tensors at most; they stay as long as it does");
+  const ContextGuard guard(group_.device());
+  auto segment =
+      std::make_shared<Segment>(exchange_, group_.device(), group_.places(), group_.handle_kind(),
+                                std::max<std::size_t>(num_bytes, 1));
+  const auto world_size = static_cast<std::size_t>(communicator_.world_size());
+  const std::size_t row_bytes = world_size * sizeof(std::byte*);
+  agree(exchange_, attempt([&] {
+          if (lent_bases_ == nullptr)
+            lent_bases_ = std::make_unique<DeviceMemory>(
+                group_.device(), kMaxLentSegments * row_bytes, HandleKind::kIpc);
+          const MappedHostMemory row(group_.device(), row_bytes);
+          for (std::size_t rank = 0; rank < world_size; ++rank)
+            static_cast<std::byte**>(row.host())[rank] = segment->of(static_cast<int>(rank));
+          const SideStream stream;
+          check(driver().memcpy_async(
+                    reinterpret_cast<DevicePtr>(lent_bases_->data() + lent_.size() * row_bytes),
+                    reinterpret_cast<DevicePtr>(row.device()), row_bytes, stream.get()),
+                "tell kernels of shared memory");
+          stream.finish();
+        }));
+  lent_.push_back(segment);
+  return segment;
+}
+
+// Where a buffer lies in lent memory; 0 where it does not.
+std::uint64_t Engine::place_of(const void* data, std::size_t num_bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  for (std::size_t i = 0; i < lent_.size(); ++i) {
+    const std::byte* base = lent_[i]->of(communicator_.rank());
+    if (begin >= base && begin + num_bytes <= base + lent_[i]->num_bytes())
+      return Lent::place(i, static_cast<std::uint64_t>(begin - base));
+  }
+  return 0;
+}
+
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
   check_alive();
   const ContextGuard guard(group_.device());
   KernelCall kernel_call = new_call();
   const LaunchPlan plan = plan_launch(call, header, kernel_call);
+  if (header.algorithm == Algorithm::kTwoShot && !lent_.empty()) {
+    const std::uint64_t input = place_of(call.inputs[0], call.num_bytes());
+    const std::uint64_t output = place_of(call.outputs[0], call.num_bytes());
+    kernel_call.lent.bases = reinterpret_cast<std::byte* const*>(lent_bases_->data());
+    kernel_call.lent_input = output != 0 ? input : 0;
+    kernel_call.lent_output = input != 0 ? output : 0;
+  }
   const bool is_captured = is_capturing(stream);
   kernel_call.launch = num_launches_;
   order(stream, is_captured);

@@ -54,6 +54,10 @@ class Engine {
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another.
   void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);
+  /// Memory on this rank's device in which peers read and write buffers of all_reduce where they lie.
+  /// Collective; kept as long as this engine. Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const Segment> lend(std::size_t num_bytes);
+
   /// Whether what is enqueued there is captured in a graph.
   bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
@@ -64,6 +68,7 @@ class Engine {
          std::function<void(const std::string&)> report);
 
   KernelCall new_call();
+  std::uint64_t place_of(const void* data, std::size_t num_bytes) const;
   /// Makes `stream` wait for the group's call before, if that is on another one.
   void order(StreamHandle stream, bool is_captured);
   void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
@@ -78,6 +83,8 @@ class Engine {
   DeviceGroup group_;
   CallBoard calls_;
   DeviceWatch watch_;
+  std::vector<std::shared_ptr<const Segment>> lent_;
+  std::unique_ptr<DeviceMemory> lent_bases_;  // of all ranks' parts, for kernels
   std::uint64_t num_launches_ = 0;
   bool has_recorded_ = false;
   StreamHandle last_stream_ = nullptr;

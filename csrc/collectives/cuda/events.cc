@@ -24,6 +24,10 @@ SideStream::SideStream() {
 
 SideStream::~SideStream() { driver().stream_destroy(stream_); }
 
+void SideStream::finish() const {
+  check(driver().stream_synchronize(stream_), "wait for the GPU");
+}
+
 void SideStream::leave(StreamHandle main) {
   left_.record(main);
   left_.block(stream_);

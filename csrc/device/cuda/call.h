@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/annotations.h"
 #include "core/types.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
@@ -10,13 +11,23 @@
 
 namespace ringcomm::cuda {
 
-/// Memory that all ranks of a group have mapped, a table of theirs and ours: `base[segment *
-/// world_size + rank]` is where a rank's part of a segment lies here. Buffers in it can be read and
-/// written by peers where they lie (direct.h).
+/// Memory of users that all ranks of a group have mapped, in segments of which each rank has a part:
+/// buffers in it can be read and written by peers where they lie.
 struct Lent {
-  const std::byte* const* bases = nullptr;
-  /// Number of the segment + 1 above, offset in it below; 0: nowhere in lent memory.
+  /// `bases[segment * world_size + rank]` is where a rank's part of a segment lies here.
+  std::byte* const* bases = nullptr;
+
+  /// A place in a segment, as ranks tell it each other; 0 is none.
   static constexpr int kOffsetBits = 40;
+  RINGCOMM_HD static constexpr std::uint64_t place(std::uint64_t segment, std::uint64_t offset) {
+    return (segment + 1) << kOffsetBits | offset;
+  }
+  RINGCOMM_HD std::byte* find(std::uint64_t place, int rank, int world_size) const {
+    const std::uint64_t segment = (place >> kOffsetBits) - 1;
+    return bases[segment * static_cast<std::uint64_t>(world_size) +
+                 static_cast<std::uint64_t>(rank)] +
+           (place & ((std::uint64_t{1} << kOffsetBits) - 1));
+  }
 };
 
 /// The parameter of every kernel: one call of a collective, as one rank makes it. It is the same in

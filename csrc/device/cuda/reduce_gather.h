@@ -27,13 +27,17 @@ struct SliceSources {
   }
 };
 
-/// The same range of every rank's lent input, or output.
-struct LentSources {
-  const KernelCall& call;
-  std::byte* const* buffers;
+/// Every rank's buffer of a call, where that lies in lent memory.
+struct LentBuffers {
+  int num_ranks = 0;
+  std::byte* of[kMaxRanks];
+};
+/// The same range of all of them.
+struct LentRange {
+  const LentBuffers& buffers;
   std::size_t offset;
-  RINGCOMM_HD int num() const { return call.world_size; }
-  RINGCOMM_HD std::byte* at(int rank) const { return buffers[rank] + offset; }
+  RINGCOMM_HD int num() const { return buffers.num_ranks; }
+  RINGCOMM_HD std::byte* at(int rank) const { return buffers.of[rank] + offset; }
 };
 
 /// What the owner of elements does with them: reduces them into the outputs.
@@ -67,8 +71,17 @@ class ReduceGather {
       const bool is_first = step == 0;
       if (does(call_, step))
         if (const Stop stop = stage(slice_idx, is_first); stop != Stop::kNone) return stop;
-      if (does(call_, step + 1))
-        if (const Stop stop = reduce(slice_idx, is_first); stop != Stop::kNone) return stop;
+      if (does(call_, step + 1)) {
+        Lending lending = Lending::kNone;
+        if (const Stop stop = reduce(slice_idx, is_first, lending); stop != Stop::kNone)
+          return stop;
+        if (lending == Lending::kAll) return reduce_lent(slice_idx, slices);
+        if (lending == Lending::kSome) {
+          // Some have staged nothing, and some have lent nothing: all stage, as if nobody could lend.
+          if (const Stop stop = stage(slice_idx, false); stop != Stop::kNone) return stop;
+          if (const Stop stop = reduce(slice_idx, false, lending); stop != Stop::kNone) return stop;
+        }
+      }
       if (kGathers && does(call_, step + 2))
         if (const Stop stop = gather(slice_idx); stop != Stop::kNone) return stop;
     }
@@ -87,7 +100,8 @@ class ReduceGather {
     std::byte* region = nullptr;
     if (const Stop stop = phases_.open(region, is_first); stop != Stop::kNone) return stop;
     for (int rank = 0; rank < call_.world_size; ++rank) {
-      if (rank == call_.rank) continue;
+      // Whoever lends its buffers stages nothing before it has seen whether all do.
+      if (rank == call_.rank || (is_first && call_.lent_input != 0)) continue;
       const ElemRange slice = chunks_.slice(rank, slice_idx);
       block_.copy(region + chunks_.part_offset(call_.rank, rank), chunks_.input(rank, slice),
                   slice.num_elems * input_elem_bytes_);
@@ -96,8 +110,43 @@ class ReduceGather {
     return Stop::kNone;
   }
 
-  RINGCOMM_HD Stop reduce(std::size_t slice_idx, bool is_first) {
+  /// How many ranks have lent their buffers to this call.
+  enum class Lending : std::uint8_t { kNone, kSome, kAll };
+
+  RINGCOMM_HD Lending look_at_lending() const {
+    int num_lent = 0;
+    for (int rank = 0; rank < call_.world_size; ++rank)
+      num_lent += phases_.heading(rank).lent_input != 0 ? 1 : 0;
+    return num_lent == 0 ? Lending::kNone
+                         : (num_lent == call_.world_size ? Lending::kAll : Lending::kSome);
+  }
+
+  /// Where all have lent theirs: each owner reduces its part of this block from all inputs into all
+  /// outputs, and nothing is staged.
+  RINGCOMM_HD Stop reduce_lent(std::size_t first_slice_idx, std::size_t slices) {
+    LentBuffers inputs{call_.world_size, {}};
+    LentBuffers outputs{call_.world_size, {}};
+    for (int rank = 0; rank < call_.world_size; ++rank) {
+      const Heading& heading = phases_.heading(rank);
+      inputs.of[rank] = call_.lent.find(heading.lent_input, rank, call_.world_size);
+      outputs.of[rank] = call_.lent.find(heading.lent_output, rank, call_.world_size);
+    }
+    for (std::size_t slice_idx = first_slice_idx; slice_idx < slices;
+         slice_idx += block_.num_blocks()) {
+      const ElemRange slice = chunks_.slice(call_.rank, slice_idx);
+      if (slice.num_elems == 0) continue;
+      owner_(block_, call_, LentRange{outputs, slice.begin_elems * output_elem_bytes_},
+             LentRange{inputs, slice.begin_elems * input_elem_bytes_}, slice);
+    }
+    return phases_.rejoin();
+  }
+
+  RINGCOMM_HD Stop reduce(std::size_t slice_idx, bool is_first, Lending& lending) {
     if (const Stop stop = phases_.wait_all(is_first); stop != Stop::kNone) return stop;
+    if (kShape == ReduceShape::kAllReduce && is_first) {
+      lending = look_at_lending();
+      if (lending != Lending::kNone) return Stop::kNone;
+    }
     const ElemRange slice = chunks_.slice(call_.rank, slice_idx);
     const SliceSources sources{call_, chunks_.input(call_.rank, slice), block_.block_idx(),
                                phases_.phase() - 1, chunks_.part_bytes()};

@@ -39,9 +39,7 @@ struct StagingLayout {
 
   static constexpr std::uint32_t kMailSlots = 2;
 
-  /// In front of all: which block was the first to give up, and a number by which peers know the
-  /// memory.
-  static constexpr std::size_t kSignatureOffset = 64;
+  /// In front of all: which block was the first to give up.
   RINGCOMM_HD constexpr std::size_t published_offset(std::size_t block) const {
     return kLineBytes + block * sizeof(Cursor);
   }
