@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "bindings/header_check.h"
 #include "bindings/python_errors.h"
 
 namespace ringcomm {
@@ -152,6 +153,10 @@ void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10:
   carrier.check_collective(stream);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
+  if (world_size_ > 1 && !carrier.finds_mismatches())
+    check_header(engine, header, options_->timeout, [weak = weak_from_this()] {
+      if (const auto group = weak.lock(); group != nullptr) group->abort();
+    });
   ending_on_failure(describe(header), [&] {
     engine->count(item.call.op, carrier.enqueue(item.call, header, stream));
     if (item.finish) item.finish();

@@ -27,6 +27,7 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   }
   void check_collective(const c10::Stream& stream) const override;
   void check_message(const c10::Stream&) const override { engine_->check_message(); }
+  bool finds_mismatches() const override { return true; }
   LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_->abort(); }

@@ -10,8 +10,8 @@
 namespace ringcomm {
 
 /// Collectives of device tensors over the sends and receives of another backend: where ranks cannot
-/// map each other's memory. Ranks that call different things are not told apart: what they exchange
-/// never meets, and ends in the backend's time-out.
+/// map each other's memory. What they exchange does not tell its call: hosts compare headers beside
+/// it (header_check.h).
 class MessageDeviceCarrier final : public DeviceCarrier {
  public:
   /// `backend` as DeviceEngine wants it. Collective over the group.
