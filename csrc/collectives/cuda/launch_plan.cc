@@ -47,9 +47,9 @@ unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
 
 // Of pieces that are dealt to blocks in turn: the first block has the most, and a last turn in
 // which what was staged last is taken.
-std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks, std::uint32_t per_piece) {
+std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
   const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
-  return static_cast<std::uint32_t>(most) * per_piece + 1;
+  return static_cast<std::uint32_t>(most) + 1;
 }
 
 template <ReduceShape kShape>
@@ -59,12 +59,11 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
       call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
   const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
   plan.num_blocks = blocks_for(chunks.max_slices(), kernel_call.staging.layout);
-  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks, 2);
-  const bool gathers = kShape == ReduceShape::kAllReduce || kShape == ReduceShape::kUpdate;
+  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks) + (gathers(kShape) ? 1 : 0);
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
     const std::size_t elems = chunks.chunk(rank).num_elems;
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += elems * input_bytes;
-    if (rank == kernel_call.rank && gathers)
+    if (rank == kernel_call.rank && gathers(kShape))
       plan.traffic.sent_bytes +=
           elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
   }
@@ -171,7 +170,7 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   kernel_call.longest_bytes = longest_bytes;
   const std::size_t pieces = num_slices(longest_bytes, move_part_bytes(layout, is_shared));
   plan.num_blocks = blocks_for(pieces, layout);
-  plan.num_turns = turns_for(pieces, plan.num_blocks, 1);
+  plan.num_turns = turns_for(pieces, plan.num_blocks);
 }
 
 void fill_update(const Collective& call, KernelCall& kernel_call) {
@@ -317,7 +316,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
 
 std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
                             unsigned num_blocks, bool is_shared) {
-  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks, 1);
+  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks);
 }
 
 LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
