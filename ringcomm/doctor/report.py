@@ -27,6 +27,7 @@ SHM_NOTE = (
 # Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
     *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
+    *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
     *("RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR"),
 )
 

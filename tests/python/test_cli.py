@@ -214,7 +214,7 @@ def test_tables_want_rich_and_say_so(
         (["bench", "all_reduce", "--world-size", "two"], "invalid int value"),
         (["bench", "all_reduce", "--peers", "carrier_pigeon"], "knows no backend 'carrier_pigeon'"),
         (["bench", "all_reduce", "--peers", "gloo"], "built without gloo"),
-        (["bench", "all_reduce", "--dtype", "text"], "invalid choice: 'text'"),
+        (["bench", "all_reduce", "--dtype", "text"], "unknown type 'text'"),
         (["bench", "all_reduce", "--seconds", "-1"], "not negative"),
         (["bench", "sendrecv", "--world-size", "1"], "two ranks at least"),
         (["tune", "--world-sizes", "1,2"], "2 to 64, got 1"),
