@@ -3,13 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
-#include <functional>
-#include <map>
+#include <new>
 
+#include "collectives/cuda/events.h"
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/unavailable.h"
 #include "core/errors.h"
@@ -24,17 +24,6 @@ using Text = RecordText<256>;
 constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 // Of all kernels this takes the most registers.
 constexpr const char* kLargestKernel = "ringcomm_two_shot_bfloat16";
-
-// Runs what only this rank does; what goes wrong is for all to hear of.
-Text attempt(const std::function<void()>& body) {
-  try {
-    body();
-    return {};
-  } catch (const std::exception& error) {
-    const std::string text = error.what();
-    return Text(text.empty() ? "unknown error" : text);
-  }
-}
 
 template <class Record>
 void check_all(const std::vector<Record>& records) {
@@ -55,24 +44,6 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
 
 // What every rank writes into its own staging, and finds in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
-
-// A stream of its own for what is to be done now.
-class Stream {
- public:
-  explicit Stream(DeviceOrdinal device) : guard_(device) {
-    check(driver().stream_create(&stream_, kStreamNonBlocking), "make a stream");
-  }
-  ~Stream() { driver().stream_destroy(stream_); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-
-  StreamHandle get() const { return stream_; }
-  void finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
-
- private:
-  ContextGuard guard_;
-  StreamHandle stream_ = nullptr;
-};
 
 }  // namespace
 
@@ -263,7 +234,7 @@ void DeviceGroup::map_peer(int peer, const Place& place, const Memory& memory,
 
 // Zeros, which all cursors begin with, and a signature where nothing else lies.
 void DeviceGroup::clear_staging(int rank) {
-  const Stream stream(device_);
+  const SideStream stream;
   std::byte* staging = staging_.of[rank];
   const auto address = reinterpret_cast<DevicePtr>(staging);
   check(driver().memset_d8_async(address, 0, staging_.layout.num_bytes(), stream.get()),
@@ -279,7 +250,7 @@ void DeviceGroup::clear_staging(int rank) {
 }
 
 void DeviceGroup::probe_peer(int peer) {
-  const Stream stream(device_);
+  const SideStream stream;
   const auto address = reinterpret_cast<DevicePtr>(staging_.of[peer]);
   const MappedHostMemory found(device_, sizeof(std::uint64_t));
   check(driver().memcpy_async(reinterpret_cast<DevicePtr>(found.device()),

@@ -34,6 +34,8 @@ class SideStream {
   SideStream& operator=(const SideStream&) = delete;
 
   StreamHandle get() const { return stream_; }
+  /// Blocks until it is done.
+  void finish() const;
   void leave(StreamHandle main);
   void join(StreamHandle main);
 

@@ -27,15 +27,6 @@ struct SliceSources {
   }
 };
 
-/// The same range of every rank's lent input, or output.
-struct LentSources {
-  const KernelCall& call;
-  std::byte* const* buffers;
-  std::size_t offset;
-  RINGCOMM_HD int num() const { return call.world_size; }
-  RINGCOMM_HD std::byte* at(int rank) const { return buffers[rank] + offset; }
-};
-
 /// What the owner of elements does with them: reduces them into the outputs.
 template <class Element>
 struct PlainOwner {
