@@ -106,4 +106,10 @@ std::string describe(const CallHeader& header) {
   return text.str();
 }
 
+std::string describe_difference(int peer, const CallHeader& theirs, int rank,
+                                const std::string& ours) {
+  return "rank " + std::to_string(peer) + " called " + describe(theirs) + " where rank " +
+         std::to_string(rank) + " called " + ours;
+}
+
 }  // namespace ringcomm

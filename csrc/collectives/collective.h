@@ -128,5 +128,8 @@ bool is_same_call(CallHeader a, CallHeader b);
 
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);
+/// "rank 1 called broadcast #7 (...) where rank 0 called all_reduce #7 (...)"
+std::string describe_difference(int peer, const CallHeader& theirs, int rank,
+                                const std::string& ours);
 
 }  // namespace ringcomm

@@ -192,13 +192,12 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
   } catch (const Stopped& stopped) {
     failure_->raise_stopped(stopped.stop, stopped.peer, activity(), stopped.detail);
   } catch (const Mismatched& mismatched) {
-    failure_->raise_mismatch(mismatched.peer,
-                             !mismatched.difference.empty()
-                                 ? mismatched.difference
-                                 : "rank " + std::to_string(mismatched.peer) + " called " +
-                                       describe(mismatched.theirs) + " where rank " +
-                                       std::to_string(rank_) + " called " + describe(header),
-                             activity());
+    failure_->raise_mismatch(
+        mismatched.peer,
+        !mismatched.difference.empty()
+            ? mismatched.difference
+            : describe_difference(mismatched.peer, mismatched.theirs, rank_, describe(header)),
+        activity());
   } catch (const std::exception& error) {
     // Out of memory, most likely. Wherever this rank has stopped, the others have gone on.
     failure_->abort(activity().description + ": " + error.what());

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import run_on_gpus
+from test_collectives import OPS
 from torch import Tensor
 
 from ringcomm import Options, stats
@@ -22,16 +23,6 @@ pytestmark = emulated_gpu.needs_emulated_gpu
 
 GPU = "emugpu"
 POISON = {"RINGCOMM_EMULATOR_POISON": "1"}
-OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "band": dist.ReduceOp.BAND,
-    "bor": dist.ReduceOp.BOR,
-    "bxor": dist.ReduceOp.BXOR,
-}
 DTYPES = [*oracle.FLOATS, *oracle.INTS, torch.bool]
 WORLDS = [2, 3, 4]
 

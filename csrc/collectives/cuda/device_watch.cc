@@ -108,15 +108,12 @@ void DeviceWatch::look_at_record() {
   if (stop == 0) return;
   end_waits();
   const Activity activity = activity_of(control.launch);
-  const std::string peer = "rank " + std::to_string(control.peer);
   if (stop == kMismatch) {
     CallHeader theirs = from_words(control.theirs);
     theirs.seq = control.launch;
-    subject_.failure.raise_mismatch(control.peer,
-                                    peer + " called " + describe(theirs) + " where rank " +
-                                        std::to_string(subject_.rank) + " called " +
-                                        activity.description,
-                                    activity);
+    subject_.failure.raise_mismatch(
+        control.peer,
+        describe_difference(control.peer, theirs, subject_.rank, activity.description), activity);
   }
   if (stop == kSizesDiffer)
     subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
@@ -155,10 +152,7 @@ void DeviceWatch::compare_calls() {
       header.seq = num_compared_;
       const Activity activity = activity_of(num_compared_);
       subject_.failure.raise_mismatch(
-          peer,
-          "rank " + std::to_string(peer) + " called " + describe(header) + " where rank " +
-              std::to_string(subject_.rank) + " called " + activity.description,
-          activity);
+          peer, describe_difference(peer, header, subject_.rank, activity.description), activity);
     }
   }
 }

@@ -52,8 +52,7 @@ Engine::~Engine() {
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
     if (has_recorded_) check(driver().event_synchronize(last_.get()), "wait for the GPU");
-    for (const auto& side : side_streams_)
-      check(driver().stream_synchronize(side->get()), "wait for the GPU");
+    for (const auto& side : side_streams_) side->finish();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before.
   }

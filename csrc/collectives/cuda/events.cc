@@ -24,9 +24,7 @@ SideStream::SideStream() {
 
 SideStream::~SideStream() { driver().stream_destroy(stream_); }
 
-void SideStream::finish() const {
-  check(driver().stream_synchronize(stream_), "wait for the GPU");
-}
+void SideStream::finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
 
 void SideStream::leave(StreamHandle main) {
   left_.record(main);
@@ -57,14 +55,7 @@ TurnEvents::TurnEvents(RecordExchange& exchange)
       is_opened_(peers_.size()) {
   EventRecords mine;
   mine.pid = ::getpid();
-  const auto attempt = [&](const auto& body) {
-    try {
-      body();
-    } catch (const Error& error) {
-      mine.problem = RecordText<256>(error.what());
-    }
-  };
-  attempt([&] {
+  mine.problem = attempt([&] {
     for (std::size_t i = 0; i < own_.size(); ++i) {
       mine.events[i] = own_[i].get();
       check(driver().ipc_get_event_handle(&mine.handles[i], own_[i].get()),
@@ -72,7 +63,7 @@ TurnEvents::TurnEvents(RecordExchange& exchange)
     }
   });
   const auto records = exchange.all_gather(mine);
-  attempt([&] {
+  const RecordText<256> opening = attempt([&] {
     for (std::size_t peer = 0; peer < records.size(); ++peer) {
       const EventRecords& theirs = records[peer];
       if (!theirs.problem.str().empty()) continue;
@@ -86,6 +77,7 @@ TurnEvents::TurnEvents(RecordExchange& exchange)
       is_opened_[peer] = true;
     }
   });
+  if (mine.problem.str().empty()) mine.problem = opening;
   const auto verdicts = exchange.all_gather(mine);
   for (std::size_t peer = 0; peer < verdicts.size(); ++peer)
     if (const std::string problem = verdicts[peer].problem.str(); !problem.empty())

@@ -76,15 +76,11 @@ void plan_ring(const Collective& call, const CallHeader& header, KernelCall& ker
   plan.num_blocks =
       blocks_for(num_slices(layout.max_chunk_elems(), header.ring_slot_bytes / elem_bytes),
                  kernel_call.staging.layout);
-  for (int rank = 0; rank < kernel_call.world_size; ++rank) {
-    const std::size_t bytes = layout.chunk(rank).num_elems * elem_bytes;
-    // All chunks but one go on in each half: but that of the next rank, and that of the one after.
-    const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
-    for (int step = 0; step < schedule.num_steps(); ++step) {
-      if (schedule.reduce_scatter_send_chunk(step) == rank) plan.traffic.sent_bytes += bytes;
-      if (schedule.all_gather_send_chunk(step) == rank) plan.traffic.sent_bytes += bytes;
-    }
-  }
+  const RingSchedule schedule(kernel_call.rank, kernel_call.world_size);
+  for (int step = 0; step < schedule.num_steps(); ++step)
+    plan.traffic.sent_bytes += (layout.chunk(schedule.reduce_scatter_send_chunk(step)).num_elems +
+                                layout.chunk(schedule.all_gather_send_chunk(step)).num_elems) *
+                               elem_bytes;
 }
 
 void plan_one_shot(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {

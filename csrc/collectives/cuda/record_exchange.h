@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -53,5 +54,17 @@ struct RecordText {
   }
   std::string str() const { return bytes; }
 };
+
+/// Runs what only this rank does; the text says what went wrong, for all to hear.
+template <class Body>
+RecordText<256> attempt(const Body& body) {
+  try {
+    body();
+    return {};
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    return RecordText<256>(text.empty() ? "unknown error" : text);
+  }
+}
 
 }  // namespace ringcomm::cuda

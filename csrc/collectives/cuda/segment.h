@@ -56,18 +56,6 @@ shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& ke
 /// A key under which this process has offered nothing yet.
 std::string new_offer_key();
 
-/// Runs what only this rank does; the text says what went wrong, for all to hear.
-template <class Body>
-RecordText<256> attempt(const Body& body) {
-  try {
-    body();
-    return {};
-  } catch (const std::exception& error) {
-    const std::string text = error.what();
-    return RecordText<256>(text.empty() ? "unknown error" : text);
-  }
-}
-
 /// Throws Unavailable with the first rank's `problem`, if any has one.
 void check_problems(const std::vector<RecordText<256>>& problems);
 

@@ -115,21 +115,21 @@ struct FloatElement {
   RINGCOMM_HD static Stored store(Acc acc) { return quiet(acc); }
 };
 
-struct Float16Element {
+/// Floats of 16 bits, accumulated in fp32.
+struct WideElement {
   using Stored = std::uint16_t;
   using Acc = float;
   static constexpr bool kIsBitwise = false;
-  RINGCOMM_HD static Acc load(Stored value) { return float16_to_fp32(value); }
   RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<float>(divisor); }
+};
+
+struct Float16Element : WideElement {
+  RINGCOMM_HD static Acc load(Stored value) { return float16_to_fp32(value); }
   RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_float16(acc); }
 };
 
-struct BFloat16Element {
-  using Stored = std::uint16_t;
-  using Acc = float;
-  static constexpr bool kIsBitwise = false;
+struct BFloat16Element : WideElement {
   RINGCOMM_HD static Acc load(Stored value) { return bfloat16_to_fp32(value); }
-  RINGCOMM_HD static Acc divide(Acc acc, int divisor) { return acc / static_cast<float>(divisor); }
   RINGCOMM_HD static Stored store(Acc acc) { return fp32_to_bfloat16(acc); }
 };
 
