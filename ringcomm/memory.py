@@ -44,8 +44,8 @@ def empty_shared(
         Of that shape, contiguous, with undefined elements.
 
     Raises:
-        ValueError: a size is negative; the group of a GPU's tensor is another backend's, or there is
-            none.
+        ValueError: a size is negative; the group of a GPU's tensor is another backend's, or there
+            is none.
         TypeError: a size is missing or no whole number, or dtype no torch.dtype.
         NotImplementedError: the group's ranks cannot map each other's memory of that device.
         torch.OutOfMemoryError: the machine has not that much memory.

@@ -54,7 +54,8 @@ class DeviceCarrier {
   /// stream at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
   virtual void check_message(const c10::Stream&) const {}
-  /// Whether its data tells what call it is of, so that calls that differ are found where they meet.
+  /// Whether its data tells what call it is of, so that calls that differ are found where they
+  /// meet.
   virtual bool finds_mismatches() const { return false; }
 
   /// Memory on this rank's device that the other ranks read and write where it lies. Collective.

@@ -4,26 +4,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include <cstdlib>
-
+#include "bindings/driver_device.h"
 #include "bindings/python_errors.h"
 #include "collectives/cuda/unavailable.h"
 
 namespace ringcomm {
-namespace {
-
-cuda::StreamHandle handle_of(const c10::Stream& stream) {
-  return static_cast<cuda::StreamHandle>(stream.native_handle());
-}
-
-// Devices of CUDA, or of the driver that stands in for it.
-bool is_of_driver(c10::Device device) {
-  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
-  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
-}
-
-}  // namespace
-
 Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
                                   const c10::Stream& stream) {
   return engine_->enqueue(call, header, handle_of(stream));

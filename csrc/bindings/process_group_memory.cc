@@ -31,8 +31,8 @@ at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArra
   DeviceCarrier::LentMemory memory;
   with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
   return at::from_blob(
-      memory.data, sizes, [owner = memory.owner](void*) {},
-      at::TensorOptions(dtype).device(device), device);
+      memory.data, sizes, [owner = memory.owner](void*) {}, at::TensorOptions(dtype).device(device),
+      device);
 }
 
 }  // namespace ringcomm

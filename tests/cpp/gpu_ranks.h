@@ -86,7 +86,8 @@ class GpuRanks {
   /// Memory that ranks may lend each other: one segment, of which each has a part.
   void lend(std::byte* const* bases) { lent_.bases = bases; }
 
-  /// Runs a call on one rank, to its end. Its buffers lie where they lie in lent memory, or nowhere.
+  /// Runs a call on one rank, to its end. Its buffers lie where they lie in lent memory, or
+  /// nowhere.
   Traffic run(int rank, const Collective& call, std::uint64_t lent_input = 0,
               std::uint64_t lent_output = 0) {
     CallHeader header{.num_elems = call.num_elems,

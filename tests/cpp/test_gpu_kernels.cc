@@ -138,8 +138,8 @@ TEST_CASE("kernels: a rank that never comes is a time-out that names it, in all 
 void sum_lent(int world_size, std::size_t num_elems, const std::vector<bool>& lends,
               bool is_in_place) {
   GpuRanks ranks(world_size, facts_of(world_size, 4), 2);
-  std::vector<std::vector<std::int32_t>> memory(
-      static_cast<std::size_t>(world_size), std::vector<std::int32_t>(2 * num_elems + 16));
+  std::vector<std::vector<std::int32_t>> memory(static_cast<std::size_t>(world_size),
+                                                std::vector<std::int32_t>(2 * num_elems + 16));
   std::vector<std::byte*> bases;
   for (auto& part : memory) bases.push_back(reinterpret_cast<std::byte*>(part.data()));
   ranks.lend(bases.data());
@@ -177,6 +177,48 @@ TEST_CASE("kernels: buffers that all ranks have lent are read and written where 
       sum_lent(3, num_elems, {true, false, true}, is_in_place);
       sum_lent(2, num_elems, {false, true}, is_in_place);
     }
+}
+
+// Two steps of a kernel on one rank's arrays, and of the host's.
+void update_alone(Optimizer optimizer, std::size_t num_elems) {
+  std::vector<float> start(num_elems), grad(num_elems);
+  for (std::size_t i = 0; i < num_elems; ++i) {
+    start[i] = 0.37F * static_cast<float>(i % 91) - 11;
+    grad[i] = 0.013F * static_cast<float>(i % 83) - 0.5F;
+  }
+  struct Arrays {
+    std::vector<float> param, first, second;
+  };
+  const std::vector<float> zeros(num_elems);
+  Arrays kernel{start, zeros, zeros}, host{start, zeros, zeros};
+  for (std::uint32_t step = 1; step <= 2; ++step) {
+    ShardUpdate update{.spec = {.lr = 0.01, .weight_decay = 0.1, .step = step}};
+    update.spec.optimizer = optimizer;
+    update.spec.coefficients =
+        optimizer == Optimizer::kAdamW ? std::array{0.9, 0.999, 1e-8} : std::array{0.75, 0.0, 0.0};
+    const UpdateOp op = host::make_update_op(update.spec, DType::kFloat32);
+    const int num_states = ringcomm::num_states(update.spec);
+    const auto states = [&](Arrays& of) {
+      return std::array{num_states > 0 ? of.first.data() : nullptr,
+                        num_states > 1 ? of.second.data() : nullptr};
+    };
+    op.apply(op.scalars, {host.param.data(), grad.data(), nullptr, states(host)}, num_elems);
+    update.states = states(kernel);
+    const Collective call{
+        .op = OpKind::kReduceUpdateGather, .dtype = DType::kFloat32, .update = &update};
+    cuda::KernelCall kernel_call;
+    const cuda::LaunchPlan plan =
+        cuda::plan_own_update(call, grad.data(), kernel.param.data(), num_elems, kernel_call);
+    run_kernel(plan.kernel, kernel_call, plan.num_blocks, 3);
+  }
+  CHECK(std::memcmp(kernel.param.data(), host.param.data(), num_elems * sizeof(float)) == 0);
+  CHECK(kernel.first == host.first);
+  CHECK(kernel.second == host.second);
+}
+
+TEST_CASE("kernels: an update alone has the host's bits") {
+  for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdamW, Optimizer::kLomo})
+    for (const std::size_t num_elems : {1, 1003, 20'000}) update_alone(optimizer, num_elems);
 }
 
 TEST_CASE("kernels: the host's abort word ends their waits") {

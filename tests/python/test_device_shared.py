@@ -1,4 +1,4 @@
-"""ringcomm.empty_shared on emulated GPUs: all_reduces that read and write buffers where they lie."""
+"""ringcomm.empty_shared on emulated GPUs: all_reduces of buffers where they lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, on one emulated GPU: they need no MPS, but a stream each."""
+"""Ranks that are threads of one process, on one emulated GPU: each has a stream of its own."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "bindings/device_carrier.h"
+#include "bindings/device_messages/algorithms.h"
 #include "bindings/device_messages/engine.h"
+#include "bindings/device_messages/peer_watch.h"
 #include "collectives/communicator_options.h"
 
 namespace ringcomm {
@@ -15,8 +18,8 @@ namespace ringcomm {
 class MessageDeviceCarrier final : public DeviceCarrier {
  public:
   /// `backend` as DeviceEngine wants it. Collective over the group.
-  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-                       c10::Device device, const CommunicatorOptions& options);
+  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, const DeviceCarrierGroup& group,
+                       c10::Device device);
 
   const std::string& name() const override { return name_; }
   Traffic enqueue(const Collective& call, const CallHeader& header,
@@ -27,6 +30,7 @@ class MessageDeviceCarrier final : public DeviceCarrier {
             const c10::Stream& stream) override;
   void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
   void plan(const Collective& call, CallHeader& header) const override;
+  bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_.abort(); }
 
  private:
@@ -43,6 +47,8 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   CommunicatorOptions options_;
   std::string name_;
   DeviceEngine engine_;
+  DeviceUpdate update_;
+  std::optional<PeerWatch> watch_;  // not of a group of one; last: it uses the engine
 };
 
 /// The same over a new backend, which ringcomm.message_backend chooses and makes. Takes every

@@ -73,7 +73,7 @@ std::string DeviceGroup::describe() const {
                 static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
   return std::string("cuda_ipc by ") + name_of(kind_) + ": " +
          std::to_string(facts_.max_ranks_per_device) + " ranks on a GPU" +
-         (facts_.takes_turns                 ? ", taking turns (no MPS)"
+         (facts_.takes_turns                ? ", taking turns (no MPS)"
           : facts_.max_ranks_per_device > 1 ? ", side by side"
                                             : "") +
          ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
@@ -123,10 +123,9 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
 }
 
 void DeviceGroup::share_staging(RecordExchange& exchange) {
-  segment_ = std::make_unique<Segment>(exchange, device_, places_, kind_,
-                                       staging_.layout.num_bytes());
-  for (int rank = 0; rank < exchange.world_size(); ++rank)
-    staging_.of[rank] = segment_->of(rank);
+  segment_ =
+      std::make_unique<Segment>(exchange, device_, places_, kind_, staging_.layout.num_bytes());
+  for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
 }
 
 // Rank 0 makes it; each rank has a control block of its own besides.
@@ -150,9 +149,8 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
   const std::string key = offers[0].key.str();
   Text problem = mine.problem;
   if (problem.str().empty() && exchange.rank() != 0)
-    problem = attempt([&] {
-      host_memory_ = shm::SharedMemory(fetch_from(places_[0], 0, key).get(), num_bytes);
-    });
+    problem = attempt(
+        [&] { host_memory_ = shm::SharedMemory(fetch_from(places_[0], 0, key).get(), num_bytes); });
   const std::vector<Text> problems = exchange.all_gather(problem);
   if (exchange.rank() == 0 && !key.empty()) hub.withdraw(key);
   check_problems(problems);

@@ -7,9 +7,9 @@
 
 #include "collectives/cuda/launch_plan.h"
 #include "collectives/cuda/record_exchange.h"
+#include "collectives/cuda/segment.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
-#include "collectives/cuda/segment.h"
 #include "transport/cuda/device_memory.h"
 #include "transport/shm/shared_memory.h"
 

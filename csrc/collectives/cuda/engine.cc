@@ -5,9 +5,7 @@
 #include <thread>
 
 #include "collectives/cuda/header_words.h"
-#include "collectives/cuda/kernels.h"
 #include "collectives/reduction.h"
-#include "device/cuda/limits.h"
 
 namespace ringcomm::cuda {
 namespace {
@@ -34,6 +32,7 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
       limits_(limits_of(timeout)),
       exchange_(communicator, limits_),
       group_(exchange_, device, CallBoard::num_bytes(communicator.world_size())),
+      kernels_(Kernels::of(device)),
       calls_(group_.host_memory(), communicator.rank()),
       watch_({.control = group_.control(),
               .calls = calls_,
@@ -155,7 +154,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header, Stream
   if (turns_ != nullptr)
     launch_in_turns(plan, kernel_call, stream);
   else
-    launch(plan, kernel_call, stream);
+    kernels_.launch(plan, kernel_call, stream);
   last_stream_ = stream;
   if (!is_captured) {
     last_.record(stream);
@@ -168,13 +167,6 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header, Stream
 // A stream keeps its own order, and a captured one can wait only for what was captured with it.
 void Engine::order(StreamHandle stream, bool is_captured) {
   if (has_recorded_ && stream != last_stream_ && !is_captured) last_.block(stream);
-}
-
-void Engine::launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
-  void* parameters[] = {&call};
-  check(driver().launch_kernel(Kernels::of(group_.device()).find(plan.kernel), plan.num_blocks, 1,
-                               1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
-        "launch a kernel");
 }
 
 // ---- ranks that take turns
@@ -195,7 +187,7 @@ void Engine::launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHan
   }
   for (std::uint32_t turn = 0; turn < num_launches; ++turn) {
     call.first_step = call.last_step = turn;
-    launch(plan, call, stream);
+    kernels_.launch(plan, call, stream);
     take_turn(stream, 0);
   }
 }
@@ -245,7 +237,7 @@ void Engine::exchange(const std::vector<DeviceMail>& messages, StreamHandle stre
                                 : plan_recv(mail.data, mail.num_bytes, mail.peer, mail.tag, call);
     // One message needs no stream of its own.
     if (messages.size() > 1) side_streams_[i]->leave(stream);
-    launch(plan, call, messages.size() > 1 ? side_streams_[i]->get() : stream);
+    kernels_.launch(plan, call, messages.size() > 1 ? side_streams_[i]->get() : stream);
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv, plan.traffic);
   }
   if (messages.size() > 1)

@@ -13,6 +13,7 @@
 #include "collectives/cuda/device_group.h"
 #include "collectives/cuda/device_watch.h"
 #include "collectives/cuda/events.h"
+#include "collectives/cuda/kernels.h"
 
 namespace ringcomm::cuda {
 
@@ -54,8 +55,9 @@ class Engine {
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another.
   void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);
-  /// Memory on this rank's device in which peers read and write buffers of all_reduce where they lie.
-  /// Collective; kept as long as this engine. Throws Unavailable, Error, std::invalid_argument.
+  /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
+  /// lie. Collective; kept as long as this engine. Throws Unavailable, Error,
+  /// std::invalid_argument.
   std::shared_ptr<const Segment> lend(std::size_t num_bytes);
 
   /// Whether what is enqueued there is captured in a graph.
@@ -71,7 +73,6 @@ class Engine {
   std::uint64_t place_of(const void* data, std::size_t num_bytes) const;
   /// Makes `stream` wait for the group's call before, if that is on another one.
   void order(StreamHandle stream, bool is_captured);
-  void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
@@ -81,6 +82,7 @@ class Engine {
   WaitLimits limits_;
   RecordExchange exchange_;
   DeviceGroup group_;
+  Kernels& kernels_;
   CallBoard calls_;
   DeviceWatch watch_;
   std::vector<std::shared_ptr<const Segment>> lent_;

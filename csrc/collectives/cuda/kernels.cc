@@ -65,8 +65,8 @@ Kernels::Kernels(DeviceOrdinal device) : device_(device), modules_(new Modules) 
   load_all();
 }
 
-// The driver loads a function when it is first asked for, and may wait for the GPU then: for a kernel
-// that waits for the very one that is to be loaded.
+// The driver loads a function when it is first asked for, and may wait for the GPU then: for a
+// kernel that waits for the very one that is to be loaded.
 void Kernels::load_all() {
   for (const char* name : kNames) find(name);
 }
@@ -80,6 +80,13 @@ Function Kernels::find(const std::string& name) {
     if (driver().module_get_function(&function, module, name.c_str()) == kSuccess) return function;
   function = nullptr;
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: there is no kernel " + name);
+}
+
+void Kernels::launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
+  void* parameters[] = {&call};
+  check(driver().launch_kernel(find(plan.kernel), plan.num_blocks, 1, 1, kBlockThreads, 1, 1, 0,
+                               stream, parameters, nullptr),
+        "launch a kernel");
 }
 
 int Kernels::blocks_per_multiprocessor(const std::string& name) {

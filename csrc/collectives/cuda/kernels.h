@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "collectives/cuda/launch_plan.h"
 #include "transport/cuda/driver.h"
 
 namespace ringcomm::cuda {
@@ -15,6 +16,7 @@ class Kernels {
 
   /// Throws Error where there is none of this name. From any thread.
   Function find(const std::string& name);
+  void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   /// Blocks of a kernel that fit a multiprocessor at once.
   int blocks_per_multiprocessor(const std::string& name);
 

@@ -22,7 +22,10 @@ constexpr std::uint32_t kRegionBytes = 40 << 10;
 // that launch in another order would wait for each other for ever.
 constexpr std::size_t kCallsAtOnce = 2;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
-constexpr std::uint32_t kPacketBlockBytes = 2 << 10;             // of data: 256 packets
+// Of an update alone: some loads for each thread, and some blocks for each place on the device.
+constexpr std::size_t kOwnUpdateElems = 8 << 10;
+constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
+constexpr std::uint32_t kPacketBlockBytes = 2 << 10;  // of data: 256 packets
 
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
@@ -169,8 +172,10 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   plan.num_turns = turns_for(pieces, plan.num_blocks);
 }
 
-void fill_update(const Collective& call, KernelCall& kernel_call) {
+void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const ShardUpdate& update = *call.update;
+  plan.kernel = std::string("ringcomm_update_") + optimizer_name(update.spec.optimizer) + "_" +
+                name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
   kernel_call.update = host::make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
@@ -208,8 +213,8 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
                         static_cast<std::size_t>(facts.blocks_per_multiprocessor);
   StagingLayout layout;
   layout.world_size = static_cast<std::uint32_t>(world);
-  layout.num_blocks =
-      static_cast<std::uint32_t>(std::clamp<std::size_t>(resident / kCallsAtOnce / sharing, 1, kMaxBlocks));
+  layout.num_blocks = static_cast<std::uint32_t>(
+      std::clamp<std::size_t>(resident / kCallsAtOnce / sharing, 1, kMaxBlocks));
   // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
   layout.num_packet_blocks = std::min(
       layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
@@ -280,9 +285,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   switch (call.op) {
     case OpKind::kReduceUpdateGather:
-      fill_update(call, kernel_call);
-      plan.kernel = std::string("ringcomm_update_") + optimizer_name(call.update->spec.optimizer) +
-                    "_" + element + "_" + name_of(call.update->spec.param_dtype);
+      fill_update(call, kernel_call, plan);
       plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
       break;
     case OpKind::kReduceScatter:
@@ -307,6 +310,19 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
         plan_reduction<ReduceShape::kAllReduce>(call, kernel_call, plan);
       }
   }
+  return plan;
+}
+
+LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param,
+                           std::size_t num_elems, KernelCall& kernel_call) {
+  LaunchPlan plan;
+  kernel_call.dtype = call.dtype;
+  kernel_call.num_elems = num_elems;
+  kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
+  kernel_call.outputs[0] = static_cast<std::byte*>(param);
+  fill_update(call, kernel_call, plan);
+  plan.num_blocks = static_cast<unsigned>(
+      std::clamp<std::size_t>(num_slices(num_elems, kOwnUpdateElems), 1, kMaxOwnUpdateBlocks));
   return plan;
 }
 

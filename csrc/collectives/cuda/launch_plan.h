@@ -30,9 +30,9 @@ struct DeviceFacts {
   bool takes_turns = false;
 };
 
-/// How staging is cut: with so many blocks that two calls of all ranks fit all devices at once, since
-/// a block that waits for one that cannot start would wait for ever; and no more than 24 MiB for all ranks on one device
-/// unless they take turns.
+/// How staging is cut: with so many blocks that two calls of all ranks fit all devices at once,
+/// since a block that waits for one that cannot start would wait for ever; and no more than 24 MiB
+/// for all ranks on one device unless they take turns.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
 /// Fills in algorithm and ring geometry. Only boards can be cut into turns.
@@ -42,6 +42,11 @@ void plan_header(const Collective& call, const CommunicatorOptions& options,
 /// Fills in all of `kernel_call` but its staging, control, timeout and rank, which it has.
 /// Throws std::invalid_argument where the call cannot be made.
 LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelCall& kernel_call);
+
+/// A step of an optimizer on this rank's arrays, which are `num_elems` of its own and not all of
+/// the call's: what the call does in a group of one. Fills in all of `kernel_call`.
+LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param,
+                           std::size_t num_elems, KernelCall& kernel_call);
 
 /// Of calls whose sizes no rank knew alone, when they are known.
 std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,

@@ -50,10 +50,7 @@ void check_problems(const std::vector<RecordText<256>>& problems) {
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
                  const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes)
-    : device_(device),
-      num_bytes_(num_bytes),
-      mapped_(places.size()),
-      parts_(places.size()) {
+    : device_(device), num_bytes_(num_bytes), mapped_(places.size()), parts_(places.size()) {
   const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind));
   try {
     std::vector<RecordText<256>> problems;
@@ -108,10 +105,9 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
                   "ringcomm: threads of one process on several GPUs need memory that is handed out "
                   "by file descriptors, which this driver has not");
   }
-  mapped_[idx] = key.empty()
-                     ? std::make_unique<DeviceMemory>(device_, part.num_bytes, part.handle)
-                     : std::make_unique<DeviceMemory>(device_, part.num_bytes,
-                                                      fetch_from(place, peer, key));
+  mapped_[idx] = key.empty() ? std::make_unique<DeviceMemory>(device_, part.num_bytes, part.handle)
+                             : std::make_unique<DeviceMemory>(device_, part.num_bytes,
+                                                              fetch_from(place, peer, key));
   parts_[idx] = mapped_[idx]->data();
   probe(peer);
 }
@@ -121,20 +117,19 @@ void Segment::sign_own(int rank) {
   const MappedHostMemory word(device_, sizeof(std::uint64_t));
   const std::uint64_t value = signature(rank);
   std::memcpy(word.host(), &value, sizeof value);
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
-                              reinterpret_cast<DevicePtr>(word.device()), sizeof value,
-                              stream.get()),
-        "write to memory of the GPU");
+  check(
+      driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
+                            reinterpret_cast<DevicePtr>(word.device()), sizeof value, stream.get()),
+      "write to memory of the GPU");
   stream.finish();
 }
 
 void Segment::probe(int peer) {
   const SideStream stream;
   const MappedHostMemory word(device_, sizeof(std::uint64_t));
-  check(driver().memcpy_async(
-            reinterpret_cast<DevicePtr>(word.device()),
-            reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
-            sizeof(std::uint64_t), stream.get()),
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word.device()),
+                              reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
+                              sizeof(std::uint64_t), stream.get()),
         "read another rank's memory");
   stream.finish();
   std::uint64_t value = 0;

@@ -11,8 +11,8 @@
 
 namespace ringcomm::cuda {
 
-/// Memory of users that all ranks of a group have mapped, in segments of which each rank has a part:
-/// buffers in it can be read and written by peers where they lie.
+/// Memory of users that all ranks of a group have mapped, in segments of which each rank has a
+/// part: buffers in it can be read and written by peers where they lie.
 struct Lent {
   /// `bases[segment * world_size + rank]` is where a rank's part of a segment lies here.
   std::byte* const* bases = nullptr;
