@@ -5,6 +5,7 @@
 
 #include "bindings/device_ipc_carrier.h"
 #include "bindings/device_messages/carrier.h"
+#include "core/errors.h"
 
 namespace py = pybind11;
 
@@ -35,8 +36,16 @@ std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& gro
     log_choice(group, device, carrier->name());
     return carrier;
   }
-  carrier = make_message_device_carrier(group, device);
-  log_choice(group, device, carrier->name() + "; not by cuda_ipc: " + reason);
+  const std::string not_by = "not by cuda_ipc: " + reason;
+  try {
+    carrier = make_message_device_carrier(group, device);
+  } catch (c10::Error& error) {
+    error.add_context(not_by);
+    throw;
+  } catch (const Error& error) {
+    throw Error(error.info(), std::string(error.what()) + "; " + not_by);
+  }
+  log_choice(group, device, carrier->name() + "; " + not_by);
   return carrier;
 }
 

@@ -9,27 +9,33 @@
 #include "collectives/cuda/unavailable.h"
 
 namespace ringcomm {
+namespace {
+
+std::vector<cuda::Mail> to_mails(const std::vector<DeviceMessage>& messages) {
+  std::vector<cuda::Mail> mails;
+  for (const DeviceMessage& message : messages)
+    mails.push_back({.data = static_cast<std::byte*>(message.data),
+                     .num_bytes = message.num_bytes,
+                     .tag = message.tag,
+                     .peer = static_cast<std::int16_t>(message.peer),
+                     .is_send = message.is_send});
+  return mails;
+}
+
+}  // namespace
+
 Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
                                   const c10::Stream& stream) {
   return engine_->enqueue(call, header, handle_of(stream));
 }
 
-void IpcDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
-                            const c10::Stream& stream) {
-  engine_->exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, handle_of(stream));
-}
-
-void IpcDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
-                            const c10::Stream& stream) {
-  engine_->exchange({{false, data, num_bytes, peer, tag}}, handle_of(stream));
-}
-
 void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
                                 const c10::Stream& stream) {
-  std::vector<cuda::DeviceMail> mails;
-  for (const DeviceMessage& message : messages)
-    mails.push_back({message.is_send, message.data, message.num_bytes, message.peer, message.tag});
-  engine_->exchange(mails, handle_of(stream));
+  engine_->exchange(to_mails(messages), handle_of(stream));
+}
+
+void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) const {
+  engine_->check_messages(to_mails(messages));
 }
 
 void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {

@@ -21,7 +21,7 @@
 namespace ringcomm::testing {
 
 /// Runs a kernel to its end.
-inline void run_kernel(const std::string& name, const cuda::KernelCall& call, unsigned num_blocks,
+inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
                        unsigned num_threads) {
   const emulator::Kernel* kernel = emulator::find_kernel(name);
   expect(kernel != nullptr, "a kernel " + name);
@@ -75,11 +75,7 @@ class GpuRanks {
 
   cuda::KernelCall kernel_call(int rank) {
     cuda::KernelCall call;
-    call.staging = staging_;
-    call.control = &control(rank);
-    call.timeout_ns = static_cast<std::uint64_t>(timeout.count());
-    call.rank = rank;
-    call.world_size = world_size_;
+    fill(rank, call);
     return call;
   }
 
@@ -107,6 +103,12 @@ class GpuRanks {
     run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
     return plan.traffic;
   }
+  void exchange(int rank, const std::vector<cuda::Mail>& messages) {
+    cuda::MailCall call;
+    fill(rank, call);
+    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, kAnyBlocks, call);
+    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
+  }
   void run_case(int rank, const Case& c) {
     CaseBuffers buffers(c, rank, world_size_);
     run(rank, buffers.call());
@@ -115,6 +117,16 @@ class GpuRanks {
   }
 
  private:
+  static constexpr unsigned kAnyBlocks = 1000;
+
+  void fill(int rank, cuda::GroupFrame& call) {
+    call.staging = staging_;
+    call.control = &control(rank);
+    call.timeout_ns = static_cast<std::uint64_t>(timeout.count());
+    call.rank = rank;
+    call.world_size = world_size_;
+  }
+
   int world_size_;
   unsigned num_threads_;
   CommunicatorOptions options_;

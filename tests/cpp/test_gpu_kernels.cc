@@ -179,6 +179,70 @@ TEST_CASE("kernels: buffers that all ranks have lent are read and written where 
     }
 }
 
+// Messages of every rank to every other, two of each pair and direction.
+struct Letters {
+  Letters(int rank, int world_size, std::size_t long_bytes) {
+    const std::size_t sizes[] = {long_bytes, 5};
+    for (int peer = 0; peer < world_size; ++peer)
+      for (std::size_t i = 0; i < 2 && peer != rank; ++i) {
+        sent.push_back(letter(rank, peer, i, sizes[i]));
+        expected.push_back(letter(peer, rank, i, sizes[i]));
+        received.emplace_back(sizes[i]);
+        peers.push_back(peer);
+      }
+  }
+  static std::vector<std::byte> letter(int from, int to, std::size_t number, std::size_t size) {
+    std::vector<std::byte> bytes(size);
+    for (std::size_t i = 0; i < size; ++i)
+      bytes[i] =
+          static_cast<std::byte>(i * 7 + number * 31 + static_cast<std::size_t>(from * 5 + to));
+    return bytes;
+  }
+  cuda::Mail mail(std::size_t i, bool is_send) {
+    std::vector<std::byte>& bytes = is_send ? sent[i] : received[i];
+    return {bytes.data(), bytes.size(), static_cast<std::int32_t>(i % 2),
+            static_cast<std::int16_t>(peers[i]), is_send};
+  }
+
+  std::vector<std::vector<std::byte>> sent, received, expected;
+  std::vector<int> peers;
+};
+
+TEST_CASE("kernels: a batch of messages, several of a pair, to ranks that take them one by one") {
+  for (const int world_size : {2, 3}) {
+    GpuRanks ranks(world_size, facts_of(world_size, 4 * world_size), 2);
+    run_threads(world_size, [&](int rank) {
+      for (const bool is_lone : {false, true}) {
+        Letters letters(rank, world_size, kHasThreadSanitizer ? 40'000 : 300'001);
+        std::vector<cuda::Mail> batch;
+        for (const bool is_send : {false, true})
+          for (std::size_t i = 0; i < letters.peers.size(); ++i)
+            batch.push_back(letters.mail(i, is_send));
+        // The last rank receives all before it sends any: the others must not wait for that.
+        if (is_lone && rank == world_size - 1)
+          for (const cuda::Mail& mail : batch) ranks.exchange(rank, {mail});
+        else
+          ranks.exchange(rank, batch);
+        expect(ranks.control(rank).stop == 0, "a kernel that does not give up");
+        expect(letters.received == letters.expected, "all messages");
+      }
+    });
+  }
+}
+
+TEST_CASE("kernels: a batch that has no room is refused") {
+  const cuda::StagingLayout layout = cuda::make_staging_layout(facts_of(4, 8));
+  cuda::MailCall call;
+  call.staging.layout = layout;
+  std::byte byte{};
+  std::vector<cuda::Mail> messages(3, {&byte, 1, 0, 1, true});
+  for (std::size_t i = 0; i < messages.size(); ++i) messages[i].peer = static_cast<std::int16_t>(i);
+  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call), doctest::Contains("make several"));
+  messages.resize(129, messages[0]);
+  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call),
+                    doctest::Contains("128 at most, got 129"));
+}
+
 // Two steps of a kernel on one rank's arrays, and of the host's.
 void update_alone(Optimizer optimizer, std::size_t num_elems) {
   std::vector<float> start(num_elems), grad(num_elems);

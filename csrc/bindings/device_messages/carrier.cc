@@ -76,7 +76,7 @@ std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
 bool MessageDeviceCarrier::is_captured(const c10::Stream& stream) const {
   if (!is_of_driver(stream.device())) return false;
   const cuda::ContextGuard guard(stream.device_index());
-  return cuda::is_capturing(handle_of(stream));
+  return cuda::capture_of(handle_of(stream)) != 0;
 }
 
 void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
@@ -90,16 +90,6 @@ Traffic MessageDeviceCarrier::enqueue(const Collective& call, const CallHeader& 
   if (watch_) watch_->note_call(&header, is_captured(stream));
   const std::uint64_t sent_bytes = in_order([&] { run(call, header); });
   return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
-}
-
-void MessageDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
-                                const c10::Stream& stream) {
-  exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, stream);
-}
-
-void MessageDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
-                                const c10::Stream& stream) {
-  exchange({{false, data, num_bytes, peer, tag}}, stream);
 }
 
 void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,

@@ -24,10 +24,6 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   const std::string& name() const override { return name_; }
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const c10::Stream& stream) override;
-  void send(const void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
-  void recv(void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
   void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
   void plan(const Collective& call, CallHeader& header) const override;
   bool is_captured(const c10::Stream& stream) const override;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <new>
 
 #include "collectives/cuda/kernels.h"
@@ -27,7 +29,41 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   return value;
 }
 
+// Of all groups of this process.
+struct DeviceUses {
+  std::mutex mutex;
+  std::map<DeviceOrdinal, int> num_groups;
+  std::map<DeviceOrdinal, int> most_ranks;
+
+  static DeviceUses& all() {
+    static DeviceUses& uses = *new DeviceUses;  // threads may use it until the process has ended
+    return uses;
+  }
+};
+
 }  // namespace
+
+DeviceGroup::Use::Use(DeviceOrdinal device) : device_(device) {
+  DeviceUses& uses = DeviceUses::all();
+  const std::lock_guard lock(uses.mutex);
+  is_first_ = uses.num_groups[device_]++ == 0;
+}
+DeviceGroup::Use::~Use() {
+  DeviceUses& uses = DeviceUses::all();
+  const std::lock_guard lock(uses.mutex);
+  --uses.num_groups[device_];
+}
+int DeviceGroup::Use::num_ranks() const {
+  DeviceUses& uses = DeviceUses::all();
+  const std::lock_guard lock(uses.mutex);
+  return uses.most_ranks[device_];
+}
+void DeviceGroup::Use::note_ranks(int num_ranks) {
+  DeviceUses& uses = DeviceUses::all();
+  const std::lock_guard lock(uses.mutex);
+  int& most = uses.most_ranks[device_];
+  most = std::max(most, num_ranks);
+}
 
 struct DeviceGroup::Place {
   DeviceUuid device = {};
@@ -38,11 +74,13 @@ struct DeviceGroup::Place {
   int blocks_per_multiprocessor = 0;
   bool has_mps = false;
   bool has_fds = false;
+  bool is_first = false;
+  int ranks_on_device = 0;
   Text problem;
 };
 
 DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::size_t host_bytes)
-    : device_(device) {
+    : device_(device), use_(device) {
   if (exchange.world_size() > kMaxRanks)
     throw Unavailable("a group of " + std::to_string(exchange.world_size()) +
                       " ranks is larger than " + std::to_string(kMaxRanks));
@@ -51,6 +89,7 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
   for (const Place& place : places) problems.push_back(place.problem);
   check_problems(problems);
   read_facts(places);
+  use_.note_ranks(facts_.ranks_on_device);
   staging_.layout = make_staging_layout(facts_);
   const bool have_fds =
       std::all_of(places.begin(), places.end(), [](const Place& place) { return place.has_fds; });
@@ -84,6 +123,8 @@ std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchang
   Place mine;
   mine.host_id = RecordText<64>(shm::host_id());
   mine.pid = ::getpid();
+  mine.is_first = use_.is_first();
+  mine.ranks_on_device = use_.num_ranks();
   mine.problem = attempt([&] {
     mine.hub_address = RecordText<112>(shm::ProcessHub::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
@@ -115,6 +156,8 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
       if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
+    facts_.ranks_on_device = std::max({facts_.ranks_on_device, sharing, place.ranks_on_device});
+    facts_.is_first = facts_.is_first && place.is_first;
   }
   if (facts_.min_multiprocessors * facts_.blocks_per_multiprocessor < facts_.max_ranks_per_device &&
       !facts_.takes_turns)

@@ -34,6 +34,8 @@ class DeviceGroup {
   bool takes_turns() const { return facts_.takes_turns; }
   const std::vector<RankPlace>& places() const { return places_; }
   HandleKind handle_kind() const { return kind_; }
+  /// Blocks that this rank may have on its device at once.
+  unsigned most_blocks() const { return blocks_per_rank(facts_); }
   /// Host memory that all ranks have mapped, zeroed at first.
   std::byte* host_memory() const { return host_memory_.data(); }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
@@ -41,6 +43,22 @@ class DeviceGroup {
 
  private:
   struct Place;  // what a rank says of its device
+  /// That this process has a group on a device, as long as it has.
+  class Use {
+   public:
+    explicit Use(DeviceOrdinal device);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    bool is_first() const { return is_first_; }
+    /// The most ranks that any group here has had on the device so far.
+    int num_ranks() const;
+    void note_ranks(int num_ranks);
+
+   private:
+    DeviceOrdinal device_;
+    bool is_first_;
+  };
 
   std::vector<Place> find_places(RecordExchange& exchange);
   void read_facts(const std::vector<Place>& places);
@@ -49,6 +67,7 @@ class DeviceGroup {
   std::string describe() const;
 
   DeviceOrdinal device_;
+  Use use_;
   DeviceFacts facts_;
   std::vector<RankPlace> places_;
   HandleKind kind_ = HandleKind::kFd;

@@ -33,7 +33,7 @@ Kernels& Kernels::of(DeviceOrdinal device) {
 
 namespace {
 
-#define RINGCOMM_KERNEL_NAME(name, body) #name,
+#define RINGCOMM_KERNEL_NAME(name, Call, body) #name,
 constexpr const char* kNames[] = {
     RINGCOMM_FLOAT_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_INTEGER_KERNELS(RINGCOMM_KERNEL_NAME)
         RINGCOMM_UPDATE_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_OTHER_KERNELS(RINGCOMM_KERNEL_NAME)};
@@ -82,7 +82,7 @@ Function Kernels::find(const std::string& name) {
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: there is no kernel " + name);
 }
 
-void Kernels::launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
+void Kernels::launch(const LaunchPlan& plan, GroupFrame& call, StreamHandle stream) {
   void* parameters[] = {&call};
   check(driver().launch_kernel(find(plan.kernel), plan.num_blocks, 1, 1, kBlockThreads, 1, 1, 0,
                                stream, parameters, nullptr),

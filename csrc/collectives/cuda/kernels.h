@@ -16,7 +16,8 @@ class Kernels {
 
   /// Throws Error where there is none of this name. From any thread.
   Function find(const std::string& name);
-  void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
+  /// `call` is the kernel's parameter.
+  void launch(const LaunchPlan& plan, GroupFrame& call, StreamHandle stream);
   /// Blocks of a kernel that fit a multiprocessor at once.
   int blocks_per_multiprocessor(const std::string& name);
 

@@ -24,7 +24,7 @@ std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<uns
 struct Segment::Part {
   RecordText<160> offer_key;
   IpcMemHandle handle = {};
-  std::byte* address = nullptr;
+  const std::shared_ptr<DeviceMemory>* memory = nullptr;  // where threads of one process are ranks
   std::uint64_t num_bytes = 0;
   RecordText<256> problem;
 };
@@ -50,7 +50,7 @@ void check_problems(const std::vector<RecordText<256>>& problems) {
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
                  const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes)
-    : device_(device), num_bytes_(num_bytes), mapped_(places.size()), parts_(places.size()) {
+    : device_(device), num_bytes_(num_bytes), theirs_(places.size()), parts_(places.size()) {
   const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind));
   try {
     std::vector<RecordText<256>> problems;
@@ -74,8 +74,8 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
 Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind) {
   Part part;
   part.problem = attempt([&] {
-    own_ = std::make_unique<DeviceMemory>(device_, num_bytes_, kind);
-    part.address = own_->data();
+    own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
+    part.memory = &own_;
     part.num_bytes = own_->num_bytes();
     parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
     sign_own(exchange.rank());
@@ -97,7 +97,8 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
   const std::string key = part.offer_key.str();
   if (place.pid == ::getpid()) {
     if (std::memcmp(&own_device, &place.device, sizeof own_device) == 0) {
-      parts_[idx] = part.address;  // of a thread of this process
+      theirs_[idx] = *part.memory;
+      parts_[idx] = theirs_[idx]->data();
       return;
     }
     if (key.empty())
@@ -105,35 +106,34 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
                   "ringcomm: threads of one process on several GPUs need memory that is handed out "
                   "by file descriptors, which this driver has not");
   }
-  mapped_[idx] = key.empty() ? std::make_unique<DeviceMemory>(device_, part.num_bytes, part.handle)
-                             : std::make_unique<DeviceMemory>(device_, part.num_bytes,
+  theirs_[idx] = key.empty() ? std::make_shared<DeviceMemory>(device_, part.num_bytes, part.handle)
+                             : std::make_shared<DeviceMemory>(device_, part.num_bytes,
                                                               fetch_from(place, peer, key));
-  parts_[idx] = mapped_[idx]->data();
+  parts_[idx] = theirs_[idx]->data();
   probe(peer);
 }
 
 void Segment::sign_own(int rank) {
   const SideStream stream;
-  const MappedHostMemory word(device_, sizeof(std::uint64_t));
+  word_ = std::make_unique<MappedHostMemory>(device_, sizeof(std::uint64_t));
   const std::uint64_t value = signature(rank);
-  std::memcpy(word.host(), &value, sizeof value);
-  check(
-      driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
-                            reinterpret_cast<DevicePtr>(word.device()), sizeof value, stream.get()),
-      "write to memory of the GPU");
+  std::memcpy(word_->host(), &value, sizeof value);
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
+                              reinterpret_cast<DevicePtr>(word_->device()), sizeof value,
+                              stream.get()),
+        "write to memory of the GPU");
   stream.finish();
 }
 
 void Segment::probe(int peer) {
   const SideStream stream;
-  const MappedHostMemory word(device_, sizeof(std::uint64_t));
-  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word.device()),
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_->device()),
                               reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
                               sizeof(std::uint64_t), stream.get()),
         "read another rank's memory");
   stream.finish();
   std::uint64_t value = 0;
-  std::memcpy(&value, word.host(), sizeof value);
+  std::memcpy(&value, word_->host(), sizeof value);
   if (value != signature(peer))
     throw Error({.kind = ErrorKind::kSystem, .rank = peer},
                 "ringcomm: the memory that rank " + std::to_string(peer) +

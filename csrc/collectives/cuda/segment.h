@@ -45,8 +45,10 @@ class Segment {
 
   DeviceOrdinal device_;
   std::size_t num_bytes_;
-  std::unique_ptr<DeviceMemory> own_;
-  std::vector<std::unique_ptr<DeviceMemory>> mapped_;
+  std::unique_ptr<MappedHostMemory> word_;  // kept: giving it back waits for all that the GPU does
+  std::shared_ptr<DeviceMemory> own_;
+  /// Of the others: mapped, or, of a thread of this process, the memory itself.
+  std::vector<std::shared_ptr<DeviceMemory>> theirs_;
   std::vector<std::byte*> parts_;
   std::string offer_key_;
 };

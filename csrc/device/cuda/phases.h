@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 /// Tells the host that this kernel has given up, unless another block was faster. Not for
 /// Stop::kAborted, which the host knows.
 template <Block B>
-RINGCOMM_HD void tell(B& block, const KernelCall& call, std::uint32_t stop, int peer,
+RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                       const std::uint32_t* theirs = nullptr) {
   block.sync();
   if (block.thread_idx() != 0) return;
@@ -119,7 +119,7 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
 
 /// The end of every kernel.
 template <Block B>
-RINGCOMM_HD void finish(B& block, const KernelCall& call, Stop stop) {
+RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer());
 }
