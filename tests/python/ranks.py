@@ -71,7 +71,11 @@ class Pool:
         errors: list[str] = []
         deadline = time.monotonic() + timeout_s
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            try:
+                ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            except KeyboardInterrupt:  # the end of the tests does not wait for these ranks
+                self.kill()
+                raise
             if not ready:
                 errors.append(self._describe_stuck(sorted(waiting.values()), timeout_s, grace_s))
                 break
