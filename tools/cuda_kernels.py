@@ -20,6 +20,8 @@ from pathlib import Path
 import buildconfig
 from buildconfig import CSRC, ROOT, BuildProblem
 
+# Has what was compiled within, which no compiler tells ninja.
+EMBEDDER = CSRC / "device" / "cuda" / "image.cc"
 ARCHITECTURES = ("80", "90", "100")
 # Sums round the same way as on the CPU: nothing is contracted.
 FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false", "-I", str(CSRC))
@@ -34,6 +36,8 @@ def compile_all(
     nvcc: Path, folder: Path, archs: tuple[str, ...] = (), *, is_check: bool = False
 ) -> Path:
     """Compiles what has changed; one image for each file, of all architectures.
+
+    The file that embeds the images is touched where it is older than one of them.
 
     Args:
         nvcc: the compiler.
@@ -55,18 +59,30 @@ def compile_all(
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
     flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     folder.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(buildconfig.num_jobs()) as pool:
-        list(pool.map(lambda path: _compile(nvcc, path, folder, flags), sources()))
+    paths, num_jobs = sources(), buildconfig.num_jobs()
+    # What is left of the jobs compiles a file's architectures side by side.
+    num_threads = max(1, num_jobs // len(paths))
+    with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
+        list(pool.map(lambda path: _compile(nvcc, path, folder, flags, num_threads), paths))
+    if not is_check:
+        _touch_embedder([folder / f"{path.stem}.fatbin" for path in paths])
     return folder
 
 
-def _compile(nvcc: Path, source: Path, folder: Path, flags: list[str]) -> None:
+def _touch_embedder(images: list[Path]) -> None:
+    newest = max(path.stat().st_mtime_ns for path in images)
+    if EMBEDDER.stat().st_mtime_ns < newest:
+        os.utime(EMBEDDER, ns=(newest, newest))
+
+
+def _compile(nvcc: Path, source: Path, folder: Path, flags: list[str], num_threads: int) -> None:
     image = folder / f"{source.stem}.fatbin"
     stamp = folder / f"{source.stem}.stamp"
     state = _digest([source, *buildconfig.headers()], [str(nvcc), *flags])
     if image.exists() and stamp.exists() and stamp.read_text() == state:
         return
     began = time.monotonic()
+    flags = [*flags, "--threads", str(num_threads)]
     command = [str(nvcc), *flags, "-fatbin", str(source), "-o", str(image)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -85,7 +85,7 @@ ENTRIES = (
     Entry("ranks-4", "tools/gpu_layouts.py --only one-4-mps", 480.0, ("mps",)),
     Entry("without-mps", "tools/gpu_layouts.py --only one-2", 480.0),
     Entry("ranks-8", "tools/gpu_layouts.py --only one-8-mps", 480.0, ("mps",)),
-    Entry("all-gpus", "tools/gpu_layouts.py --only all,all-twice-mps", 900.0, ("gpus",)),
+    Entry("all-gpus", "tools/gpu_layouts.py --only all,all-twice-mps", 540.0, ("gpus",)),
     Entry(
         "speed-all-gpus",
         f"{SWEEP} --layout all --world 0 --sizes {CURVE} --dtype bfloat16,float32 --graph 20"
@@ -142,7 +142,7 @@ ENTRIES = (
         ("triton", "transformers"),
     ),
     Entry("main-job", "examples/train.py --device cuda --backend nccl --world 1 --steps 20", 180.0),
-    Entry("cpu-tests", "make test-python", 600.0),
+    Entry("cpu-tests", "make test-python \"ARGS=-m 'not gpu and not slow'\"", 540.0),
     # ---- what no script does yet
     Entry("vocab-parallel", not_scripted="two ranks of cpu:ringcomm,cuda:nccl want two GPUs"),
     Entry("triton-versions", not_scripted="a newer torch has to be brought along"),

@@ -274,6 +274,78 @@ def test_works_and_streams_in_a_graph(gpus: Gpus) -> None:
     gpus.run(check_side_by_side, fresh=True)
 
 
+SIZE_PAIRS = [(1000, 1000), (1000, 300_007), (300_007, 1000), (300_007, 300_007)]
+
+
+def check_two_streams_in_a_graph(rank: int, sizes: tuple[int, int]) -> None:
+    """Two calls of one group that nothing orders but the group, on two streams of one graph."""
+    world_size = dist.get_world_size()
+    first, second = (torch.ones(size, device=device()) for size in sizes)
+    sums = [torch.zeros_like(first), torch.zeros_like(second)]
+    side = module().Stream()
+
+    def call() -> None:
+        side.wait_stream(module().current_stream())
+        with module().stream(side):
+            work = dist.all_reduce(first, async_op=True)
+        dist.all_reduce(second)
+        work.wait()
+        sums[0].copy_(first)
+        sums[1].copy_(second)
+        module().current_stream().wait_stream(side)
+
+    graph = captured(call)
+    for turn in range(20):
+        first.fill_(float(turn + rank))
+        second.fill_(float(2 * turn - rank))
+        graph.replay()
+        total = world_size * (world_size - 1) // 2
+        assert sums[0].tolist() == [world_size * turn + total] * sizes[0], turn
+        assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
+
+
+@on_gpus
+@pytest.mark.parametrize("sizes", SIZE_PAIRS, ids=str)
+def test_calls_on_two_streams_of_a_graph(gpus: Gpus, sizes: tuple[int, int]) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_two_streams_in_a_graph, sizes, fresh=True)
+
+
+def check_capture_between_eager_calls(rank: int, num_elems: int) -> None:
+    """Eager on one stream, captured on another, eager there before and after a replay."""
+    world_size = dist.get_world_size()
+    tensors = [torch.zeros(num_elems, device=device()) for _ in range(5)]
+    eager, other = module().Stream(), module().Stream()
+    module().synchronize()
+
+    def call(which: int) -> None:
+        tensors[which].fill_(float(rank + which))
+        dist.all_reduce(tensors[which])
+
+    with module().stream(eager):
+        call(0)
+    graph = module().CUDAGraph()
+    with module().graph(graph, stream=other):
+        call(1)
+    with module().stream(other):
+        call(2)
+        graph.replay()
+        call(3)
+    with module().stream(eager):
+        call(4)
+    module().synchronize()
+    for which, tensor in enumerate(tensors):
+        expected = float(sum(r + which for r in range(world_size)))
+        assert tensor.tolist() == [expected] * num_elems, which
+
+
+@on_gpus
+@pytest.mark.parametrize("num_elems", [1000, 300_007])
+def test_a_capture_between_eager_calls(gpus: Gpus, num_elems: int) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_capture_between_eager_calls, num_elems, fresh=True)
+
+
 def refuse_a_capture(rank: int) -> str:
     tensor = ones()
     dist.all_reduce(tensor)
@@ -287,3 +359,47 @@ def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
     if not gpus.take_turns:
         pytest.skip("ranks run beside each other here")
     assert all("take turns" in said for said in gpus.run(refuse_a_capture, fresh=True))
+
+
+# ---- messages
+
+
+def check_batch(rank: int, order: str, sizes: tuple[int, ...]) -> None:
+    """Messages both ways between ranks 0 and 1, each of many slots, in one batch.
+
+    `order`: "s" and "r" for the sends and receives, as they stand in the batch.
+    """
+    dist.all_reduce(ones())
+    if rank > 1:
+        return
+    peer = 1 - rank
+    sent = [oracle.integers(rank, size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    due = [oracle.integers(peer, size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    for _ in range(3):
+        received = [torch.zeros(size, device=device()) for size in sizes]
+        sends = [dist.P2POp(dist.isend, tensor.to(device()), peer) for tensor in sent]
+        receives = [dist.P2POp(dist.irecv, tensor, peer) for tensor in received]
+        batch = [(sends if letter == "s" else receives).pop(0) for letter in order]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        for tensor, expected in zip(received, due, strict=True):
+            oracle.assert_equal(tensor.cpu(), expected)
+
+
+MIB_ELEMS = (1 << 20) // 4
+
+
+@on_gpus
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        ("sr", (MIB_ELEMS,)),
+        ("rs", (MIB_ELEMS,)),
+        ("ssrr", (100_003, MIB_ELEMS)),
+        ("rrss", (MIB_ELEMS, 100_003)),
+        ("srsr", (MIB_ELEMS, MIB_ELEMS)),
+    ],
+)
+def test_batches_of_large_messages(gpus: Gpus, order: str, sizes: tuple[int, ...]) -> None:
+    gpus.skip_if_they_take_turns("there are no sends and receives")
+    gpus.run(check_batch, order, sizes, group_timeout_s=15.0)
