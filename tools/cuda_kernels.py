@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from buildconfig import CSRC, ROOT, BuildProblem
 EMBEDDER = CSRC / "device" / "cuda" / "image.cc"
 ARCHITECTURES = ("80", "90", "100")
 # Sums round the same way as on the CPU: nothing is contracted.
-FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false", "-I", str(CSRC))
+FLAGS = ("-std=c++20", "--expt-relaxed-constexpr", "-fmad=false")
 
 
 def sources() -> list[Path]:
@@ -59,11 +60,13 @@ def compile_all(
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
     flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     folder.mkdir(parents=True, exist_ok=True)
+    release = release_of(nvcc)
     paths, num_jobs = sources(), buildconfig.num_jobs()
     # What is left of the jobs compiles a file's architectures side by side.
     num_threads = max(1, num_jobs // len(paths))
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
-        list(pool.map(lambda path: _compile(nvcc, path, folder, flags, num_threads), paths))
+        more = ["--threads", str(num_threads)]
+        list(pool.map(lambda path: _compile(nvcc, release, path, folder, flags, more), paths))
     if not is_check:
         _touch_embedder([folder / f"{path.stem}.fatbin" for path in paths])
     return folder
@@ -75,15 +78,25 @@ def _touch_embedder(images: list[Path]) -> None:
         os.utime(EMBEDDER, ns=(newest, newest))
 
 
-def _compile(nvcc: Path, source: Path, folder: Path, flags: list[str], num_threads: int) -> None:
+def release_of(nvcc: Path) -> str:
+    """Which nvcc it is, wherever it stands: "release 13.0"."""
+    done = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release [\d.]+", done.stdout)
+    return found.group(0) if found else str(nvcc)
+
+
+def _compile(
+    nvcc: Path, release: str, source: Path, folder: Path, flags: list[str], more: list[str]
+) -> None:
+    """`more`: flags of which what comes out is no other. Images may be compiled elsewhere."""
     image = folder / f"{source.stem}.fatbin"
     stamp = folder / f"{source.stem}.stamp"
-    state = _digest([source, *buildconfig.headers()], [str(nvcc), *flags])
+    state = _digest([source, *buildconfig.headers()], [release, *flags])
     if image.exists() and stamp.exists() and stamp.read_text() == state:
         return
     began = time.monotonic()
-    flags = [*flags, "--threads", str(num_threads)]
-    command = [str(nvcc), *flags, "-fatbin", str(source), "-o", str(image)]
+    where = ["-I", str(CSRC), "-fatbin", str(source), "-o", str(image)]
+    command = [str(nvcc), *flags, *more, *where]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildProblem(f"{source.relative_to(ROOT)} does not compile:\n{done.stderr[-4000:]}")

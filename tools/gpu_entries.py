@@ -51,6 +51,7 @@ def _sweep(name: str, world: int, limit_s: float = 150.0) -> Entry:
 
 ENTRIES = (
     # ---- groups on GPUs
+    Entry("facts", "tools/gpu_facts.py", 90.0),
     Entry("build", "make build", 420.0),
     Entry("collectives", f"{UNDER_MPS} tests/python/test_gpu_collectives.py", 240.0, ("mps",)),
     _sweep("speed-2", 2),

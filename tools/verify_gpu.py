@@ -6,9 +6,9 @@ Usage: python tools/verify_gpu.py [--list] [--from NAME | --only NAME,...] [--bu
 Entries (tools/gpu_entries.py, a row each of docs/gpu-verification.md) run one after the other in
 the order of what a minute tells, each within its own limit and what is left of the budget, which
 is that of a machine whose commands end after ten minutes: the last line is the command that goes
-on where this one ended. The active Python and its torch are used. The folder, $OUT by default, gets as they come: verify.log,
-records.jsonl, plots, and summary.json, which is whole after each entry, so that a run that is cut
-short keeps what it has. The status is 1 when an entry failed.
+on where this one ended. The active Python and its torch are used. The folder, $OUT by default,
+gets as they come: verify.log, records.jsonl, plots, and summary.json, which is whole after each
+entry, so that a run that is cut short keeps what it has. The status is 1 when an entry failed.
 """
 
 from __future__ import annotations

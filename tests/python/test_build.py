@@ -116,7 +116,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     """What embeds them is older than they are by no rule that ninja knows: it is touched."""
     nvcc = kernels / "nvcc"
-    nvcc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo code > "$2"\n')
+    nvcc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift || exit; done; echo code > "$2"\n')
     nvcc.chmod(0o755)
     embedder = kernels / "image.cc"
 
