@@ -242,8 +242,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--list", action="store_true", help="print the entries, and run nothing")
     which = parser.add_mutually_exclusive_group()
-    begin = {"dest": "begin", "default": names[0], "choices": names, "metavar": "NAME"}
-    which.add_argument("--from", help="build, then go on with this entry of --list", **begin)
+    which.add_argument(
+        "--from",
+        dest="begin",
+        default=names[0],
+        choices=names,
+        metavar="NAME",
+        help="build, then go on with this entry of --list",
+    )
     which.add_argument("--only", metavar="NAME,...", help="these entries alone")
     add("--budget-s", type=float, default=BUDGET_S, help="of all entries")
     add("--out", type=Path, default=default, metavar="FOLDER", help="for results")
