@@ -1,7 +1,7 @@
 """Compiles csrc/device/cuda/*.cu into images that the extension carries (device/cuda/image.cc).
 
-Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for every
-architecture that is served, and says so where there is no nvcc:
+Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
+RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
 
     python tools/cuda_kernels.py [--arch 90] [--check]
 """
@@ -33,6 +33,12 @@ def sources() -> list[Path]:
     return sorted((CSRC / "device" / "cuda").glob("*.cu"))
 
 
+def default_archs() -> tuple[str, ...]:
+    """Returns those of RINGCOMM_CUDA_ARCHS ("80;90"), or all that are served."""
+    asked = os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(";", " ").split()
+    return tuple(asked) or ARCHITECTURES
+
+
 def compile_all(
     nvcc: Path, folder: Path, archs: tuple[str, ...] = (), *, is_check: bool = False
 ) -> Path:
@@ -43,8 +49,7 @@ def compile_all(
     Args:
         nvcc: the compiler.
         folder: where images go, as NAME.fatbin.
-        archs: RINGCOMM_CUDA_ARCHS ("80;90") or all that are served where empty; the last one also
-            as PTX, for GPUs to come.
+        archs: default_archs() where empty; the last one also as PTX, for GPUs to come.
         is_check: whether only to find out whether they compile: without the assembler's optimiser.
 
     Returns:
@@ -53,8 +58,7 @@ def compile_all(
     Raises:
         BuildProblem: a file does not compile.
     """
-    asked = tuple(os.environ.get("RINGCOMM_CUDA_ARCHS", "").replace(";", " ").split())
-    archs = archs or asked or ARCHITECTURES
+    archs = archs or default_archs()
     flags = [*FLAGS, *(["-Xptxas", "-O0"] if is_check else ["-O3"])]
     for arch in archs:
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
@@ -118,7 +122,7 @@ def _digest(paths: list[Path], words: list[str]) -> str:
 def main() -> int:
     """Compiles for the architectures of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", action="append", default=[], help="such as 90; default: all")
+    parser.add_argument("--arch", action="append", default=[], help="such as 90")
     parser.add_argument("--check", action="store_true", help="do they compile? kept apart")
     options = parser.parse_args()
     nvcc = buildconfig.find_nvcc()
@@ -131,7 +135,7 @@ def main() -> int:
     except BuildProblem as problem:
         print(problem)
         return 1
-    archs = ", ".join(f"sm_{arch}" for arch in options.arch or ARCHITECTURES)
+    archs = ", ".join(f"sm_{arch}" for arch in options.arch or default_archs())
     print(f"[cuda] kernels compile for {archs}")
     return 0
 
