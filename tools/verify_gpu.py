@@ -6,9 +6,9 @@ Usage: python tools/verify_gpu.py [--list] [--from NAME | --only NAME,...] [--bu
 Entries (tools/gpu_entries.py, a row each of docs/gpu-verification.md) run one after the other in
 the order of what a minute tells, each within its own limit and what is left of the budget, which
 is that of a machine whose commands end after ten minutes: the last line is the command that goes
-on where this one ended. The active Python and its torch are used. The folder, $OUT by default, gets as they come: verify.log,
-records.jsonl, plots, and summary.json, which is whole after each entry, so that a run that is cut
-short keeps what it has. The status is 1 when an entry failed.
+on where this one ended. The active Python and its torch are used. The folder, $OUT by default,
+gets as they come: verify.log, records.jsonl, plots, and summary.json, which is whole after each
+entry, so that a run that is cut short keeps what it has. The status is 1 when an entry failed.
 """
 
 from __future__ import annotations
@@ -242,8 +242,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--list", action="store_true", help="print the entries, and run nothing")
     which = parser.add_mutually_exclusive_group()
-    begin = {"dest": "begin", "default": names[0], "choices": names, "metavar": "NAME"}
-    which.add_argument("--from", help="build, then go on with this entry of --list", **begin)
+    which.add_argument(
+        "--from",
+        dest="begin",
+        default=names[0],
+        choices=names,
+        metavar="NAME",
+        help="build, then go on with this entry of --list",
+    )
     which.add_argument("--only", metavar="NAME,...", help="these entries alone")
     add("--budget-s", type=float, default=BUDGET_S, help="of all entries")
     add("--out", type=Path, default=default, metavar="FOLDER", help="for results")

@@ -113,11 +113,19 @@ def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def nvcc_in(folder: Path, does: str) -> Path:
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 1.2, V" && exit\n{does}\n')
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+COMPILES = 'while [ "$1" != -o ]; do shift || exit; done; echo code > "$2"'
+
+
 def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     """What embeds them is older than they are by no rule that ninja knows: it is touched."""
-    nvcc = kernels / "nvcc"
-    nvcc.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; echo code > "$2"\n')
-    nvcc.chmod(0o755)
+    nvcc = nvcc_in(kernels, COMPILES)
     embedder = kernels / "image.cc"
 
     def is_touched() -> bool:
@@ -134,6 +142,16 @@ def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     (kernels / "two.cu").write_text("another")
     assert is_touched()
     assert is_touched()  # a build that ended before it got there leaves fatbins that are newer
+
+
+def test_what_the_same_nvcc_has_compiled_elsewhere_will_do(kernels: Path) -> None:
+    cuda_kernels.compile_all(nvcc_in(kernels, COMPILES), kernels / "out", ("90",))
+    (kernels / "moved").mkdir()
+    (kernels / "out").rename(kernels / "moved" / "out")
+    other = nvcc_in(kernels / "moved", "exit 1")
+    cuda_kernels.compile_all(other, kernels / "moved" / "out", ("90",))
+    with pytest.raises(buildconfig.BuildProblem, match="does not compile"):
+        cuda_kernels.compile_all(other, kernels / "moved" / "out", ("80",))
 
 
 def test_other_architectures_are_another_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -341,7 +341,7 @@ def check_capture_between_eager_calls(rank: int, num_elems: int) -> None:
 
 @on_gpus
 @pytest.mark.parametrize("num_elems", [1000, 300_007])
-def test_a_capture_between_eager_calls(gpus: Gpus, num_elems: int) -> None:
+def test_a_graph_captured_between_eager_calls(gpus: Gpus, num_elems: int) -> None:
     gpus.skip_if_they_take_turns("there are no graphs")
     gpus.run(check_capture_between_eager_calls, num_elems, fresh=True)
 

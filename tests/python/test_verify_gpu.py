@@ -17,6 +17,7 @@ import pytest
 
 sys.path += [str(Path(__file__).parents[2] / name) for name in ("tools", "benchmarks")]
 
+import emulated_gpu
 import gpu_layouts
 import verify_gpu
 from gpu_entries import ENTRIES, Entry
@@ -65,7 +66,7 @@ def test_commands_are_as_their_programs_have_them(
         if script == "tools/gpu_layouts.py":
             options = gpu_layouts.parse(arguments)
             assert len(options.only) * options.limit_s + verify_gpu.END_S <= entry.limit_s
-    elif script.startswith("examples/"):
+    elif script.startswith("examples/") or script == "tools/gpu_facts.py":
         assert (ROOT / script).exists()
     else:
         module = import_module(Path(script).stem)
@@ -180,6 +181,30 @@ def test_without_a_gpu_nothing_runs(
     outcomes = json.loads((tmp_path / "layouts.json").read_text(encoding="utf-8"))
     assert {outcome["status"] for outcome in outcomes} == {"not run"}
     assert all(outcome["layout"] in said for outcome in outcomes)
+
+
+FACTS = ["MPS: 1 (attribute 133)", "8192 of 8192 MiB free", "CUDA 13.0 of the driver"]
+IMPORTED = "a process imports another's memory by {}: yes"
+
+
+@emulated_gpu.needs_emulated_gpu
+@pytest.mark.parametrize(
+    ("lacks", "status", "says"),
+    [
+        ("", 0, [*FACTS, IMPORTED.format("file descriptor"), IMPORTED.format("IPC handle")]),
+        ("VMM", 1, ["cuMemGetAllocationGranularity: CUDA_ERROR", IMPORTED.format("IPC handle")]),
+        ("IPC", 1, ["cuIpcGetMemHandle: CUDA_ERROR", IMPORTED.format("file descriptor")]),
+    ],
+)
+def test_facts_are_told(lacks: str, status: int, says: list[str]) -> None:
+    driver, _ = emulated_gpu.build()
+    env = {**os.environ, "RINGCOMM_CUDA_DRIVER": str(driver)}
+    if lacks:
+        env[f"RINGCOMM_EMULATOR_{lacks}"] = "0"
+    command = [sys.executable, str(ROOT / "tools" / "gpu_facts.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert all(text in done.stdout for text in says), done.stdout
 
 
 def test_layouts_that_run_fail_and_hang(
