@@ -59,7 +59,8 @@ def empty_shared(
     place = torch.device(device)
     if place.type == "cpu":
         return _C.empty_shared(sizes, dtype).requires_grad_(requires_grad)
-    if place.index is None:
+    index: int | None = place.index
+    if index is None:
         place = torch.device(place.type, torch.accelerator.current_device_index())
     backend = _backend_of(group, place)
     return _C.empty_shared_on(backend, place, sizes, dtype).requires_grad_(requires_grad)
@@ -76,7 +77,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """ringcomm's end of a group, for tensors on the device."""
-    backend = resolve_group(group)._get_backend(device)
+    backend: Any = resolve_group(group)._get_backend(device)
     if not isinstance(backend, _C.ProcessGroupRingcomm):
         raise ValueError(
             f"ringcomm.empty_shared on {device} wants a group whose backend for {device.type}"

@@ -15,7 +15,6 @@ SWEEP = "benchmarks/all_reduce.py --device cuda --backends ringcomm,nccl --repea
 STEP = "benchmarks/fused_update.py --device cuda --layout one --dtype bfloat16 --repeats 0 {nccl}"
 RECORDS = "--json {out}/records.jsonl"
 UNDER_MPS = "tools/gpu_layouts.py --only one-2-mps --"
-GRAPHS = "replays or graph"
 TRITON = "-m pytest -q -m gpu tests/python/test_cross_entropy_triton.py"
 UPDATES = "-m pytest -q -m gpu tests/python/test_weight_update_triton.py"
 
@@ -56,13 +55,8 @@ ENTRIES = (
     Entry("build", "make build", 420.0),
     Entry("collectives", f"{UNDER_MPS} tests/python/test_gpu_collectives.py", 240.0, ("mps",)),
     _sweep("speed-2", 2),
-    Entry("graphs", f"{UNDER_MPS} tests/python/test_gpu_streams.py -k '{GRAPHS}'", 180.0, ("mps",)),
-    Entry(
-        "streams",
-        f"{UNDER_MPS} tests/python/test_gpu_streams.py -k 'not ({GRAPHS})'",
-        180.0,
-        ("mps",),
-    ),
+    Entry("graphs", f"{UNDER_MPS} tests/python/test_gpu_graphs.py", 180.0, ("mps",)),
+    Entry("streams", f"{UNDER_MPS} tests/python/test_gpu_streams.py", 180.0, ("mps",)),
     Entry("fused", f"{UNDER_MPS} tests/python/test_gpu_fused_update.py", 180.0, ("mps",)),
     Entry("faults", f"{UNDER_MPS} tests/python/test_gpu_faults.py", 240.0, ("mps",)),
     Entry("memory", f"{UNDER_MPS} tests/python/test_gpu_memory.py -s", 120.0, ("mps",)),
