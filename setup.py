@@ -48,10 +48,11 @@ def make_extension() -> setuptools.Extension:
     """Returns the extension, with kernels for GPUs where nvcc and a CUDA torch are there."""
     from torch.utils import cpp_extension
 
-    folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
-    if not buildconfig.sources(buildconfig.BINDINGS_FOLDER):
+    bindings = buildconfig.sources(buildconfig.BINDINGS_FOLDER)
+    if not bindings:
         raise buildconfig.BuildProblem("csrc/bindings has no source: is the checkout complete?")
-    found = buildconfig.sources(*folders)
+    found = buildconfig.sources(*buildconfig.ENGINE_FOLDERS)
+    found += buildconfig.joined(bindings, ROOT / "build" / "bindings")
     flags = {"cxx": buildconfig.cxx_flags()}
     libraries = []
     if buildconfig.has_uring():

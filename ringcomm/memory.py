@@ -1,9 +1,13 @@
 """Tensors that other ranks of this host can read where they lie; docs/design/shared_buffers.md."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
+from ringcomm.backend import resolve_group
 
 __all__ = ["empty_shared", "is_shared"]
 
@@ -13,6 +17,7 @@ def empty_shared(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     requires_grad: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """A tensor like torch.empty's, in memory that the other ranks of this host can map.
 
@@ -21,35 +26,44 @@ def empty_shared(
     and more several times faster. In every other way it is a CPU tensor like any other; its memory
     is freed with the last tensor on its storage, whatever has become of the group.
 
+    On a GPU it is collective: all ranks of the group call it, each for its own device, and
+    all_reduces of that group of more than some ten KiB run directly on such tensors. The memory
+    stays as long as the group does, even if the tensor goes.
+
     A forked child shares the memory of the tensors that it inherits, unlike that of others: what
     one process writes the other sees.
 
     Args:
         size: of each dimension, as numbers or in one sequence.
         dtype: of the elements; None takes torch.get_default_dtype().
-        device: "cpu".
+        device: "cpu", or a GPU, whose ranks reach each other by "cuda_ipc".
         requires_grad: whether autograd records operations on the tensor.
+        group: of a tensor on a GPU: whose ranks share it; None is the default group.
 
     Returns:
         Of that shape, contiguous, with undefined elements.
 
     Raises:
-        ValueError: a size is negative.
+        ValueError: a size is negative; the group of a GPU's tensor is another backend's, or there
+            is none.
         TypeError: a size is missing or no whole number, or dtype no torch.dtype.
-        NotImplementedError: the device is another one.
+        NotImplementedError: the group's ranks cannot map each other's memory of that device.
         torch.OutOfMemoryError: the machine has not that much memory.
     """
-    if torch.device(device).type != "cpu":
-        raise NotImplementedError(
-            f"ringcomm.empty_shared on {device} is not there yet; shared memory is the CPU's"
-        )
     if not size:
         raise TypeError("ringcomm.empty_shared wants a size; () is that of a scalar")
     is_sequence = len(size) == 1 and isinstance(size[0], (tuple, list))
     sizes = [_whole(one) for one in (size[0] if is_sequence else size)]  # type: ignore[union-attr]
     if dtype is None:
         dtype = torch.get_default_dtype()
-    return _C.empty_shared(sizes, dtype).requires_grad_(requires_grad)
+    place = torch.device(device)
+    if place.type == "cpu":
+        return _C.empty_shared(sizes, dtype).requires_grad_(requires_grad)
+    index: int | None = place.index
+    if index is None:
+        place = torch.device(place.type, torch.accelerator.current_device_index())
+    backend = _backend_of(group, place)
+    return _C.empty_shared_on(backend, place, sizes, dtype).requires_grad_(requires_grad)
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -59,6 +73,17 @@ def is_shared(tensor: Tensor) -> bool:
     and empty ones have no memory.
     """
     return _C.is_shared(tensor)
+
+
+def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """ringcomm's end of a group, for tensors on the device."""
+    backend: Any = resolve_group(group)._get_backend(device)
+    if not isinstance(backend, _C.ProcessGroupRingcomm):
+        raise ValueError(
+            f"ringcomm.empty_shared on {device} wants a group whose backend for {device.type}"
+            f" tensors is ringcomm, got one with {backend.name()}"
+        )
+    return backend
 
 
 def _whole(size: object) -> int:

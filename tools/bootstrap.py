@@ -36,11 +36,14 @@ LOGS = ROOT / "build" / "logs"
 GROUPS = ("build", "train", "test", "lint")
 
 # What our programs and the build do without, if less well: no picture, compiles without ninja, no
-# tests of the kernels where there is no triton. wheel has been a part of setuptools since 70.1.
-OPTIONAL = ("matplotlib", "ninja", "triton", "wheel")
+# tests of the kernels where there is no triton, none of PyTorch's own, none with models of
+# transformers. wheel has been a part of setuptools since 70.1.
+OPTIONAL = ("accelerate", "expecttest", "matplotlib", "ninja", "transformers", "triton", "wheel")
 
 # Files whose change asks for a new install; a change of sources alone asks for a build only.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")
+# Which kernels for GPUs a build has, besides what is there to compile them.
+KERNEL_VARIABLES = ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")
 
 # Settings of pip and Python that would lead an install away from the environment we name.
 HARMFUL_VARIABLES = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME")
@@ -257,6 +260,12 @@ def choose_python(groups: list[str], needs_torch: bool) -> str:
     return python
 
 
+def kernel_choice() -> str:
+    """Returns what decides which kernels for GPUs are compiled, and with what."""
+    words = [f"{name}={os.environ.get(name, '')}" for name in KERNEL_VARIABLES]
+    return " ".join([str(buildconfig.find_nvcc()), *words])
+
+
 def build_extension(python: str) -> None:
     """Builds ringcomm._C in place and links the package into the environment, where needed."""
     seen = probe(python)
@@ -264,9 +273,10 @@ def build_extension(python: str) -> None:
     folders = (*buildconfig.ENGINE_FOLDERS, buildconfig.BINDINGS_FOLDER)
     inputs = [*buildconfig.sources(*folders), *buildconfig.headers()]
     inputs += buildconfig.sources("device/cuda", suffix=".cu")
+    inputs.append(ROOT / "tools" / "cuda_kernels.py")
     install = digest([ROOT / name for name in INSTALL_INPUTS], python)
     install += " " + seen.found.get("torch", "")
-    build = digest(inputs, install)
+    build = digest(inputs, install, kernel_choice())
     extension = ROOT / "ringcomm" / f"_C{seen.suffix}"
     is_linked = seen.editable_url == ROOT.as_uri() and state.get("install") == install
     if is_linked and state.get("build") == build and extension.exists():

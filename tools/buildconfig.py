@@ -33,6 +33,9 @@ CXX_FLAGS = (CXX_STANDARD, "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=o
 # A translation unit with torch headers takes about this much memory to compile.
 BYTES_PER_JOB = 2 << 30
 
+# Into how many files the bindings are joined: enough for the cores of a small machine.
+NUM_JOINED = 6
+
 _CXX20_PROBE = """
 #include <atomic>
 #include <concepts>
@@ -67,6 +70,23 @@ def public_version() -> str:
 def sources(*folders: str, suffix: str = ".cc") -> list[Path]:
     """Returns the sources under csrc/FOLDER, sorted, for each of the folders in turn."""
     return [path for name in folders for path in sorted((CSRC / name).rglob(f"*{suffix}"))]
+
+
+def joined(paths: list[Path], folder: Path) -> list[Path]:
+    """Returns a few files that include all the sources, each a number of them.
+
+    For sources with torch's headers, which take most of the time of compiling one: they are parsed
+    once for each of the few. Files that are as they should be are left alone, for ninja.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    result = []
+    for number in range(min(NUM_JOINED, len(paths))):
+        path = folder / f"{number}.cc"
+        text = "".join(f'#include "{source}"\n' for source in paths[number::NUM_JOINED])
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+        result.append(path)
+    return result
 
 
 def headers() -> list[Path]:

@@ -51,10 +51,11 @@ def _sweep(name: str, world: int, limit_s: float = 150.0) -> Entry:
 
 ENTRIES = (
     # ---- groups on GPUs
+    Entry("facts", "tools/gpu_facts.py", 90.0),
     Entry("build", "make build", 420.0),
     Entry("collectives", f"{UNDER_MPS} tests/python/test_gpu_collectives.py", 240.0, ("mps",)),
     _sweep("speed-2", 2),
-    Entry("graphs", f"{UNDER_MPS} tests/python/test_gpu_streams.py -k 'replays or graph'", 180.0),
+    Entry("graphs", f"{UNDER_MPS} tests/python/test_gpu_graphs.py", 180.0, ("mps",)),
     Entry("streams", f"{UNDER_MPS} tests/python/test_gpu_streams.py", 180.0, ("mps",)),
     Entry("fused", f"{UNDER_MPS} tests/python/test_gpu_fused_update.py", 180.0, ("mps",)),
     Entry("faults", f"{UNDER_MPS} tests/python/test_gpu_faults.py", 240.0, ("mps",)),
@@ -85,7 +86,7 @@ ENTRIES = (
     Entry("ranks-4", "tools/gpu_layouts.py --only one-4-mps", 480.0, ("mps",)),
     Entry("without-mps", "tools/gpu_layouts.py --only one-2", 480.0),
     Entry("ranks-8", "tools/gpu_layouts.py --only one-8-mps", 480.0, ("mps",)),
-    Entry("all-gpus", "tools/gpu_layouts.py --only all,all-twice-mps", 900.0, ("gpus",)),
+    Entry("all-gpus", "tools/gpu_layouts.py --only all,all-twice-mps", 540.0, ("gpus",)),
     Entry(
         "speed-all-gpus",
         f"{SWEEP} --layout all --world 0 --sizes {CURVE} --dtype bfloat16,float32 --graph 20"
@@ -142,7 +143,7 @@ ENTRIES = (
         ("triton", "transformers"),
     ),
     Entry("main-job", "examples/train.py --device cuda --backend nccl --world 1 --steps 20", 180.0),
-    Entry("cpu-tests", "make test-python", 600.0),
+    Entry("cpu-tests", "make test-python \"ARGS=-m 'not gpu and not slow'\"", 540.0),
     # ---- what no script does yet
     Entry("vocab-parallel", not_scripted="two ranks of cpu:ringcomm,cuda:nccl want two GPUs"),
     Entry("triton-versions", not_scripted="a newer torch has to be brought along"),

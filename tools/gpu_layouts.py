@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from ringcomm.bench.placement import count_devices
 ROOT = Path(__file__).resolve().parent.parent
 # Of a layout, all its tests; more where processes take turns on a GPU.
 LIMIT_S = 420.0
+# For pytest to end its ranks and to tell of its failures.
+INTERRUPT_S = 15.0
 NO_GPU = "no GPU here"
 SUMMARY = re.compile(r"\d+ (?:passed|failed|skipped|error|deselected).* in [\d.]+s")
 NO_TESTS = 5  # pytest's status where none was selected
@@ -89,7 +92,11 @@ def num_ranks_of(layout: Layout, num_gpus: int) -> int:
 
 
 def run_bounded(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """The status, None when it was stopped at the limit, and what it has written, shown as well."""
+    """The status, None when it was stopped at the limit, and what it wrote, shown as it came.
+
+    At the limit it is interrupted first, so that pytest says what has failed until then. However
+    this ends, all that the command has started ends too.
+    """
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -101,18 +108,28 @@ def run_bounded(command: list[str], env: dict[str, str], limit_s: float) -> tupl
         errors="replace",
         start_new_session=True,  # so that all it has started can be stopped
     )
+    said: list[str] = []
+
+    def show() -> None:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            said.append(line)
+
+    reader = threading.Thread(target=show)
+    reader.start()
+    status = None
     try:
-        said, _ = process.communicate(timeout=limit_s)
-        status: int | None = process.returncode
+        status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        status = None
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPT_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    if status is None:
-        said, _ = process.communicate()
-    print(said, flush=True)
-    return status, said
+        process.wait()
+        reader.join()
+    return status, "".join(said)
 
 
 def run_layout(layout: Layout, num_gpus: int, limit_s: float, arguments: list[str]) -> Outcome:
@@ -137,10 +154,11 @@ def run_layout(layout: Layout, num_gpus: int, limit_s: float, arguments: list[st
         env |= {name: os.environ[name] for name in names if name in os.environ}
         status, said = run_bounded([*command, *arguments], env, limit_s)
     seconds = time.monotonic() - begin
-    if status is None:
-        return Outcome(layout.name, "failed", f"stopped after {limit_s:.0f} s", seconds)
     found = SUMMARY.findall(said)
     text = found[-1] if found else f"status {status}"
+    if status is None:
+        text = f"stopped after {limit_s:.0f} s" + (f": {found[-1]}" if found else "")
+        return Outcome(layout.name, "failed", text, seconds)
     if status == NO_TESTS:
         return Outcome(layout.name, "not run", "no such tests", seconds)
     return Outcome(layout.name, "passed" if status == 0 else "failed", text, seconds)
@@ -171,6 +189,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def exit_on_term(number: int, frame: object) -> None:
+    """SIGTERM ends what was started, and MPS, as an error does; a second one changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main(argv: list[str]) -> int:
     """Runs the layouts in turn; returns the exit code."""
     options = parse(argv)
@@ -199,4 +223,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, exit_on_term)
     sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,14 @@
 """The one command for a machine with a GPU: builds, tests and measures, and keeps what it found.
 
-Usage: python tools/verify_gpu.py [--list] [--only NAME,...] [--budget-s S] [--out FOLDER]
+Usage: python tools/verify_gpu.py [--list] [--from NAME | --only NAME,...] [--budget-s S]
+           [--out FOLDER]
 
 Entries (tools/gpu_entries.py, a row each of docs/gpu-verification.md) run one after the other in
-the order of what a minute tells, each within its own limit and what is left of the budget. The
-active Python and its torch are used. The folder, $OUT by default, gets as they come: verify.log,
-records.jsonl, plots, and summary.json, which is whole after each entry, so that a run that is cut
-short keeps what it has. The status is 1 when an entry failed.
+the order of what a minute tells, each within its own limit and what is left of the budget, which
+is that of a machine whose commands end after ten minutes: the last line is the command that goes
+on where this one ended. The active Python and its torch are used. The folder, $OUT by default,
+gets as they come: verify.log, records.jsonl, plots, and summary.json, which is whole after each
+entry, so that a run that is cut short keeps what it has. The status is 1 when an entry failed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -32,9 +35,11 @@ from typing import Any, TextIO
 from gpu_entries import ENTRIES, Entry
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET_S = 1500.0
-# Less is not begun: a limit that short tells nothing.
-MIN_S = 20.0
+BUDGET_S = 540.0
+# Of an entry's limit: with less it is left to the next command.
+MIN_SHARE = 0.5
+# For a program to end what it has started, MPS too.
+END_S = 30.0
 TAIL_LINES = 12
 QUERY_TIMEOUT_S = 60.0
 CONTROL = "nvidia-cuda-mps-control"
@@ -79,6 +84,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+@functools.cache
+def own_archs() -> str:
+    """The architectures of the GPUs here, as RINGCOMM_CUDA_ARCHS has them: kernels for no other."""
+    said = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+    return " ".join(sorted({line.strip().replace(".", "") for line in said.splitlines()}, key=int))
+
+
 def find_mps() -> bool:
     """Whether MPS's control program is where ringcomm.bench.mps looks for it."""
     places = [os.environ.get("PATH", ""), "/usr/bin", "/usr/local/nvidia/bin"]
@@ -101,12 +113,17 @@ def why_not(entry: Entry, num_gpus: int) -> str | None:
     return None
 
 
-def command_of(entry: Entry, out: Path, nccl: Path | None, num_gpus: int) -> list[str]:
-    """The command, of this Python but for make."""
+def command_of(
+    entry: Entry, out: Path, nccl: Path | None, num_gpus: int, limit_s: float
+) -> list[str]:
+    """The command, of this Python but for make; with a limit where it has one for what it runs."""
     library = f"--nccl-library {shlex.quote(str(nccl))}" if nccl else ""
     words = entry.words(shlex.quote(str(out)), library)
     if "--world" in words and words[words.index("--world") + 1] == "0":
         words[words.index("--world") + 1] = str(num_gpus)
+    if words[0] == "tools/gpu_layouts.py":
+        num_layouts = len(words[words.index("--only") + 1].split(","))
+        words[1:1] = ["--limit-s", f"{max(1.0, (limit_s - END_S) / num_layouts):.0f}"]
     return words if words[0] == "make" else [sys.executable, *words]
 
 
@@ -122,6 +139,7 @@ def run(command: list[str], limit_s: float, log: TextIO) -> tuple[int | None, st
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHON": sys.executable,
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "RINGCOMM_CUDA_ARCHS": os.environ.get("RINGCOMM_CUDA_ARCHS") or own_archs(),
     }
     begin = os.path.getsize(log.name)
     process = subprocess.Popen(
@@ -141,7 +159,7 @@ def run(command: list[str], limit_s: float, log: TextIO) -> tuple[int | None, st
             # Programs that have started MPS end it before they end.
             os.killpg(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(END_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -151,34 +169,50 @@ def run(command: list[str], limit_s: float, log: TextIO) -> tuple[int | None, st
     return status, "\n".join(text.strip().splitlines()[-TAIL_LINES:])
 
 
+def run_entry(
+    entry: Entry, options: argparse.Namespace, num_gpus: int, left_s: float, log: TextIO
+) -> dict[str, Any]:
+    """Runs an entry's command; what is kept of it."""
+    limit_s = min(entry.limit_s, left_s)
+    command = command_of(entry, options.out, options.nccl_library, num_gpus, limit_s)
+    say(log, f"\n== {entry.name}: {shlex.join(command)}")
+    begin = time.monotonic()
+    code, tail = run(command, limit_s, log)
+    return {
+        "status": "stopped" if code is None else "passed" if code == 0 else "failed",
+        "code": code,
+        "seconds": round(time.monotonic() - begin, 1),
+        "limit_s": round(limit_s),
+        "command": shlex.join(command),
+        "tail": tail,
+    }
+
+
 def verify(entries: Iterable[Entry], options: argparse.Namespace, log: TextIO) -> dict[str, Any]:
-    """Runs entries in turn; the summary, which is on disk after each."""
+    """Runs entries in turn; the summary, which is on disk after each.
+
+    Its "next" is the entry with which another command goes on: the first that had no time left, or
+    less than its limit and was stopped, unless it was the first one; None where all are done.
+    """
     facts = machine()
     num_gpus = len(facts["gpus"])
-    summary: dict[str, Any] = {**facts, "budget_s": options.budget_s, "entries": {}}
+    summary: dict[str, Any] = {**facts, "budget_s": options.budget_s, "next": None, "entries": {}}
     deadline = time.monotonic() + options.budget_s
     say(log, json.dumps(facts))
+    num_run = 0
     for entry in entries:
         left_s = deadline - time.monotonic()
         reason = entry.not_scripted or why_not(entry, num_gpus)
-        if reason is None and left_s < MIN_S:
-            reason = "the budget is spent"
-        if reason is not None:
+        is_late = summary["next"] is not None or left_s < MIN_SHARE * entry.limit_s
+        if reason is not None or is_late:
             status = "not scripted" if entry.not_scripted else "not run"
-            found: dict[str, Any] = {"status": status, "why": reason}
+            found: dict[str, Any] = {"status": status, "why": reason or "the budget is spent"}
         else:
-            command = command_of(entry, options.out, options.nccl_library, num_gpus)
-            say(log, f"\n== {entry.name}: {shlex.join(command)}")
-            limit_s, begin = min(entry.limit_s, left_s), time.monotonic()
-            code, tail = run(command, limit_s, log)
-            found = {
-                "status": "stopped" if code is None else "passed" if code == 0 else "failed",
-                "code": code,
-                "seconds": round(time.monotonic() - begin, 1),
-                "limit_s": round(limit_s),
-                "command": shlex.join(command),
-                "tail": tail,
-            }
+            found = run_entry(entry, options, num_gpus, left_s, log)
+            is_late = found["status"] == "stopped" and left_s < entry.limit_s and num_run > 0
+            num_run += entry.name != "build"
+        if reason is None and is_late:
+            summary["next"] = summary["next"] or entry.name
         summary["entries"][entry.name] = found
         say(log, f"{entry.name}: {found['status']} {found.get('seconds', found.get('why'))}")
         draft = options.out / "summary.tmp"
@@ -190,6 +224,16 @@ def verify(entries: Iterable[Entry], options: argparse.Namespace, log: TextIO) -
     return summary
 
 
+def chosen_of(options: argparse.Namespace) -> list[Entry]:
+    """The entries that are asked for; those from one on have the build before them."""
+    names = [entry.name for entry in ENTRIES]
+    if options.only is not None:
+        return [entry for entry in ENTRIES if entry.name in options.only]
+    begin = names.index(options.begin)
+    before = [entry for entry in ENTRIES[:begin] if entry.name == "build"]
+    return [*before, *ENTRIES[begin:]]
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -197,13 +241,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     names = [entry.name for entry in ENTRIES]
     default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--list", action="store_true", help="print the entries, and run nothing")
-    add("--only", default=",".join(names), help="names of --list, separated by commas")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--from",
+        dest="begin",
+        default=names[0],
+        choices=names,
+        metavar="NAME",
+        help="build, then go on with this entry of --list",
+    )
+    which.add_argument("--only", metavar="NAME,...", help="these entries alone")
     add("--budget-s", type=float, default=BUDGET_S, help="of all entries")
     add("--out", type=Path, default=default, metavar="FOLDER", help="for results")
     add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 of 2.30 or newer")
     options = parser.parse_args(argv)
-    options.only = options.only.split(",")
-    unknown = set(options.only) - set(names)
+    options.only = options.only.split(",") if options.only is not None else None
+    unknown = set(options.only or ()) - set(names)
     if unknown:
         parser.error(f"--only: there is no entry {', '.join(sorted(unknown))}")
     return options
@@ -212,7 +265,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Runs what is asked for; returns the exit code."""
     options = parse(argv)
-    chosen = [entry for entry in ENTRIES if entry.name in options.only]
+    chosen = chosen_of(options)
     if options.list:
         for entry in chosen:
             what = f"python {entry.command}" if entry.command else f"({entry.not_scripted})"
@@ -227,6 +280,9 @@ def main(argv: list[str]) -> int:
         say(log, f"\n{counts}; results: {options.out}")
         if not summary["gpus"]:
             say(log, "no GPU here: nothing ran")
+        if summary["next"] is not None:
+            again = f"--from {summary['next']}" if options.only is None else "--only ..."
+            say(log, f"go on with: python tools/verify_gpu.py {again}")
     return int(any(status in ("failed", "stopped") for status in statuses))
 
 

@@ -5,6 +5,7 @@
 
 #include "bindings/device_ipc_carrier.h"
 #include "bindings/device_messages/carrier.h"
+#include "core/errors.h"
 
 namespace py = pybind11;
 
@@ -21,6 +22,11 @@ void log_choice(const DeviceCarrierGroup& group, c10::Device device, const std::
 
 }  // namespace
 
+DeviceCarrier::LentMemory DeviceCarrier::lend(std::size_t) {
+  C10_THROW_ERROR(NotImplementedError,
+                  "ringcomm: ranks that reach each other by " + name() + " share no memory");
+}
+
 std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& group,
                                                    c10::Device device) {
   // The faster one first; the other takes every group.
@@ -30,8 +36,16 @@ std::unique_ptr<DeviceCarrier> make_device_carrier(const DeviceCarrierGroup& gro
     log_choice(group, device, carrier->name());
     return carrier;
   }
-  carrier = make_message_device_carrier(group, device);
-  log_choice(group, device, carrier->name() + "; not by cuda_ipc: " + reason);
+  const std::string not_by = "not by cuda_ipc: " + reason;
+  try {
+    carrier = make_message_device_carrier(group, device);
+  } catch (c10::Error& error) {
+    error.add_context(not_by);
+    throw;
+  } catch (const Error& error) {
+    throw Error(error.info(), std::string(error.what()) + "; " + not_by);
+  }
+  log_choice(group, device, carrier->name() + "; " + not_by);
   return carrier;
 }
 

@@ -39,10 +39,6 @@ class DeviceCarrier {
   virtual Traffic enqueue(const Collective& call, const CallHeader& header,
                           const c10::Stream& stream) = 0;
 
-  virtual void send(const void* data, std::size_t num_bytes, int peer, int tag,
-                    const c10::Stream& stream) = 0;
-  virtual void recv(void* data, std::size_t num_bytes, int peer, int tag,
-                    const c10::Stream& stream) = 0;
   /// Sends and receives of which none may wait for another: two ranks that both send before they
   /// receive, in the order of one stream, would wait for ever.
   virtual void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) = 0;
@@ -50,10 +46,22 @@ class DeviceCarrier {
   /// Fills in algorithm and geometry of a header, from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
 
-  /// Throws std::invalid_argument where a collective, or a message, cannot be enqueued on this
-  /// stream at all: it ends nothing then.
+  /// Throws std::invalid_argument where a collective on this stream, or such messages, cannot be
+  /// enqueued at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
-  virtual void check_message(const c10::Stream&) const {}
+  virtual void check_messages(const std::vector<DeviceMessage>&) const {}
+  /// Whether its data tells what call it is of, so that calls that differ are found where they
+  /// meet.
+  virtual bool finds_mismatches() const { return false; }
+
+  /// Memory on this rank's device that the other ranks read and write where it lies. Collective.
+  /// Throws NotImplementedError where the carrier has no such memory.
+  struct LentMemory {
+    void* data;
+    std::shared_ptr<const void> owner;
+  };
+  virtual LentMemory lend(std::size_t num_bytes);
+
   /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
   virtual bool is_captured(const c10::Stream&) const { return false; }
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "bindings/header_check.h"
 #include "bindings/python_errors.h"
 
 namespace ringcomm {
@@ -45,6 +46,12 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
   return *(carriers_[device.str()] = std::move(made));
+}
+
+DeviceCarrier::LentMemory DeviceGroup::lend(c10::Device device, std::size_t num_bytes) {
+  const std::lock_guard order(order_);
+  check();
+  return carrier(device).lend(num_bytes);
 }
 
 std::map<std::string, std::string> DeviceGroup::transports() {
@@ -107,12 +114,14 @@ void DeviceGroup::drain() {
   }
 }
 
-c10::Stream DeviceGroup::own_stream(c10::Device device) {
-  const auto found = streams_.find(device.index());
+// Messages with one rank need not wait for those with another.
+c10::Stream DeviceGroup::own_stream(c10::Device device, int peer) {
+  const std::pair key(device.index(), peer);
+  const auto found = streams_.find(key);
   if (found != streams_.end()) return found->second;
   const c10::Stream stream =
       c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
-  streams_.emplace(device.index(), stream);
+  streams_.emplace(key, stream);
   return stream;
 }
 
@@ -146,6 +155,10 @@ void DeviceGroup::run(const TensorCall& item, DeviceCarrier& carrier, const c10:
   carrier.check_collective(stream);
   CallHeader header = engine->issue(item.call);
   carrier.plan(item.call, header);
+  if (world_size_ > 1 && !carrier.finds_mismatches())
+    check_header(engine, header, options_->timeout, [weak = weak_from_this()] {
+      if (const auto group = weak.lock(); group != nullptr) group->abort();
+    });
   ending_on_failure(describe(header), [&] {
     engine->count(item.call.op, carrier.enqueue(item.call, header, stream));
     if (item.finish) item.finish();
@@ -164,7 +177,7 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
     check();
     const c10::impl::VirtualGuardImpl impl(device.type());
     const c10::Stream home = impl.getStream(device);
-    const c10::Stream stream = info.is_async ? own_stream(device) : home;
+    const c10::Stream stream = info.is_async ? own_stream(device, info.peer) : home;
     if (stream != home) {
       c10::Event begin(device.type());
       begin.record(home);
@@ -206,13 +219,14 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
                                                      DeviceCallInfo info) {
   std::vector<at::Tensor> inputs, kept;
   std::vector<DeviceMessage> messages;
+  if (calls.size() == 1) info.peer = calls[0].message.peer;
   for (DeviceMessageCall& call : calls) {
     messages.push_back(call.message);
     for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
   }
   return enqueue(device, std::move(info), inputs, std::move(kept),
                  [&](DeviceCarrier& carrier, const c10::Stream& stream) {
-                   carrier.check_message(stream);
+                   carrier.check_messages(messages);
                    ending_on_failure("sends and receives", [&] {
                      carrier.exchange(messages, stream);
                      for (const DeviceMessageCall& call : calls)

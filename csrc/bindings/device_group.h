@@ -31,6 +31,7 @@ struct DeviceCallInfo {
   std::vector<at::Tensor> results;
   bool is_async = true;
   std::optional<std::chrono::milliseconds> barrier_timeout = {};  ///< of what the host waits for
+  int peer = -1;                                                  ///< of a message alone
 };
 
 /// A user's send or receive, and what it needs: `finish` of `item` is for afterwards.
@@ -57,6 +58,8 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
                                           DeviceCallInfo info);
   /// Makes the carrier for a device, where there is none yet: collective over the group.
   DeviceCarrier& carrier(c10::Device device);
+  /// Memory that other ranks use where it lies: collective over the group.
+  DeviceCarrier::LentMemory lend(c10::Device device, std::size_t num_bytes);
   /// By device, what carries its tensors; for people.
   std::map<std::string, std::string> transports();
 
@@ -77,7 +80,7 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
                                          std::vector<at::Tensor> kept, const Body& body);
   void run(const TensorCall& item, DeviceCarrier& carrier, const c10::Stream& stream);
   std::shared_ptr<Communicator> communicator() const;
-  c10::Stream own_stream(c10::Device device);
+  c10::Stream own_stream(c10::Device device, int peer);
   void keep(const std::shared_ptr<DeviceUse>& use);
   void lose(const std::vector<at::Tensor>& kept);
   template <class Enqueue>
@@ -90,7 +93,7 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   int world_size_;
 
   std::mutex order_;  // held while a call is enqueued; guards what follows
-  std::map<c10::DeviceIndex, c10::Stream> streams_;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::Stream> streams_;
 
   std::mutex mutex_;                             // held for moments; guards what follows
   std::deque<std::shared_ptr<DeviceUse>> uses_;  // that nobody may have waited for

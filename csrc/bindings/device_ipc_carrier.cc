@@ -4,22 +4,22 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
-#include <cstdlib>
-
+#include "bindings/driver_device.h"
 #include "bindings/python_errors.h"
 #include "collectives/cuda/unavailable.h"
 
 namespace ringcomm {
 namespace {
 
-cuda::StreamHandle handle_of(const c10::Stream& stream) {
-  return static_cast<cuda::StreamHandle>(stream.native_handle());
-}
-
-// Devices of CUDA, or of the driver that stands in for it.
-bool is_of_driver(c10::Device device) {
-  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
-  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
+std::vector<cuda::Mail> to_mails(const std::vector<DeviceMessage>& messages) {
+  std::vector<cuda::Mail> mails;
+  for (const DeviceMessage& message : messages)
+    mails.push_back({.data = static_cast<std::byte*>(message.data),
+                     .num_bytes = message.num_bytes,
+                     .tag = message.tag,
+                     .peer = static_cast<std::int16_t>(message.peer),
+                     .is_send = message.is_send});
+  return mails;
 }
 
 }  // namespace
@@ -29,26 +29,22 @@ Traffic IpcDeviceCarrier::enqueue(const Collective& call, const CallHeader& head
   return engine_->enqueue(call, header, handle_of(stream));
 }
 
-void IpcDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
-                            const c10::Stream& stream) {
-  engine_->exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, handle_of(stream));
-}
-
-void IpcDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
-                            const c10::Stream& stream) {
-  engine_->exchange({{false, data, num_bytes, peer, tag}}, handle_of(stream));
-}
-
 void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
                                 const c10::Stream& stream) {
-  std::vector<cuda::DeviceMail> mails;
-  for (const DeviceMessage& message : messages)
-    mails.push_back({message.is_send, message.data, message.num_bytes, message.peer, message.tag});
-  engine_->exchange(mails, handle_of(stream));
+  engine_->exchange(to_mails(messages), handle_of(stream));
+}
+
+void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) const {
+  engine_->check_messages(to_mails(messages));
 }
 
 void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {
   engine_->check_collective(handle_of(stream));
+}
+
+DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
+  std::shared_ptr<const cuda::Segment> segment = engine_->lend(num_bytes);
+  return {segment->of(rank_), segment};
 }
 
 bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
@@ -68,9 +64,11 @@ std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup&
   const c10::DeviceGuard guard(device);
   const std::string who = "ringcomm: group " + group.options.group_name;
   try {
-    return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
-        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
-        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
+    return std::make_unique<IpcDeviceCarrier>(
+        cuda::Engine::make(
+            *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
+            [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }),
+        group.rank);
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;

@@ -11,26 +11,26 @@ namespace ringcomm {
 /// Collectives of device tensors by kernels in memory that all ranks have mapped.
 class IpcDeviceCarrier final : public DeviceCarrier {
  public:
-  explicit IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine) : engine_(std::move(engine)) {}
+  IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine, int rank)
+      : engine_(std::move(engine)), rank_(rank) {}
 
   const std::string& name() const override { return engine_->description(); }
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const c10::Stream& stream) override;
-  void send(const void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
-  void recv(void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
   void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
   void plan(const Collective& call, CallHeader& header) const override {
     engine_->plan(call, header);
   }
   void check_collective(const c10::Stream& stream) const override;
-  void check_message(const c10::Stream&) const override { engine_->check_message(); }
+  void check_messages(const std::vector<DeviceMessage>& messages) const override;
+  bool finds_mismatches() const override { return true; }
+  LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_->abort(); }
 
  private:
   std::unique_ptr<cuda::Engine> engine_;
+  int rank_;
 };
 
 /// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.

@@ -56,13 +56,9 @@ void DeviceUse::block_current_stream() {
 }
 
 void DeviceUse::give_up() {
-  try {
-    if (is_over()) return;
-  } catch (const std::exception&) {
-    // Events cannot be asked while a graph is captured, which may be what has failed.
-  }
+  // Its event does not tell: what has given up ends as what is done.
   const std::lock_guard lock(mutex_);
-  is_broken_ = true;
+  is_broken_ = !is_over_ && !is_captured_;
 }
 
 bool DeviceUse::is_broken() {

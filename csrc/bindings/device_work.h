@@ -34,7 +34,7 @@ class DeviceUse {
   /// Has the current stream of the device wait, and lets the tensors go if that is enough for
   /// whoever gets their memory.
   void block_current_stream();
-  /// The group is about to be aborted: what is not over by now never will be as it should.
+  /// The group has ended: what nobody has seen to be over counts as broken.
   void give_up();
   bool is_broken();
 

@@ -156,6 +156,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_transports", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return process_group_of(backend).device_transports();
   });
+  m.def("empty_shared_on",
+        [](const c10::intrusive_ptr<c10d::Backend>& backend, const at::Device& device,
+           const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+          const py::gil_scoped_release released;
+          return process_group_of(backend).empty_shared_on(device, sizes, dtype);
+        });
   m.def("mapped_bytes", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return communicator_of(backend)->mapped_bytes();
   });

@@ -130,6 +130,9 @@ class ProcessGroupRingcomm final : public c10d::Backend {
   /// Has the carrier of the device's tensors be made now, if there is one: torch calls it on all
   /// ranks of a group that is bound to devices.
   void eagerConnectSingleDevice(at::Device device) override;
+  /// A tensor on a device in memory that the other ranks map. Collective; throws what
+  /// DeviceCarrier::lend() does.
+  at::Tensor empty_shared_on(c10::Device device, at::IntArrayRef sizes, at::ScalarType dtype);
   /// By device, what carries its tensors; for people.
   std::map<std::string, std::string> device_transports() { return devices()->transports(); }
 

@@ -1,6 +1,10 @@
+#include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include "bindings/process_group.h"
+#include "bindings/python_errors.h"
 #include "bindings/shared_tensors.h"
 
 // c10d's hook for memory that suits a backend best: FSDP2 asks it for the buffers of its
@@ -17,6 +21,18 @@ at::Tensor ProcessGroupRingcomm::allocateTensor(long size, at::TensorOptions opt
     C10_THROW_ERROR(NotImplementedError, c10::str("ringcomm: allocate_tensor on ", options.device(),
                                                   " is not there yet; shared memory is the CPU's"));
   return empty_shared({size}, c10::typeMetaToScalarType(options.dtype()));
+}
+
+at::Tensor ProcessGroupRingcomm::empty_shared_on(c10::Device device, at::IntArrayRef sizes,
+                                                 at::ScalarType dtype) {
+  const c10::DeviceGuard guard(device);
+  const std::size_t num_bytes =
+      static_cast<std::size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  DeviceCarrier::LentMemory memory;
+  with_python_errors([&] { memory = devices()->lend(device, num_bytes); });
+  return at::from_blob(
+      memory.data, sizes, [owner = memory.owner](void*) {}, at::TensorOptions(dtype).device(device),
+      device);
 }
 
 }  // namespace ringcomm

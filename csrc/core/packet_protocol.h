@@ -26,6 +26,11 @@ RINGCOMM_HD constexpr std::uint32_t packet_flag(std::uint64_t number) {
   return static_cast<std::uint32_t>(number % 0xffffffffu) + 1;
 }
 
+/// Which of the two places of a packet the call uses.
+RINGCOMM_HD constexpr std::size_t packet_turn(std::uint64_t number) {
+  return static_cast<std::size_t>(number % 2);
+}
+
 template <class A>
 RINGCOMM_HD void put_packet(A& arch, Packet& packet, std::uint64_t data, std::uint32_t flag) {
   const std::uint64_t above = std::uint64_t{flag} << 32;

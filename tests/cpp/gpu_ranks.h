@@ -21,7 +21,7 @@
 namespace ringcomm::testing {
 
 /// Runs a kernel to its end.
-inline void run_kernel(const std::string& name, const cuda::KernelCall& call, unsigned num_blocks,
+inline void run_kernel(const std::string& name, const cuda::GroupFrame& call, unsigned num_blocks,
                        unsigned num_threads) {
   const emulator::Kernel* kernel = emulator::find_kernel(name);
   expect(kernel != nullptr, "a kernel " + name);
@@ -75,16 +75,17 @@ class GpuRanks {
 
   cuda::KernelCall kernel_call(int rank) {
     cuda::KernelCall call;
-    call.staging = staging_;
-    call.control = &control(rank);
-    call.timeout_ns = static_cast<std::uint64_t>(timeout.count());
-    call.rank = rank;
-    call.world_size = world_size_;
+    fill(rank, call);
     return call;
   }
 
-  /// Runs a call on one rank, to its end.
-  Traffic run(int rank, const Collective& call) {
+  /// Memory that ranks may lend each other: one segment, of which each has a part.
+  void lend(std::byte* const* bases) { lent_.bases = bases; }
+
+  /// Runs a call on one rank, to its end. Its buffers lie where they lie in lent memory, or
+  /// nowhere.
+  Traffic run(int rank, const Collective& call, std::uint64_t lent_input = 0,
+              std::uint64_t lent_output = 0) {
     CallHeader header{.num_elems = call.num_elems,
                       .root = call.root,
                       .op = call.op,
@@ -95,9 +96,18 @@ class GpuRanks {
                       .update = call.update != nullptr ? call.update->spec : UpdateSpec{}};
     cuda::plan_header(call, options_, layout_, false, header);
     cuda::KernelCall kernel = kernel_call(rank);
+    kernel.lent = lent_;
+    kernel.lent_input = lent_input;
+    kernel.lent_output = lent_output;
     const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
     run_kernel(plan.kernel, kernel, plan.num_blocks, num_threads_);
     return plan.traffic;
+  }
+  void exchange(int rank, const std::vector<cuda::Mail>& messages) {
+    cuda::MailCall call;
+    fill(rank, call);
+    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, kAnyBlocks, call);
+    run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
   }
   void run_case(int rank, const Case& c) {
     CaseBuffers buffers(c, rank, world_size_);
@@ -107,11 +117,22 @@ class GpuRanks {
   }
 
  private:
+  static constexpr unsigned kAnyBlocks = 1000;
+
+  void fill(int rank, cuda::GroupFrame& call) {
+    call.staging = staging_;
+    call.control = &control(rank);
+    call.timeout_ns = static_cast<std::uint64_t>(timeout.count());
+    call.rank = rank;
+    call.world_size = world_size_;
+  }
+
   int world_size_;
   unsigned num_threads_;
   CommunicatorOptions options_;
   cuda::StagingLayout layout_;
   cuda::Staging staging_;
+  cuda::Lent lent_;
   std::vector<std::vector<std::byte>> memory_;
   std::vector<cuda::Control> controls_;
 };

@@ -134,6 +134,157 @@ TEST_CASE("kernels: a rank that never comes is a time-out that names it, in all 
   }
 }
 
+// The sum of all ranks' inputs, in lent memory where `lends` says so of a rank.
+void sum_lent(int world_size, std::size_t num_elems, const std::vector<bool>& lends,
+              bool is_in_place) {
+  GpuRanks ranks(world_size, facts_of(world_size, 4), 2);
+  std::vector<std::vector<std::int32_t>> memory(static_cast<std::size_t>(world_size),
+                                                std::vector<std::int32_t>(2 * num_elems + 16));
+  std::vector<std::byte*> bases;
+  for (auto& part : memory) bases.push_back(reinterpret_cast<std::byte*>(part.data()));
+  ranks.lend(bases.data());
+  run_threads(world_size, [&](int rank) {
+    for (std::int32_t turn = 1; turn <= 3; ++turn) {
+      std::int32_t* input = memory[static_cast<std::size_t>(rank)].data();
+      std::int32_t* output = is_in_place ? input : input + num_elems + 16;
+      for (std::size_t i = 0; i < num_elems; ++i)
+        input[i] = turn * static_cast<std::int32_t>(i % 1000) + rank;
+      const void* inputs[] = {input};
+      void* outputs[] = {output};
+      const Collective call{.op = OpKind::kAllReduce,
+                            .dtype = DType::kInt32,
+                            .algorithm = Algorithm::kTwoShot,
+                            .num_elems = num_elems,
+                            .inputs = inputs,
+                            .outputs = outputs};
+      const bool is_lent = lends[static_cast<std::size_t>(rank)];
+      const auto place = [&](const std::int32_t* at) {
+        return is_lent ? cuda::Lent::place(0, static_cast<std::uint64_t>(at - input) * 4) : 0;
+      };
+      ranks.run(rank, call, place(input), place(output));
+      const int of_ranks = world_size * (world_size - 1) / 2;
+      for (std::size_t i = 0; i < num_elems; ++i)
+        expect(output[i] == world_size * turn * static_cast<std::int32_t>(i % 1000) + of_ranks,
+               "the sum at " + std::to_string(i));
+    }
+  });
+}
+
+TEST_CASE("kernels: buffers that all ranks have lent are read and written where they lie") {
+  for (const std::size_t num_elems : {std::size_t{5}, std::size_t{30'001}})
+    for (const bool is_in_place : {false, true}) {
+      sum_lent(3, num_elems, {true, true, true}, is_in_place);
+      sum_lent(3, num_elems, {true, false, true}, is_in_place);
+      sum_lent(2, num_elems, {false, true}, is_in_place);
+    }
+}
+
+// Messages of every rank to every other, two of each pair and direction.
+struct Letters {
+  Letters(int rank, int world_size, std::size_t long_bytes) {
+    const std::size_t sizes[] = {long_bytes, 5};
+    for (int peer = 0; peer < world_size; ++peer)
+      for (std::size_t i = 0; i < 2 && peer != rank; ++i) {
+        sent.push_back(letter(rank, peer, i, sizes[i]));
+        expected.push_back(letter(peer, rank, i, sizes[i]));
+        received.emplace_back(sizes[i]);
+        peers.push_back(peer);
+      }
+  }
+  static std::vector<std::byte> letter(int from, int to, std::size_t number, std::size_t size) {
+    std::vector<std::byte> bytes(size);
+    for (std::size_t i = 0; i < size; ++i)
+      bytes[i] =
+          static_cast<std::byte>(i * 7 + number * 31 + static_cast<std::size_t>(from * 5 + to));
+    return bytes;
+  }
+  cuda::Mail mail(std::size_t i, bool is_send) {
+    std::vector<std::byte>& bytes = is_send ? sent[i] : received[i];
+    return {bytes.data(), bytes.size(), static_cast<std::int32_t>(i % 2),
+            static_cast<std::int16_t>(peers[i]), is_send};
+  }
+
+  std::vector<std::vector<std::byte>> sent, received, expected;
+  std::vector<int> peers;
+};
+
+TEST_CASE("kernels: a batch of messages, several of a pair, to ranks that take them one by one") {
+  for (const int world_size : {2, 3}) {
+    GpuRanks ranks(world_size, facts_of(world_size, 4 * world_size), 2);
+    run_threads(world_size, [&](int rank) {
+      for (const bool is_lone : {false, true}) {
+        Letters letters(rank, world_size, kHasThreadSanitizer ? 40'000 : 300'001);
+        std::vector<cuda::Mail> batch;
+        for (const bool is_send : {false, true})
+          for (std::size_t i = 0; i < letters.peers.size(); ++i)
+            batch.push_back(letters.mail(i, is_send));
+        // The last rank receives all before it sends any: the others must not wait for that.
+        if (is_lone && rank == world_size - 1)
+          for (const cuda::Mail& mail : batch) ranks.exchange(rank, {mail});
+        else
+          ranks.exchange(rank, batch);
+        expect(ranks.control(rank).stop == 0, "a kernel that does not give up");
+        expect(letters.received == letters.expected, "all messages");
+      }
+    });
+  }
+}
+
+TEST_CASE("kernels: a batch that has no room is refused") {
+  const cuda::StagingLayout layout = cuda::make_staging_layout(facts_of(4, 8));
+  cuda::MailCall call;
+  call.staging.layout = layout;
+  std::byte byte{};
+  std::vector<cuda::Mail> messages(3, {&byte, 1, 0, 1, true});
+  for (std::size_t i = 0; i < messages.size(); ++i) messages[i].peer = static_cast<std::int16_t>(i);
+  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call), doctest::Contains("make several"));
+  messages.resize(129, messages[0]);
+  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call),
+                    doctest::Contains("128 at most, got 129"));
+}
+
+// Two steps of a kernel on one rank's arrays, and of the host's.
+void update_alone(Optimizer optimizer, std::size_t num_elems) {
+  std::vector<float> start(num_elems), grad(num_elems);
+  for (std::size_t i = 0; i < num_elems; ++i) {
+    start[i] = 0.37F * static_cast<float>(i % 91) - 11;
+    grad[i] = 0.013F * static_cast<float>(i % 83) - 0.5F;
+  }
+  struct Arrays {
+    std::vector<float> param, first, second;
+  };
+  const std::vector<float> zeros(num_elems);
+  Arrays kernel{start, zeros, zeros}, host{start, zeros, zeros};
+  for (std::uint32_t step = 1; step <= 2; ++step) {
+    ShardUpdate update{.spec = {.lr = 0.01, .weight_decay = 0.1, .step = step}};
+    update.spec.optimizer = optimizer;
+    update.spec.coefficients =
+        optimizer == Optimizer::kAdamW ? std::array{0.9, 0.999, 1e-8} : std::array{0.75, 0.0, 0.0};
+    const UpdateOp op = host::make_update_op(update.spec, DType::kFloat32);
+    const int num_states = ringcomm::num_states(update.spec);
+    const auto states = [&](Arrays& of) {
+      return std::array{num_states > 0 ? of.first.data() : nullptr,
+                        num_states > 1 ? of.second.data() : nullptr};
+    };
+    op.apply(op.scalars, {host.param.data(), grad.data(), nullptr, states(host)}, num_elems);
+    update.states = states(kernel);
+    const Collective call{
+        .op = OpKind::kReduceUpdateGather, .dtype = DType::kFloat32, .update = &update};
+    cuda::KernelCall kernel_call;
+    const cuda::LaunchPlan plan =
+        cuda::plan_own_update(call, grad.data(), kernel.param.data(), num_elems, kernel_call);
+    run_kernel(plan.kernel, kernel_call, plan.num_blocks, 3);
+  }
+  CHECK(std::memcmp(kernel.param.data(), host.param.data(), num_elems * sizeof(float)) == 0);
+  CHECK(kernel.first == host.first);
+  CHECK(kernel.second == host.second);
+}
+
+TEST_CASE("kernels: an update alone has the host's bits") {
+  for (const Optimizer optimizer : {Optimizer::kSgd, Optimizer::kAdamW, Optimizer::kLomo})
+    for (const std::size_t num_elems : {1, 1003, 20'000}) update_alone(optimizer, num_elems);
+}
+
 TEST_CASE("kernels: the host's abort word ends their waits") {
   GpuRanks ranks(2, facts_of(2, 2), 2);
   std::thread host([&] {

@@ -7,6 +7,7 @@
 
 #include "collective_case.h"
 #include "hosts_ranks.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -88,7 +89,7 @@ TEST_CASE("hosts: every reduction and dtype that has one") {
 }
 
 // More than a rank may hold of others' data at once.
-TEST_CASE("hosts: large buffers in pieces") {
+TEST_CASE("hosts: large buffers in pieces" * doctest::skip(testing::kHasThreadSanitizer)) {
   MemoryNetwork network(3);
   run_hosts_ranks(network, "abb", [&](Communicator& communicator) {
     std::uint32_t salt = 0;

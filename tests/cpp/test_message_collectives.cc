@@ -9,6 +9,7 @@
 
 #include "collective_case.h"
 #include "memory_messages.h"
+#include "sanitizers.h"
 #include "third_party/doctest/doctest.h"
 
 namespace {
@@ -68,7 +69,7 @@ TEST_CASE("messages: every collective and algorithm, worlds 2 to 5") {
 
 // From 1 MiB on: rings and chains.
 TEST_CASE("messages: large calls") {
-  for (int world_size = 2; world_size <= 4; ++world_size) {
+  for (int world_size = 2; world_size <= (testing::kHasThreadSanitizer ? 2 : 4); ++world_size) {
     MemoryNetwork network(world_size, std::chrono::microseconds(50));
     run_message_ranks(network, world_size, [&](Communicator& communicator) {
       std::uint32_t salt = 0;

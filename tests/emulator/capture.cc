@@ -126,7 +126,9 @@ Result api::stream_begin_capture(StreamHandle handle, int mode) {
   if (mode < kCaptureGlobal || mode > kCaptureRelaxed) return kInvalidValue;
   const std::lock_guard lock(capture_mutex());
   if (stream->capture != nullptr) return kCaptureUnsupported;
+  static unsigned long long num_captures = 0;  // guarded by capture_mutex()
   auto capture = std::make_shared<Capture>();
+  capture->id = ++num_captures;
   capture->mode = mode;
   capture->thread = std::this_thread::get_id();
   capture->origin = stream.get();
@@ -161,6 +163,17 @@ Result api::stream_is_capturing(StreamHandle handle, int* status) {
   *status = stream->capture == nullptr        ? kCaptureNone
             : stream->capture->is_invalidated ? kCaptureInvalidated
                                               : kCaptureActive;
+  return kSuccess;
+}
+
+Result api::stream_get_capture_info(StreamHandle handle, int* status, unsigned long long* id,
+                                    cuda::CapturedGraph*, const cuda::CapturedNode**,
+                                    std::size_t*) {
+  RINGCOMM_TRY(stream_is_capturing(handle, status));
+  std::shared_ptr<StreamTag> stream;
+  RINGCOMM_TRY(find_stream(handle, &stream, /*only_asks=*/true));
+  const std::lock_guard lock(capture_mutex());
+  if (id != nullptr && stream->capture != nullptr) *id = stream->capture->id;
   return kSuccess;
 }
 

@@ -18,6 +18,7 @@ struct Node {
 
 /// What streams submit between cuStreamBeginCapture and cuStreamEndCapture.
 struct Capture {
+  unsigned long long id = 0;  // never 0, nor another's
   int mode = kCaptureGlobal;
   std::thread::id thread;
   StreamHandle origin = nullptr;

@@ -2,6 +2,7 @@
 // cuda.h. Only compiled (make abi): abi_names.inc is made of the lists of functions, one line for
 // each.
 #include <cuda.h>
+#include <cudaTypedefs.h>
 
 #include <cstddef>
 #include <string_view>
@@ -10,6 +11,9 @@
 #include "emulator/errors.h"
 #include "emulator/extra_api.h"
 #include "transport/cuda/driver_api.h"
+
+// Of older versions there are types alone.
+extern "C" std::remove_pointer_t<PFN_cuStreamGetCaptureInfo_v11030> cuStreamGetCaptureInfo_v2;
 
 namespace ringcomm::emulator {
 namespace {

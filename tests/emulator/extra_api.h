@@ -7,12 +7,13 @@
 namespace ringcomm::emulator {
 
 using cuda::Context;
+using cuda::kCaptureGlobal;
+using cuda::kCaptureRelaxed;
+using cuda::kCaptureThreadLocal;
 using cuda::Result;
 using cuda::StreamHandle;
 using Graph = struct GraphTag*;
 using GraphExec = struct GraphExecTag*;
-
-enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
 
 /// X(member, symbol, parameters), as RINGCOMM_DRIVER_FUNCTIONS.
 #define RINGCOMM_EXTRA_DRIVER_FUNCTIONS(X)                                            \
@@ -21,7 +22,7 @@ enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRe
     (StreamHandle stream, void (*function)(void*), void* data))                       \
   X(stream_begin_capture, "cuStreamBeginCapture_v2", (StreamHandle stream, int mode)) \
   X(stream_end_capture, "cuStreamEndCapture", (StreamHandle stream, Graph * graph))   \
-  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode))          \
+  X(stream_is_capturing, "cuStreamIsCapturing", (StreamHandle stream, int* status))   \
   X(graph_instantiate, "cuGraphInstantiateWithFlags",                                 \
     (GraphExec * exec, Graph graph, unsigned long long flags))                        \
   X(graph_launch, "cuGraphLaunch", (GraphExec exec, StreamHandle stream))             \

@@ -24,7 +24,7 @@ class HostBlock {
     std::uint32_t any[2] = {};
   };
 
-  HostBlock(const cuda::KernelCall& call, BlockContext& context, Shared& shared)
+  HostBlock(const cuda::GroupFrame& call, BlockContext& context, Shared& shared)
       : call_(call), context_(context), shared_(shared) {}
 
   unsigned thread_idx() const { return context_.thread_idx; }
@@ -96,6 +96,7 @@ class HostBlock {
                                                                               : Stop::kNone;
   }
   int awaited_peer() const { return awaited_peer_; }
+  void note_awaited(int peer) { awaited_peer_ = peer; }
 
   bool claim(std::uint32_t& word) const {
     return __atomic_exchange_n(&word, 1u, __ATOMIC_ACQ_REL) == 0;
@@ -105,7 +106,7 @@ class HostBlock {
   }
 
  private:
-  const cuda::KernelCall& call_;
+  const cuda::GroupFrame& call_;
   BlockContext& context_;
   Shared& shared_;
   unsigned turn_ = 0;

@@ -16,9 +16,9 @@ using namespace ringcomm::cuda;
 static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
 
 #define RINGCOMM_BARE(...) __VA_ARGS__
-#define RINGCOMM_HOST_KERNEL(name, body)                                                       \
-  {#name, {#name, sizeof(KernelCall), [](const void* parameter, BlockContext& context) {       \
-             const auto& call = *static_cast<const KernelCall*>(parameter);                    \
+#define RINGCOMM_HOST_KERNEL(name, Call, body)                                                 \
+  {#name, {#name, sizeof(Call), [](const void* parameter, BlockContext& context) {             \
+             const auto& call = *static_cast<const Call*>(parameter);                          \
              HostBlock block(call, context, *static_cast<HostBlock::Shared*>(context.shared)); \
              RINGCOMM_BARE body(block, call);                                                  \
            }}},

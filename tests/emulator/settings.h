@@ -11,18 +11,18 @@ namespace ringcomm::emulator {
 ///
 /// Every process reads these variables once, in cuInit; a value that means nothing ends it.
 ///
-/// | RINGCOMM_EMULATOR_ | default | means |
-/// |---|---|---|
-/// | DEVICES       | 1     | number of GPUs; CUDA_VISIBLE_DEVICES=1,0 chooses among them and orders
-/// | | SMS           | 2     | multiprocessors of each | | BLOCKS_PER_SM | 2     | blocks that one
-/// can hold at a time, at most | | THREADS       | 1     | real threads that play a block's threads
-/// | | MEMORY        | 8 GiB | bytes that one process can have on one GPU; then out of memory | |
-/// PEER_ACCESS   | 1     | whether GPUs can map each other's memory | | VMM           | 1     | 0:
-/// no cuMemCreate and what belongs to it | | IPC           | 1     | 0: the cuIpc functions fail;
-/// descriptors of cuMemCreate still travel | | MPS           | 1     | 0: kernels of different
-/// processes never run on a GPU at once, so that
-///                             one that spins for another process's never ends |
-/// | DELAY_US      | 0     | before each step a stream sleeps a random time up to this |
+/// With their defaults, RINGCOMM_EMULATOR_...
+/// - DEVICES (1): number of GPUs; CUDA_VISIBLE_DEVICES=1,0 chooses among them and orders
+/// - SMS (2): multiprocessors of each
+/// - BLOCKS_PER_SM (2): blocks that one can hold at a time, at most
+/// - THREADS (1): real threads that play a block's threads
+/// - MEMORY (8 GiB): bytes that one process can have on one GPU; then out of memory
+/// - PEER_ACCESS (1): whether GPUs can map each other's memory
+/// - VMM (1): 0: no cuMemCreate and what belongs to it
+/// - IPC (1): 0: the cuIpc functions fail; descriptors of cuMemCreate still travel
+/// - MPS (1): 0: kernels of different processes never run on a GPU at once, so that one that spins
+///   for another process's never ends
+/// - DELAY_US (0): before each step a stream sleeps a random time up to this
 ///
 /// Where it differs from CUDA:
 /// - The host can read and write device memory. A kernel that touches what it must not ends the

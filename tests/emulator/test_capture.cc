@@ -29,7 +29,7 @@ GraphExec end(StreamHandle stream) {
 
 int status_of(StreamHandle stream) {
   int status = -1;
-  check(driver().stream_is_capturing(stream, &status), "ask");
+  check(extra().stream_is_capturing(stream, &status), "ask");
   return status;
 }
 
@@ -165,9 +165,9 @@ TEST_CASE("a capture keeps threads from what might wait for the device, as its m
   };
   const auto try_to_ask = [&](int thread_mode) {
     int mode = thread_mode;
-    check(extra().exchange_capture_mode(&mode), "exchange the mode");
+    check(driver().exchange_capture_mode(&mode), "exchange the mode");
     const Result result = driver().event_query(elsewhere);
-    check(extra().exchange_capture_mode(&mode), "exchange the mode");
+    check(driver().exchange_capture_mode(&mode), "exchange the mode");
     return result;
   };
   const auto end_after = [&](bool is_allowed, Result result) {
@@ -249,14 +249,14 @@ TEST_CASE("a blocking stream that captures forbids the null stream, another does
   std::int32_t* data = zeros(1);
   int status = -1;
   begin(blocking);
-  CHECK(driver().stream_is_capturing(nullptr, &status) == kCaptureImplicit);
+  CHECK(extra().stream_is_capturing(nullptr, &status) == kCaptureImplicit);
   CHECK(status_of(blocking) == kCaptureActive);
   CHECK(launch("toy_add", ToyAdd{data, 1, 1}, nullptr) == kCaptureImplicit);
   check_invalidated(blocking);
   const StreamHandle stream = new_stream();
   begin(stream);
   CHECK(launch("toy_add", ToyAdd{data, 1, 1}, nullptr) == kSuccess);
-  CHECK(driver().stream_is_capturing(nullptr, &status) == kSuccess);
+  CHECK(extra().stream_is_capturing(nullptr, &status) == kSuccess);
   CHECK(status == kCaptureNone);
   end(stream);
   CHECK(extra().stream_begin_capture(nullptr, kCaptureGlobal) == kCaptureUnsupported);

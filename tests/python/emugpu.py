@@ -85,9 +85,9 @@ def CUDAGraph() -> Any:  # noqa: N802
 
 
 @contextmanager
-def graph(into: Any) -> Iterator[None]:
-    """What runs in this context is captured, on a stream of its own, instead of executed."""
-    side = torch.Stream(device="emugpu")
+def graph(into: Any, *, stream: torch.Stream | None = None) -> Iterator[None]:
+    """What runs in this context is captured instead of executed, by default on a new stream."""
+    side = stream or torch.Stream(device="emugpu")
     synchronize()
     with side:
         into.begin()

@@ -12,6 +12,7 @@ On emulated devices it runs everywhere, with two ranks on one and, most of them,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -33,6 +34,9 @@ LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "all")
 # Where processes take turns on a GPU, a call takes milliseconds for each hand-over.
 CUDA_TIMEOUT_S = 180.0
 EMULATED_TIMEOUT_S = 60.0
+# For the kernels of the others to give up after a rank's error: a process that is killed in a
+# kernel would end MPS, and with it all later tests.
+GRACE_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Gpus:
             timeout_s=CUDA_TIMEOUT_S if self.is_cuda else EMULATED_TIMEOUT_S,
             fresh=fresh or bool(may_die),
             may_die=may_die,
+            grace_s=GRACE_S,
         )
 
 
@@ -118,7 +123,20 @@ def _call(
     module.set_device(index)
     if group[1] is not None and not dist.is_initialized():
         ranks._init_group(rank, *group)
-    return fn(rank, *args)
+    try:
+        return fn(rank, *args)
+    except BaseException:
+        _end_kernels(module)
+        raise
+
+
+def _end_kernels(module: Any) -> None:
+    """Aborts all groups, so that no rank's kernels wait for this rank, and waits for its own."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # the test's own error is the one to be told
+            group.abort()
+    with contextlib.suppress(Exception):
+        module.synchronize()
 
 
 cuda_marks = [

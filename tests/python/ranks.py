@@ -59,6 +59,7 @@ class Pool:
         args: tuple[Any, ...],
         timeout_s: float,
         may_die: Collection[int] = (),
+        grace_s: float = GRACE_S,
     ) -> list[Any]:
         """fn(rank, *args) on every rank; their results. Any error kills all: RankFailure."""
         __tracebackhide__ = True
@@ -70,9 +71,13 @@ class Pool:
         errors: list[str] = []
         deadline = time.monotonic() + timeout_s
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            try:
+                ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            except KeyboardInterrupt:  # the end of the tests does not wait for these ranks
+                self.kill()
+                raise
             if not ready:
-                errors.append(self._describe_stuck(sorted(waiting.values()), timeout_s))
+                errors.append(self._describe_stuck(sorted(waiting.values()), timeout_s, grace_s))
                 break
             for readable in ready:
                 assert isinstance(readable, Connection)
@@ -82,7 +87,7 @@ class Pool:
                     results[rank] = value
                 elif kind == "error" or rank not in may_die:
                     errors.append(f"rank {rank}: {value}")
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         if errors:
             self.kill()
             raise RankFailure("\n".join(["", *errors, *self._logs()]))
@@ -95,12 +100,12 @@ class Pool:
             return "end", f"the process ended: {self._server.status(self._pids[rank], 5.0)}"
         return kind, value
 
-    def _describe_stuck(self, ranks: list[int], timeout_s: float) -> str:
+    def _describe_stuck(self, ranks: list[int], timeout_s: float, grace_s: float) -> str:
         for rank in ranks:
             os.kill(self._pids[rank], signal.SIGUSR1)  # faulthandler writes its stack to the log
         time.sleep(0.3)
         return (
-            f"rank(s) {ranks} did not finish in {timeout_s:g} s (or {GRACE_S:g} s after the first "
+            f"rank(s) {ranks} did not finish in {timeout_s:g} s (or {grace_s:g} s after the first "
             "error); stacks below"
         )
 
@@ -224,6 +229,7 @@ def run_ranks(
     may_die: Collection[int] = (),
     group_timeout_s: float = 30.0,
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank of a group and returns the results, by rank.
 
@@ -236,6 +242,7 @@ def run_ranks(
         may_die: ranks that may end in the case; their result is None. Wants `fresh`.
         group_timeout_s: of the group's collectives.
         env: added to the ranks' environment: to all, or to each its own.
+        grace_s: what the others get after the first error, before they are killed.
 
     Raises:
         RankFailure: with every rank's traceback, and the stacks of those that did not come back.
@@ -251,9 +258,9 @@ def run_ranks(
 
     if not fresh:
         key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(env))
-        return server().pool(key, make).call(fn, args, timeout_s)
+        return server().pool(key, make).call(fn, args, timeout_s, grace_s=grace_s)
     pool = make()
-    results = pool.call(fn, args, timeout_s, may_die)
+    results = pool.call(fn, args, timeout_s, may_die, grace_s)
     pool.close(may_die)
     return results
 

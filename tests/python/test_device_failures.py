@@ -6,6 +6,9 @@ On emulated GPUs, over sends and receives that behave as NCCL's.
 from __future__ import annotations
 
 import datetime
+import os
+import signal
+import time
 from typing import Any
 
 import emugpu
@@ -15,7 +18,13 @@ import torch
 import torch.distributed as dist
 from emulated_gpu import run_on_gpus
 
-from ringcomm import _C, CollectiveTimeoutError, RingcommError, message_backend
+from ringcomm import (
+    _C,
+    CollectiveTimeoutError,
+    PeerDiedError,
+    RingcommError,
+    message_backend,
+)
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -125,6 +134,69 @@ def check_barrier(rank: int) -> None:
 
 def test_barrier_has_the_host_wait() -> None:
     run(2, check_barrier, fresh=True)
+
+
+def what_ended(rank: int) -> str:
+    """The error of the group, which its hosts find beside the data."""
+    for _ in range(500):
+        try:
+            dist.all_reduce(torch.ones(1, device=GPU))
+        except RingcommError as error:
+            return str(error)
+        time.sleep(0.02)
+    return "nothing"
+
+
+def check_mismatch(rank: int) -> str:
+    dist.all_reduce(torch.ones(1, device=GPU))
+    if rank == 0:
+        dist.all_reduce(torch.ones(300, device=GPU))
+    else:
+        dist.broadcast(torch.ones(300, dtype=torch.int64, device=GPU), 0)
+    return what_ended(rank)
+
+
+def test_calls_that_differ_name_both() -> None:
+    for said in run(2, check_mismatch, fresh=True):
+        assert "all_reduce" in said
+        assert "broadcast" in said
+
+
+def check_missing(rank: int) -> str:
+    dist.all_reduce(torch.ones(1, device=GPU))
+    if rank == 2:
+        store().wait(["the others know"])
+        return ""
+    work = dist.all_reduce(torch.ones(300, device=GPU), async_op=True)
+    assert work is not None
+    emugpu.synchronize()  # gives up
+    said = what_ended(rank)
+    store().set("the others know", "yes")
+    return said
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    said = run(3, check_missing, fresh=True, group_timeout_s=1.0)
+    assert all("rank 2" in text for text in said[:2])
+
+
+def check_killed(rank: int) -> None:
+    """All have made the call; what rank 1 was to send never comes."""
+    dist.all_reduce(torch.ones(1, device=GPU))
+    emugpu.synchronize()
+    held = emugpu.hold(emugpu.current_stream()) if rank == 1 else None
+    work = dist.all_reduce(torch.ones(300, device=GPU), async_op=True)
+    assert work is not None
+    dist.all_reduce(torch.ones(1))  # by the hosts, who have compared their calls then
+    if held is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    emugpu.synchronize()  # ends, long before the time-out
+    with pytest.raises(PeerDiedError, match=r"all_reduce #\d+ .*rank 1.* died"):
+        work.wait()
+
+
+def test_a_rank_that_dies_while_its_messages_are_awaited_is_named() -> None:
+    run(2, check_killed, fresh=True, may_die=[1])
 
 
 def check_abort(rank: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import Gpus, device, kind, module, on_cuda, on_gpus, on_some_gpus
+from ranks import RankFailure
 from test_errors import caught
 
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
@@ -75,7 +76,7 @@ def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
 
 
 @on_some_gpus
-@pytest.mark.parametrize("num_elems", [1000, 300_007])
+@pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
 def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_elems: int) -> None:
     timeout_s = TIMEOUT_S[gpus.is_cuda]
     results = gpus.run(miss, num_elems, timeout_s, group_timeout_s=timeout_s, fresh=True)
@@ -141,6 +142,39 @@ def test_calls_that_differ_are_both_named(gpus: Gpus, what: str, named: tuple[st
     assert all(said["usable"] for said in results)
     for said in results:
         assert all(name in said["text"] for name in named), said["text"]
+
+
+# ---- tests that fail on one rank
+
+
+def fail_on_1(rank: int, in_other_group: bool) -> None:
+    """The others' kernels wait for rank 1, in the default group or in one made beside it."""
+    group = dist.new_group() if in_other_group else None
+    dist.all_reduce(ones(300_007), group=group)
+    module().synchronize()
+    if rank == 1:
+        raise ZeroDivisionError("while the others wait")
+    dist.all_reduce(ones(300_007), group=group)
+    module().synchronize()
+    time.sleep(LATER_CALL_S)
+    dist.all_reduce(ones(300_007), group=group)
+    raise RuntimeError("nothing told this rank")
+
+
+@on_gpus
+@pytest.mark.parametrize("in_other_group", [False, True])
+def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus, in_other_group: bool) -> None:
+    """By themselves: a process killed in a kernel would take MPS with it, and the tests after it.
+
+    The group's own time-out is too long to be what ends them.
+    """
+    with pytest.raises(RankFailure) as error:
+        gpus.run(fail_on_1, in_other_group, group_timeout_s=60.0, fresh=True)
+    said = str(error.value)
+    assert "rank 1: Traceback" in said
+    assert all(f"rank {rank}: Traceback" in said for rank in range(gpus.world_size)), said
+    assert "did not finish" not in said
+    assert "nothing told" not in said
 
 
 # ---- arguments

@@ -1,9 +1,6 @@
-"""Streams, events, works and memory as users of NCCL know them; graphs that replay."""
+"""Streams, events, works and memory as users of NCCL know them; messages."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import oracle
 import pytest
@@ -12,10 +9,9 @@ import torch.distributed as dist
 from gpu_ranks import Gpus, device, held, module, on_gpus, on_gpus_in_turns_too, on_some_gpus
 from torch import Tensor
 
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+from ringcomm.torch_names import all_gather_single
 
 NUM_ELEMS = 10_007
-NUM_REPLAYS = 1000
 
 
 def ones(value: float = 1.0) -> Tensor:
@@ -169,121 +165,45 @@ def test_futures(gpus: Gpus) -> None:
     gpus.run(check_future)
 
 
-# ---- graphs
+# ---- messages
 
 
-def captured(fn: Callable[[], Any]) -> Any:
-    side = module().Stream()
-    side.wait_stream(module().current_stream())
-    with module().stream(side):
-        fn()
-    module().synchronize()
-    graph = module().CUDAGraph()
-    with module().graph(graph):
-        fn()
-    return graph
+def check_batch(rank: int, order: str, sizes: tuple[int, ...]) -> None:
+    """Messages both ways between ranks 0 and 1, each of many slots, in one batch.
+
+    `order`: "s" and "r" for the sends and receives, as they stand in the batch.
+    """
+    dist.all_reduce(ones())
+    if rank > 1:
+        return
+    peer = 1 - rank
+    sent = [oracle.integers(rank, size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    due = [oracle.integers(peer, size, torch.float32, seed) for seed, size in enumerate(sizes)]
+    for _ in range(3):
+        received = [torch.zeros(size, device=device()) for size in sizes]
+        sends = [dist.P2POp(dist.isend, tensor.to(device()), peer) for tensor in sent]
+        receives = [dist.P2POp(dist.irecv, tensor, peer) for tensor in received]
+        batch = [(sends if letter == "s" else receives).pop(0) for letter in order]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        for tensor, expected in zip(received, due, strict=True):
+            oracle.assert_equal(tensor.cpu(), expected)
 
 
-def check_replays(rank: int) -> None:
-    """Inputs change from replay to replay; eager calls and another graph come in between."""
-    world_size = dist.get_world_size()
-    source, tensor, other = ones(), ones(), ones()
-    large = torch.ones(300_007, device=device())
-
-    def call() -> None:
-        tensor.copy_(source)
-        dist.all_reduce(tensor)
-        dist.all_reduce(large, dist.ReduceOp.AVG)
-
-    graph = captured(call)
-    second = captured(lambda: dist.all_reduce(other, dist.ReduceOp.MAX))
-    for turn in range(NUM_REPLAYS):
-        is_checked = turn % 100 == 99
-        if is_checked:
-            source.fill_(float(turn + rank))
-            other.fill_(float(rank - turn))
-        graph.replay()
-        if is_checked:
-            eager = ones()
-            dist.all_reduce(eager)
-            second.replay()
-            assert holds(tensor, sum(turn + r for r in range(world_size)))
-            assert holds(other, world_size - 1.0 - turn)
-            assert holds(eager, world_size)
-    assert large.tolist() == [1.0] * 300_007
+MIB_ELEMS = (1 << 20) // 4
 
 
 @on_gpus
-def test_a_thousand_replays(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_replays, fresh=True)
-
-
-def check_every_operation_in_a_graph(rank: int) -> None:
-    world_size = dist.get_world_size()
-    own = ones(rank + 1.0)
-    whole = torch.zeros(world_size * NUM_ELEMS, device=device())
-    part, moved = ones(0.0), torch.zeros_like(whole)
-
-    def call() -> None:
-        all_gather_single(whole, own)
-        dist.all_to_all_single(moved, whole)
-        reduce_scatter_single(part, moved)
-        dist.broadcast(part, 0)
-
-    graph = captured(call)
-    for turn in range(10):
-        own.fill_(rank + turn)
-        graph.replay()
-        assert oracle.bits(whole.cpu()) == oracle.bits(
-            torch.cat([torch.full((NUM_ELEMS,), float(r + turn)) for r in range(world_size)])
-        )
-        # Part j comes to rank j from every rank: it has its own value everywhere, and sums up all.
-        assert holds(part, float(sum(r + turn for r in range(world_size))))
-
-
-@on_some_gpus
-def test_other_collectives_in_a_graph(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_every_operation_in_a_graph, fresh=True)
-
-
-def check_side_by_side(rank: int) -> None:
-    """Captured with async works and a second stream within the graph."""
-    tensor, world_size = ones(), dist.get_world_size()
-    side = module().Stream()
-
-    def call() -> None:
-        work = dist.all_reduce(tensor, async_op=True)
-        side.wait_stream(module().current_stream())
-        with module().stream(side):
-            work.wait()
-            tensor.mul_(0.5)
-        module().current_stream().wait_stream(side)
-
-    graph = captured(call)
-    for turn in range(20):
-        tensor.fill_(float(turn))
-        graph.replay()
-        assert holds(tensor, turn * world_size * 0.5)
-
-
-@on_some_gpus
-def test_works_and_streams_in_a_graph(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_side_by_side, fresh=True)
-
-
-def refuse_a_capture(rank: int) -> str:
-    tensor = ones()
-    dist.all_reduce(tensor)
-    with pytest.raises((RuntimeError, ValueError), match="take turns") as error:
-        captured(lambda: dist.all_reduce(tensor))
-    return str(error.value)
-
-
-@on_gpus_in_turns_too
-def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
-    if not gpus.take_turns:
-        pytest.skip("ranks run beside each other here")
-    assert all("take turns" in said for said in gpus.run(refuse_a_capture, fresh=True))
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        ("sr", (MIB_ELEMS,)),
+        ("rs", (MIB_ELEMS,)),
+        ("ssrr", (100_003, MIB_ELEMS)),
+        ("rrss", (MIB_ELEMS, 100_003)),
+        ("srsr", (MIB_ELEMS, MIB_ELEMS)),
+    ],
+)
+def test_batches_of_large_messages(gpus: Gpus, order: str, sizes: tuple[int, ...]) -> None:
+    gpus.skip_if_they_take_turns("there are no sends and receives")
+    gpus.run(check_batch, order, sizes, group_timeout_s=15.0)

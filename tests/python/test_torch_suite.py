@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 RUNNER = Path(__file__).parent.parent / "torch" / "run.py"
+needs_expecttest = pytest.mark.skipif(
+    importlib.util.find_spec("expecttest") is None, reason="PyTorch's tests import expecttest"
+)
 # A test for each kind of thing that torch asks of a backend and the other files here do not: what
 # profilers see, DDP's hooks and its uneven inputs, groups made and destroyed, time-outs.
 CHOSEN = {
@@ -35,6 +39,7 @@ CHOSEN = {
 }
 
 
+@needs_expecttest
 @pytest.mark.parametrize("mode", CHOSEN)
 def test_chosen_tests_of_torch_pass(mode: str) -> None:
     names = [argument for name in CHOSEN[mode] for argument in ("--test", name)]
@@ -47,7 +52,9 @@ def test_chosen_tests_of_torch_pass(mode: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["--test", "test_no_such"], 1, "no test has such a name"),
+        pytest.param(
+            ["--test", "test_no_such"], 1, "no test has such a name", marks=needs_expecttest
+        ),
         (["--refresh"], 2, "it wants --backend gloo"),
         (["--write", "page.md", "--test", "test_all_reduce_sum"], 2, "wants all tests"),
     ],

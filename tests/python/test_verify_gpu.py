@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -14,6 +17,7 @@ import pytest
 
 sys.path += [str(Path(__file__).parents[2] / name) for name in ("tools", "benchmarks")]
 
+import emulated_gpu
 import gpu_layouts
 import verify_gpu
 from gpu_entries import ENTRIES, Entry
@@ -41,7 +45,7 @@ def test_every_row_has_its_entry_and_the_reverse() -> None:
         else:
             command = PLACES.sub("", entry.command)
             assert how == f"`{'' if command.startswith('make ') else 'python '}{command}`"
-            assert 0 < entry.limit_s <= 900
+            assert 0 < entry.limit_s <= verify_gpu.BUDGET_S
 
 
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.command], ids=lambda e: e.name)
@@ -50,7 +54,7 @@ def test_commands_are_as_their_programs_have_them(
 ) -> None:
     """Scripts parse their options, as if there were a GPU; tests are there."""
 
-    words = verify_gpu.command_of(entry, tmp_path, None, 2)
+    words = verify_gpu.command_of(entry, tmp_path, None, 2, entry.limit_s)
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
         return
@@ -60,8 +64,9 @@ def test_commands_are_as_their_programs_have_them(
     elif script == "-m" or script == "tools/gpu_layouts.py":
         assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
         if script == "tools/gpu_layouts.py":
-            gpu_layouts.parse(arguments)
-    elif script.startswith("examples/"):
+            options = gpu_layouts.parse(arguments)
+            assert len(options.only) * options.limit_s + verify_gpu.END_S <= entry.limit_s
+    elif script.startswith("examples/") or script == "tools/gpu_facts.py":
         assert (ROOT / script).exists()
     else:
         module = import_module(Path(script).stem)
@@ -83,7 +88,6 @@ def options_of(out: Path, **more: Any) -> Any:
 
 def test_a_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_gpu, "machine", lambda: {"gpus": ["one"]})
-    monkeypatch.setattr(verify_gpu, "MIN_S", 0.0)
     entries = [
         Entry("good", "-c 'print(1234)'"),
         Entry("bad", "-c 'raise SystemExit(3)'"),
@@ -112,11 +116,56 @@ def test_a_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
 
 
-def test_the_budget_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_ends_the_run_and_the_next_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify_gpu, "machine", lambda: {"gpus": ["one"]})
-    with (tmp_path / "verify.log").open("w", encoding="utf-8") as log:
-        summary = verify_gpu.verify([Entry("x", "-c pass")], options_of(tmp_path, budget_s=1), log)
-    assert summary["entries"]["x"] == {"status": "not run", "why": "the budget is spent"}
+    sleep = "-c 'import time; time.sleep(60)'"
+    entries = [
+        Entry("build", "-c pass", 4),
+        Entry("one", "-c pass", 4),
+        Entry("none", not_scripted="no reason"),
+        Entry("cut", sleep, 6.0),
+        Entry("short", "-c pass", 0.1),
+    ]
+
+    def run(chosen: list[Entry], budget_s: float) -> tuple[str | None, dict[str, str]]:
+        options = options_of(tmp_path, budget_s=budget_s)
+        with (tmp_path / "verify.log").open("w", encoding="utf-8") as log:
+            summary = verify_gpu.verify(chosen, options, log)
+        found = summary["entries"]
+        return summary["next"], {
+            name: found[name].get("why", found[name]["status"]) for name in found
+        }
+
+    late = "the budget is spent"
+    next_name, found = run(entries, 5.5)
+    assert next_name == "cut"
+    assert found == {
+        "build": "passed",
+        "one": "passed",
+        "none": "no reason",
+        "cut": "stopped",
+        "short": late,
+    }
+    assert run(entries, 1.0)[0] == "build"
+    # What has had all of a command does not get another.
+    assert run([entries[0], entries[3], entries[4]], 5.5)[0] == "short"
+    assert run(entries[:3], 20) == (None, {"build": "passed", "one": "passed", "none": "no reason"})
+
+
+def test_which_entries_are_chosen() -> None:
+    def names(*argv: str) -> list[str]:
+        return [entry.name for entry in verify_gpu.chosen_of(verify_gpu.parse([*argv]))]
+
+    everything = [entry.name for entry in ENTRIES]
+    assert names() == everything
+    begin = everything.index("models")
+    assert names("--from", "models") == ["build", *everything[begin:]]
+    assert names("--only", "models,faults") == ["faults", "models"]
+    for wrong in (["--only", "no_such"], ["--from", "no_such"], ["--from", "a", "--only", "b"]):
+        with pytest.raises(SystemExit):
+            verify_gpu.parse(wrong)
 
 
 def test_without_a_gpu_nothing_runs(
@@ -134,13 +183,39 @@ def test_without_a_gpu_nothing_runs(
     assert all(outcome["layout"] in said for outcome in outcomes)
 
 
+FACTS = ["MPS: 1 (attribute 133)", "8192 of 8192 MiB free", "CUDA 13.0 of the driver"]
+IMPORTED = "a process imports another's memory by {}: yes"
+
+
+@emulated_gpu.needs_emulated_gpu
+@pytest.mark.parametrize(
+    ("lacks", "status", "says"),
+    [
+        ("", 0, [*FACTS, IMPORTED.format("file descriptor"), IMPORTED.format("IPC handle")]),
+        ("VMM", 1, ["cuMemGetAllocationGranularity: CUDA_ERROR", IMPORTED.format("IPC handle")]),
+        ("IPC", 1, ["cuIpcGetMemHandle: CUDA_ERROR", IMPORTED.format("file descriptor")]),
+    ],
+)
+def test_facts_are_told(lacks: str, status: int, says: list[str]) -> None:
+    driver, _ = emulated_gpu.build()
+    env = {**os.environ, "RINGCOMM_CUDA_DRIVER": str(driver)}
+    if lacks:
+        env[f"RINGCOMM_EMULATOR_{lacks}"] = "0"
+    command = [sys.executable, str(ROOT / "tools" / "gpu_facts.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert all(text in done.stdout for text in says), done.stdout
+
+
 def test_layouts_that_run_fail_and_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pytest proper, on tests that tell where they were told to be."""
     path = tmp_path / "test_where.py"
     path.write_text(
-        "import os, time, pytest\npytestmark = pytest.mark.gpu\ndef test_where():\n"
+        "import os, time, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_before():\n    assert os.environ['GPU_TEST_RANKS'] != '3'\n"
+        "def test_where():\n"
         "    ranks, where = (os.environ['GPU_TEST_' + n] for n in ('RANKS', 'LAYOUT'))\n"
         "    assert (ranks, where) != ('4', 'one')\n"
         "    if (ranks, where) == ('3', 'all'):\n        time.sleep(60)\n",
@@ -157,7 +232,55 @@ def test_layouts_that_run_fail_and_hang(
     found = {line.split()[0]: line for line in table.strip().splitlines()}
     assert "MPS is missing" in found["one-2-mps"]
     assert "passed" in found["one-2"]
-    assert "1 passed" in found["one-2"]
+    assert "2 passed" in found["one-2"]
     assert "failed" in found["one-4"]
-    assert "stopped after 12 s" in found["all"]
+    assert "stopped after 12 s: 1 failed" in found["all"]
     assert "not asked for" in found["one-8-mps"] or "MPS is missing" in found["one-8-mps"]
+
+
+def test_layouts_that_are_stopped_leave_nothing_running(tmp_path: Path) -> None:
+    path, pids = tmp_path / "test_hangs.py", tmp_path / "pids"
+    path.write_text(
+        "import os, pathlib, subprocess, time, pytest\n@pytest.mark.gpu\ndef test_hangs():\n"
+        "    child = subprocess.Popen(['sleep', '300'])\n"
+        f"    pathlib.Path({str(pids)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "    time.sleep(300)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n", encoding="utf-8")
+    code = (
+        "import signal, sys, gpu_layouts as layouts\nlayouts.count_devices = lambda kind: 1\n"
+        "signal.signal(signal.SIGTERM, layouts.exit_on_term)\nsys.exit(layouts.main(sys.argv[1:]))"
+    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            code,
+            "--only",
+            "one-2",
+            "--",
+            "--rootdir",
+            str(tmp_path),
+            str(path),
+        ],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    for pid in map(int, pids.read_text().split()):
+        assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is there, and not as a zombie that nobody waits for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

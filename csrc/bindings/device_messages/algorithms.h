@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "bindings/device_messages/engine.h"
 #include "collectives/collective.h"
 #include "collectives/messages/shares.h"
@@ -36,9 +38,19 @@ void device_ring(DeviceEngine& engine, const Collective& call, const CallHeader&
 void device_chain_broadcast(DeviceEngine& engine, const Collective& call, const CallHeader& header);
 void device_chain_reduce(DeviceEngine& engine, const Collective& call, const CallHeader& header);
 
-/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: `grad` is reduced
-/// and `param` where the call has the chunk. Formulas and order are those of device/update_op.h.
-void device_update(const Collective& call, const void* grad, void* param, std::size_t num_elems,
-                   c10::Device device);
+/// The optimizer's step of reduce_scatter_update_all_gather on this rank's chunk: by ringcomm's
+/// kernel where it has one for the device, and by torch's operators where not.
+class DeviceUpdate {
+ public:
+  explicit DeviceUpdate(c10::Device device) : device_(device) {}
+
+  /// `grad` is reduced, and `param` where the call has the chunk. In the order of the current
+  /// stream. Formulas and order are those of device/update_op.h; only the kernel has their bits.
+  void run(const Collective& call, const void* grad, void* param, std::size_t num_elems);
+
+ private:
+  c10::Device device_;
+  std::optional<bool> has_kernels_;  // once it was looked for
+};
 
 }  // namespace ringcomm

@@ -2,10 +2,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
-#include "bindings/device_messages/algorithms.h"
+#include "bindings/driver_device.h"
+#include "collectives/cuda/events.h"
 #include "collectives/messages/collectives.h"
 #include "collectives/reduction.h"
 #include "core/chunk_layout.h"
@@ -26,22 +28,26 @@ MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
 
 }  // namespace
 
-MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, int rank,
-                                           int world_size, c10::Device device,
-                                           const CommunicatorOptions& options)
-    : options_(options),
+MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend,
+                                           const DeviceCarrierGroup& group, c10::Device device)
+    : options_(group.options.engine),
       name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
-      engine_(std::move(backend), rank, world_size, device,
-              {.num_slots = options.num_slots,
-               .slot_bytes = options.slot_bytes,
-               .is_rank_ordered = options.is_rank_ordered}) {
+      engine_(std::move(backend), group.rank, group.world_size, device,
+              {.num_slots = options_.num_slots,
+               .slot_bytes = options_.slot_bytes,
+               .is_rank_ordered = options_.is_rank_ordered}),
+      update_(device) {
+  const int world_size = group.world_size;
+  if (world_size > 1)
+    watch_.emplace(*group.communicator, std::min(group.options.timeout, kLongestTimeout),
+                   [this] { engine_.abort(); });
   // NCCL connects two ranks at their first message, and blocks the host until both are there: here,
   // where all ranks come, and not in a call that some of them have no part in.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   std::vector<void*> words;
   std::byte* word = world_size > 1 ? engine_.stage(static_cast<std::size_t>(world_size)) : nullptr;
   for (int peer = 0; peer < world_size; ++peer) words.push_back(word + peer);
-  const void* own = word + rank;
+  const void* own = word + group.rank;
   if (world_size > 1)
     in_order([&] {
       device_direct_all_gather(engine_, gathered_shares(engine_, {.op = OpKind::kAllGather,
@@ -67,6 +73,12 @@ std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
   return sent_bytes;
 }
 
+bool MessageDeviceCarrier::is_captured(const c10::Stream& stream) const {
+  if (!is_of_driver(stream.device())) return false;
+  const cuda::ContextGuard guard(stream.device_index());
+  return cuda::capture_of(handle_of(stream)) != 0;
+}
+
 void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) const {
   header.algorithm = Algorithm::kDirect;
   if (engine_.world_size() > 1)
@@ -74,23 +86,15 @@ void MessageDeviceCarrier::plan(const Collective& call, CallHeader& header) cons
 }
 
 Traffic MessageDeviceCarrier::enqueue(const Collective& call, const CallHeader& header,
-                                      const c10::Stream&) {
+                                      const c10::Stream& stream) {
+  if (watch_) watch_->note_call(&header, is_captured(stream));
   const std::uint64_t sent_bytes = in_order([&] { run(call, header); });
   return {.sent_bytes = sent_bytes, .algorithm = header.algorithm};
 }
 
-void MessageDeviceCarrier::send(const void* data, std::size_t num_bytes, int peer, int tag,
-                                const c10::Stream& stream) {
-  exchange({{true, const_cast<void*>(data), num_bytes, peer, tag}}, stream);
-}
-
-void MessageDeviceCarrier::recv(void* data, std::size_t num_bytes, int peer, int tag,
-                                const c10::Stream& stream) {
-  exchange({{false, data, num_bytes, peer, tag}}, stream);
-}
-
 void MessageDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
-                                    const c10::Stream&) {
+                                    const c10::Stream& stream) {
+  if (watch_) watch_->note_call(nullptr, is_captured(stream));
   in_order([&] {
     for (const DeviceMessage& message : messages) {
       if (message.is_send)
@@ -199,7 +203,7 @@ void MessageDeviceCarrier::reduce_update_gather(const Collective& call) {
                .outputs = &reduced,
                .input_elems = chunk_elems.data()});
   void* const own_params = params[static_cast<std::size_t>(engine_.rank())];
-  device_update(call, reduced, own_params, own.num_elems, engine_.device());
+  update_.run(call, reduced, own_params, own.num_elems);
   const void* const gathered = own_params;
   run_planned({.op = OpKind::kAllGather,
                .dtype = param_dtype,
@@ -213,7 +217,7 @@ void MessageDeviceCarrier::reduce_update_gather(const Collective& call) {
 void MessageDeviceCarrier::run_alone(const Collective& call) {
   if (call.op == OpKind::kBarrier) return;
   if (call.op == OpKind::kReduceUpdateGather)
-    return device_update(call, call.inputs[0], call.outputs[0], call.num_elems, engine_.device());
+    return update_.run(call, call.inputs[0], call.outputs[0], call.num_elems);
   engine_.copy(call.outputs[0], call.inputs[0], call.input_share(0) * element_bytes(call.dtype));
 }
 

@@ -1,32 +1,32 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "bindings/device_carrier.h"
+#include "bindings/device_messages/algorithms.h"
 #include "bindings/device_messages/engine.h"
+#include "bindings/device_messages/peer_watch.h"
 #include "collectives/communicator_options.h"
 
 namespace ringcomm {
 
 /// Collectives of device tensors over the sends and receives of another backend: where ranks cannot
-/// map each other's memory. Ranks that call different things are not told apart: what they exchange
-/// never meets, and ends in the backend's time-out.
+/// map each other's memory. What they exchange does not tell its call: hosts compare headers beside
+/// it (header_check.h).
 class MessageDeviceCarrier final : public DeviceCarrier {
  public:
   /// `backend` as DeviceEngine wants it. Collective over the group.
-  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, int rank, int world_size,
-                       c10::Device device, const CommunicatorOptions& options);
+  MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend, const DeviceCarrierGroup& group,
+                       c10::Device device);
 
   const std::string& name() const override { return name_; }
   Traffic enqueue(const Collective& call, const CallHeader& header,
                   const c10::Stream& stream) override;
-  void send(const void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
-  void recv(void* data, std::size_t num_bytes, int peer, int tag,
-            const c10::Stream& stream) override;
   void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
   void plan(const Collective& call, CallHeader& header) const override;
+  bool is_captured(const c10::Stream& stream) const override;
   void abort() noexcept override { engine_.abort(); }
 
  private:
@@ -43,6 +43,8 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   CommunicatorOptions options_;
   std::string name_;
   DeviceEngine engine_;
+  DeviceUpdate update_;
+  std::optional<PeerWatch> watch_;  // not of a group of one; last: it uses the engine
 };
 
 /// The same over a new backend, which ringcomm.message_backend chooses and makes. Takes every

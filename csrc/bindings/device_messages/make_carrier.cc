@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
 #include <string>
 
 #include "bindings/device_messages/carrier.h"
@@ -13,6 +14,10 @@ namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
+
+// What is late ringcomm's hosts find first, and say which rank it is; the backend may end the
+// process.
+constexpr std::chrono::seconds kGrace{60};
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const DeviceCarrierGroup& group,
                                                c10::Device device) {
@@ -29,7 +34,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const DeviceCarrierGroup& group,
   }
   try {
     return module
-        .attr("make")(name, group.store, group.rank, group.world_size, options.timeout,
+        .attr("make")(name, group.store, group.rank, group.world_size, options.timeout + kGrace,
                       options.group_name, options.global_ranks_in_group)
         .cast<c10::intrusive_ptr<c10d::Backend>>();
   } catch (const std::exception& error) {
@@ -45,8 +50,7 @@ std::unique_ptr<DeviceCarrier> make_message_device_carrier(const DeviceCarrierGr
                                                            c10::Device device) {
   const c10::DeviceGuard guard(device);
   return std::make_unique<MessageDeviceCarrier>(
-      group.world_size > 1 ? make_backend(group, device) : nullptr, group.rank, group.world_size,
-      device, group.options.engine);
+      group.world_size > 1 ? make_backend(group, device) : nullptr, group, device);
 }
 
 }  // namespace ringcomm

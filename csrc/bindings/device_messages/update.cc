@@ -1,10 +1,14 @@
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/sqrt.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
 
 #include "bindings/device_messages/algorithms.h"
 #include "bindings/device_messages/reduce.h"
+#include "bindings/driver_device.h"
+#include "collectives/cuda/kernels.h"
+#include "core/errors.h"
 #include "device/update_op.h"
 
 namespace ringcomm {
@@ -45,11 +49,9 @@ void lomo_step(const UpdateScalars& s, Operands& of) {
   of.weight.mul_(s.decay).add_(of.grad, s.lr_minus);
 }
 
-}  // namespace
-
-void device_update(const Collective& call, const void* grad, void* param, std::size_t num_elems,
-                   c10::Device device) {
-  if (num_elems == 0) return;
+// By torch's operators, one after the other: for devices that ringcomm has no kernels for.
+void update_by_operators(const Collective& call, const void* grad, void* param,
+                         std::size_t num_elems, c10::Device device) {
   const ShardUpdate& shard = *call.update;
   const UpdateScalars scalars = host::make_update_op(shard.spec, call.dtype).scalars;
   const auto fp32 = [&](float* data) {
@@ -73,6 +75,30 @@ void device_update(const Collective& call, const void* grad, void* param, std::s
       sgd_step(scalars, of);
   }
   if (!of.weight.is_same(params)) params.copy_(of.weight);
+}
+
+bool has_kernels(c10::Device device) {
+  if (!is_of_driver(device)) return false;
+  try {
+    cuda::Kernels::of(device.index());
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+void DeviceUpdate::run(const Collective& call, const void* grad, void* param,
+                       std::size_t num_elems) {
+  if (num_elems == 0) return;
+  if (!has_kernels_) has_kernels_ = has_kernels(device_);
+  if (!*has_kernels_) return update_by_operators(call, grad, param, num_elems, device_);
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const cuda::ContextGuard guard(device_.index());
+  cuda::KernelCall kernel_call;
+  const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
+  cuda::Kernels::of(device_.index()).launch(plan, kernel_call, handle_of(stream));
 }
 
 }  // namespace ringcomm

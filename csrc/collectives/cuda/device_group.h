@@ -7,6 +7,7 @@
 
 #include "collectives/cuda/launch_plan.h"
 #include "collectives/cuda/record_exchange.h"
+#include "collectives/cuda/segment.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
 #include "transport/cuda/device_memory.h"
@@ -31,33 +32,49 @@ class DeviceGroup {
   /// Whether kernels of two ranks may never run at the same time, so that none may wait for
   /// another.
   bool takes_turns() const { return facts_.takes_turns; }
+  const std::vector<RankPlace>& places() const { return places_; }
+  HandleKind handle_kind() const { return kind_; }
+  /// Blocks that this rank may have on its device at once.
+  unsigned most_blocks() const { return blocks_per_rank(facts_); }
   /// Host memory that all ranks have mapped, zeroed at first.
   std::byte* host_memory() const { return host_memory_.data(); }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
   const std::string& description() const { return description_; }
 
  private:
-  struct Place;   // what a rank says of its device
-  struct Memory;  // and of its staging
+  struct Place;  // what a rank says of its device
+  /// That this process has a group on a device, as long as it has.
+  class Use {
+   public:
+    explicit Use(DeviceOrdinal device);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+    bool is_first() const { return is_first_; }
+    /// The most ranks that any group here has had on the device so far.
+    int num_ranks() const;
+    void note_ranks(int num_ranks);
+
+   private:
+    DeviceOrdinal device_;
+    bool is_first_;
+  };
 
   std::vector<Place> find_places(RecordExchange& exchange);
   void read_facts(const std::vector<Place>& places);
-  void share(RecordExchange& exchange, const std::vector<Place>& places, HandleKind kind,
-             std::size_t host_bytes);
-  Memory make_memory(RecordExchange& exchange, HandleKind kind, std::size_t host_bytes);
-  void map_peer(int peer, const Place& place, const Memory& memory, std::size_t host_bytes);
-  void clear_staging(int rank);
-  void probe_peer(int peer);
+  void share_staging(RecordExchange& exchange);
+  void share_host_memory(RecordExchange& exchange, std::size_t num_bytes);
+  std::string describe() const;
 
   DeviceOrdinal device_;
+  Use use_;
   DeviceFacts facts_;
+  std::vector<RankPlace> places_;
+  HandleKind kind_ = HandleKind::kFd;
   Staging staging_;
-  std::unique_ptr<DeviceMemory> own_;
-  std::vector<std::unique_ptr<DeviceMemory>> mapped_;
+  std::unique_ptr<Segment> segment_;
   std::unique_ptr<MappedHostMemory> control_;
   shm::SharedMemory host_memory_;
-  std::string offer_key_;
-  std::string host_offer_key_;
   std::string description_;
 };
 

@@ -1,16 +1,12 @@
 #include "collectives/cuda/device_watch.h"
 
-#include <algorithm>
-
 #include "core/errors.h"
-#include "transport/background_thread.h"
 
 namespace ringcomm::cuda {
 namespace {
 
-constexpr std::chrono::milliseconds kLookInterval{20};
 // After the last launch; more while a kernel waits.
-constexpr int kLooksAfterLaunch = 50;
+constexpr WatchThread::Pace kPace{.interval = std::chrono::milliseconds(20), .num_looks = 50};
 
 std::uint64_t two_words(const std::uint32_t* words) {
   return words[0] | std::uint64_t{words[1]} << 32;
@@ -31,49 +27,26 @@ std::string describe_mail(const std::uint32_t* words) {
 }  // namespace
 
 DeviceWatch::DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report)
-    : subject_(subject), report_(std::move(report)) {
-  thread_ = start_background_thread("ringcomm-gpu", [this] { run(); });
-}
-
-DeviceWatch::~DeviceWatch() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_over_ = true;
-    changed_.notify_all();
-  }
-  thread_.join();
-}
+    : subject_(subject),
+      report_(std::move(report)),
+      thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
 
 void DeviceWatch::note_launch(bool is_captured) {
-  const std::lock_guard lock(mutex_);
-  is_captured_ = is_captured_ || is_captured;
-  if (std::exchange(looks_left_, kLooksAfterLaunch) == 0) changed_.notify_all();
+  if (is_captured) thread_.stay_awake();
+  thread_.wake();
 }
 
 void DeviceWatch::end_waits() { __atomic_store_n(&subject_.control.abort, 1u, __ATOMIC_RELEASE); }
 
-void DeviceWatch::run() {
-  std::unique_lock lock(mutex_);
-  while (!is_over_) {
-    if (looks_left_ == 0 && !is_captured_) {
-      changed_.wait(lock);
-      continue;
-    }
-    looks_left_ = std::max(looks_left_ - 1, 0);
-    changed_.wait_for(lock, kLookInterval, [this] { return is_over_; });
-    if (is_over_) return;
-    lock.unlock();
-    bool goes_on = true;
-    try {
-      look();
-    } catch (const std::exception& error) {
-      // The group has ended, here or elsewhere; who calls next hears why.
-      end_waits();
-      report_(error.what());
-      goes_on = false;
-    }
-    lock.lock();
-    if (!goes_on) return;
+bool DeviceWatch::goes_on() {
+  try {
+    look();
+    return true;
+  } catch (const std::exception& error) {
+    // The group has ended, here or elsewhere; who calls next hears why.
+    end_waits();
+    report_(error.what());
+    return false;
   }
 }
 
@@ -126,10 +99,7 @@ void DeviceWatch::look_at_wait() {
   Control& control = subject_.control;
   const std::uint32_t num_asked = __atomic_load_n(&control.num_asked, __ATOMIC_RELAXED);
   if (std::exchange(num_asked_, num_asked) == num_asked) return;
-  {
-    const std::lock_guard lock(mutex_);
-    looks_left_ = kLooksAfterLaunch;
-  }
+  thread_.wake();
   const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = subject_.members.state_of(peer);
   if (stop == Stop::kNone) return;

@@ -1,14 +1,13 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
-#include <thread>
+#include <string>
 
 #include "collectives/cuda/call_board.h"
 #include "collectives/failure.h"
+#include "collectives/watch_thread.h"
 #include "device/cuda/control.h"
 #include "transport/membership.h"
 
@@ -31,7 +30,6 @@ class DeviceWatch {
 
   /// `report` is told the error that ends the group, once.
   DeviceWatch(const Subject& subject, std::function<void(const std::string&)> report);
-  ~DeviceWatch();
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
@@ -46,7 +44,7 @@ class DeviceWatch {
   Activity activity_of(std::uint64_t number) const;
 
  private:
-  void run();
+  bool goes_on();
   void look();
   void look_at_record();
   void look_at_wait();
@@ -57,12 +55,7 @@ class DeviceWatch {
   std::uint64_t num_compared_ = 0;
   std::uint32_t num_asked_ = 0;
 
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
-  int looks_left_ = 0;
-  bool is_captured_ = false;
-  bool is_over_ = false;
-  std::thread thread_;  // last: it uses all of the above
+  WatchThread thread_;  // last: it uses all of the above
 };
 
 }  // namespace ringcomm::cuda

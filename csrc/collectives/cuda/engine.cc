@@ -1,18 +1,18 @@
 #include "collectives/cuda/engine.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 #include <thread>
 
 #include "collectives/cuda/header_words.h"
-#include "collectives/cuda/kernels.h"
 #include "collectives/reduction.h"
-#include "device/cuda/limits.h"
 
 namespace ringcomm::cuda {
 namespace {
 
 constexpr std::chrono::microseconds kTurnPoll{20};
+constexpr std::size_t kMaxLentSegments = 256;
 
 WaitLimits limits_of(std::chrono::milliseconds timeout) {
   return {.timeout = timeout, .is_interrupted = {}};
@@ -24,6 +24,7 @@ std::unique_ptr<Engine> Engine::make(Communicator& communicator, DeviceOrdinal d
                                      std::chrono::milliseconds timeout,
                                      std::function<void(const std::string&)> report) {
   const ContextGuard guard(device);
+  const RelaxedCapture relaxed;  // the first call of a group may be one that is captured
   return std::unique_ptr<Engine>(new Engine(communicator, device, timeout, std::move(report)));
 }
 
@@ -33,6 +34,7 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
       limits_(limits_of(timeout)),
       exchange_(communicator, limits_),
       group_(exchange_, device, CallBoard::num_bytes(communicator.world_size())),
+      kernels_(Kernels::of(device)),
       calls_(group_.host_memory(), communicator.rank()),
       watch_({.control = group_.control(),
               .calls = calls_,
@@ -50,8 +52,8 @@ Engine::~Engine() {
     const ContextGuard guard(group_.device());
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
-    if (has_recorded_) check(driver().event_synchronize(last_.get()), "wait for the GPU");
-    for (const auto& side : side_streams_) side->finish();
+    collectives_.synchronize();
+    for (auto& [peer, order] : messages_) order.synchronize();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before.
   }
@@ -63,13 +65,14 @@ void Engine::plan(const Collective& call, CallHeader& header) const {
 
 bool Engine::is_captured(StreamHandle stream) const {
   const ContextGuard guard(group_.device());
-  return is_capturing(stream);
+  return capture_of(stream) != 0;
 }
 
 void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
 
-KernelCall Engine::new_call() {
-  KernelCall call;
+template <class Call>
+Call Engine::new_call() const {
+  Call call;
   call.staging = group_.staging();
   call.control = group_.control_on_device();
   call.timeout_ns = static_cast<std::uint64_t>(
@@ -86,45 +89,82 @@ void Engine::check_collective(StreamHandle stream) const {
         "meet in each call; start MPS (nvidia-cuda-mps-control -d) before the ranks");
 }
 
-void Engine::check_message() const {
+void Engine::check_messages(const std::vector<Mail>& messages) const {
   if (turns_ != nullptr)
     throw std::invalid_argument(
         "ranks that take turns on a GPU cannot send and receive there; start MPS "
         "(nvidia-cuda-mps-control -d) before the ranks");
+  auto call = new_call<MailCall>();
+  plan_exchange(messages, group_.most_blocks(), call);
+}
+
+std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
+  check_alive();
+  if (turns_ != nullptr)
+    throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers");
+  if (lent_.size() == kMaxLentSegments)
+    throw std::invalid_argument("a group shares " + std::to_string(kMaxLentSegments) +
+                                " tensors at most; they stay as long as it does");
+  const ContextGuard guard(group_.device());
+  const RelaxedCapture relaxed;
+  auto segment =
+      std::make_shared<Segment>(exchange_, group_.device(), group_.places(), group_.handle_kind(),
+                                std::max<std::size_t>(num_bytes, 1));
+  const auto world_size = static_cast<std::size_t>(communicator_.world_size());
+  const std::size_t row_bytes = world_size * sizeof(std::byte*);
+  agree(exchange_, attempt([&] {
+          if (lent_bases_ == nullptr)
+            lent_bases_ = std::make_unique<DeviceMemory>(
+                group_.device(), kMaxLentSegments * row_bytes, HandleKind::kIpc);
+          if (lent_row_ == nullptr)
+            lent_row_ = std::make_unique<MappedHostMemory>(group_.device(), row_bytes);
+          for (std::size_t rank = 0; rank < world_size; ++rank)
+            static_cast<std::byte**>(lent_row_->host())[rank] = segment->of(static_cast<int>(rank));
+          const SideStream stream;
+          check(driver().memcpy_async(
+                    reinterpret_cast<DevicePtr>(lent_bases_->data() + lent_.size() * row_bytes),
+                    reinterpret_cast<DevicePtr>(lent_row_->device()), row_bytes, stream.get()),
+                "tell kernels of shared memory");
+          stream.finish();
+        }));
+  lent_.push_back(segment);
+  return segment;
+}
+
+// Where a buffer lies in lent memory; 0 where it does not.
+std::uint64_t Engine::place_of(const void* data, std::size_t num_bytes) const {
+  const auto* begin = static_cast<const std::byte*>(data);
+  for (std::size_t i = 0; i < lent_.size(); ++i) {
+    const std::byte* base = lent_[i]->of(communicator_.rank());
+    if (begin >= base && begin + num_bytes <= base + lent_[i]->num_bytes())
+      return Lent::place(i, static_cast<std::uint64_t>(begin - base));
+  }
+  return 0;
 }
 
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
   check_alive();
   const ContextGuard guard(group_.device());
-  KernelCall kernel_call = new_call();
+  auto kernel_call = new_call<KernelCall>();
   const LaunchPlan plan = plan_launch(call, header, kernel_call);
-  const bool is_captured = is_capturing(stream);
+  if (header.algorithm == Algorithm::kTwoShot && !lent_.empty()) {
+    const std::uint64_t input = place_of(call.inputs[0], call.num_bytes());
+    const std::uint64_t output = place_of(call.outputs[0], call.num_bytes());
+    kernel_call.lent.bases = reinterpret_cast<std::byte* const*>(lent_bases_->data());
+    kernel_call.lent_input = output != 0 ? input : 0;
+    kernel_call.lent_output = input != 0 ? output : 0;
+  }
+  const std::uint64_t capture = capture_of(stream);
   kernel_call.launch = num_launches_;
-  order(stream, is_captured);
-  if (!is_captured) calls_.note(num_launches_++, to_words(header));
+  collectives_.wait(stream, capture);
+  if (capture == 0) calls_.note(num_launches_++, to_words(header));
   if (turns_ != nullptr)
     launch_in_turns(plan, kernel_call, stream);
   else
-    launch(plan, kernel_call, stream);
-  last_stream_ = stream;
-  if (!is_captured) {
-    last_.record(stream);
-    has_recorded_ = true;
-  }
-  watch_.note_launch(is_captured);
+    kernels_.launch(plan, kernel_call, stream);
+  collectives_.note(stream, capture);
+  watch_.note_launch(capture != 0);
   return plan.traffic;
-}
-
-// A stream keeps its own order, and a captured one can wait only for what was captured with it.
-void Engine::order(StreamHandle stream, bool is_captured) {
-  if (has_recorded_ && stream != last_stream_ && !is_captured) last_.block(stream);
-}
-
-void Engine::launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream) {
-  void* parameters[] = {&call};
-  check(driver().launch_kernel(Kernels::of(group_.device()).find(plan.kernel), plan.num_blocks, 1,
-                               1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
-        "launch a kernel");
 }
 
 // ---- ranks that take turns
@@ -145,7 +185,7 @@ void Engine::launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHan
   }
   for (std::uint32_t turn = 0; turn < num_launches; ++turn) {
     call.first_step = call.last_step = turn;
-    launch(plan, call, stream);
+    kernels_.launch(plan, call, stream);
     take_turn(stream, 0);
   }
 }
@@ -180,27 +220,23 @@ void Engine::wait_for_turn(std::uint64_t turn) {
 
 // ---- messages
 
-void Engine::exchange(const std::vector<DeviceMail>& messages, StreamHandle stream) {
+void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
+  if (messages.empty()) return;
   check_alive();
   const ContextGuard guard(group_.device());
-  const bool is_captured = is_capturing(stream);
-  while (side_streams_.size() < messages.size())
-    side_streams_.push_back(std::make_unique<SideStream>());
-  for (std::size_t i = 0; i < messages.size(); ++i) {
-    const DeviceMail& mail = messages[i];
-    KernelCall call = new_call();
-    call.launch = num_launches_;
-    const LaunchPlan plan = mail.is_send
-                                ? plan_send(mail.data, mail.num_bytes, mail.peer, mail.tag, call)
-                                : plan_recv(mail.data, mail.num_bytes, mail.peer, mail.tag, call);
-    // One message needs no stream of its own.
-    if (messages.size() > 1) side_streams_[i]->leave(stream);
-    launch(plan, call, messages.size() > 1 ? side_streams_[i]->get() : stream);
-    communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv, plan.traffic);
-  }
-  if (messages.size() > 1)
-    for (std::size_t i = 0; i < messages.size(); ++i) side_streams_[i]->join(stream);
-  watch_.note_launch(is_captured);
+  auto call = new_call<MailCall>();
+  call.launch = num_launches_;
+  const LaunchPlan plan = plan_exchange(messages, group_.most_blocks(), call);
+  const std::uint64_t capture = capture_of(stream);
+  std::set<int> peers;
+  for (const Mail& mail : messages) peers.insert(mail.peer);
+  for (const int peer : peers) messages_[peer].wait(stream, capture);
+  kernels_.launch(plan, call, stream);
+  for (const int peer : peers) messages_[peer].note(stream, capture);
+  for (const Mail& mail : messages)
+    communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
+                        {.sent_bytes = mail.is_send ? mail.num_bytes : 0});
+  watch_.note_launch(capture != 0);
 }
 
 }  // namespace ringcomm::cuda

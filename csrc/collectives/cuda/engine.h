@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,17 +14,9 @@
 #include "collectives/cuda/device_group.h"
 #include "collectives/cuda/device_watch.h"
 #include "collectives/cuda/events.h"
+#include "collectives/cuda/kernels.h"
 
 namespace ringcomm::cuda {
-
-/// A message between two ranks' devices.
-struct DeviceMail {
-  bool is_send;
-  void* data;
-  std::size_t num_bytes;
-  int peer;
-  int tag;
-};
 
 /// Collectives of tensors on GPUs: each call becomes kernels on a stream of the caller's, and the
 /// host goes on, but where ranks take turns on a device.
@@ -49,11 +42,16 @@ class Engine {
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
   void check_collective(StreamHandle stream) const;
-  void check_message() const;
+  void check_messages(const std::vector<Mail>& messages) const;
   /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another.
-  void exchange(const std::vector<DeviceMail>& messages, StreamHandle stream);
+  void exchange(const std::vector<Mail>& messages, StreamHandle stream);
+  /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
+  /// lie. Collective; kept as long as this engine. Throws Unavailable, Error,
+  /// std::invalid_argument.
+  std::shared_ptr<const Segment> lend(std::size_t num_bytes);
+
   /// Whether what is enqueued there is captured in a graph.
   bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
@@ -63,10 +61,9 @@ class Engine {
   Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
          std::function<void(const std::string&)> report);
 
-  KernelCall new_call();
-  /// Makes `stream` wait for the group's call before, if that is on another one.
-  void order(StreamHandle stream, bool is_captured);
-  void launch(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
+  template <class Call>
+  Call new_call() const;
+  std::uint64_t place_of(const void* data, std::size_t num_bytes) const;
   void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
@@ -76,15 +73,16 @@ class Engine {
   WaitLimits limits_;
   RecordExchange exchange_;
   DeviceGroup group_;
+  Kernels& kernels_;
   CallBoard calls_;
   DeviceWatch watch_;
+  std::vector<std::shared_ptr<const Segment>> lent_;
+  std::unique_ptr<DeviceMemory> lent_bases_;    // of all ranks' parts, for kernels
+  std::unique_ptr<MappedHostMemory> lent_row_;  // kept, as giving it back waits for the GPU
   std::uint64_t num_launches_ = 0;
-  bool has_recorded_ = false;
-  StreamHandle last_stream_ = nullptr;
-  Event last_;
-  std::vector<std::unique_ptr<SideStream>>
-      side_streams_;                   // of messages that are under way together
-  std::unique_ptr<TurnEvents> turns_;  // where ranks take turns
+  StreamOrder collectives_;
+  std::map<int, StreamOrder> messages_;  // with each peer
+  std::unique_ptr<TurnEvents> turns_;    // where ranks take turns
   std::uint64_t num_turns_ = 0;
 };
 

@@ -26,14 +26,32 @@ SideStream::~SideStream() { driver().stream_destroy(stream_); }
 
 void SideStream::finish() const { check(driver().stream_synchronize(stream_), "wait for the GPU"); }
 
-void SideStream::leave(StreamHandle main) {
-  left_.record(main);
-  left_.block(stream_);
+std::uint64_t capture_of(StreamHandle stream) {
+  int status = kCaptureNone;
+  unsigned long long id = 0;
+  check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr),
+        "ask a stream whether it is captured");
+  // One that is broken has no number any more.
+  constexpr std::uint64_t kBroken = ~std::uint64_t{0};
+  return status == kCaptureNone ? 0 : status == kCaptureActive ? id : kBroken;
 }
 
-void SideStream::join(StreamHandle main) {
-  joined_.record(stream_);
-  joined_.block(main);
+void StreamOrder::wait(StreamHandle stream, std::uint64_t capture) {
+  const Last& last = capture == 0 ? run_ : captured_;
+  if (last.is_recorded && last.stream != stream && (capture == 0 || capture == capture_))
+    last.event.block(stream);
+}
+
+void StreamOrder::note(StreamHandle stream, std::uint64_t capture) {
+  Last& last = capture == 0 ? run_ : captured_;
+  last.event.record(stream);
+  last.stream = stream;
+  last.is_recorded = true;
+  if (capture != 0) capture_ = capture;
+}
+
+void StreamOrder::synchronize() {
+  if (run_.is_recorded) check(driver().event_synchronize(run_.event.get()), "wait for the GPU");
 }
 
 namespace {
@@ -49,16 +67,15 @@ struct EventRecords {
 
 TurnEvents::TurnEvents(RecordExchange& exchange)
     : rank_(exchange.rank()),
-      own_{Event(kEventDisableTiming | kEventInterprocess),
-           Event(kEventDisableTiming | kEventInterprocess)},
       peers_(static_cast<std::size_t>(exchange.world_size())),
       is_opened_(peers_.size()) {
   EventRecords mine;
   mine.pid = ::getpid();
   mine.problem = attempt([&] {
     for (std::size_t i = 0; i < own_.size(); ++i) {
-      mine.events[i] = own_[i].get();
-      check(driver().ipc_get_event_handle(&mine.handles[i], own_[i].get()),
+      own_[i] = std::make_unique<Event>(kEventDisableTiming | kEventInterprocess);
+      mine.events[i] = own_[i]->get();
+      check(driver().ipc_get_event_handle(&mine.handles[i], own_[i]->get()),
             "hand out an event of the GPU");
     }
   });
@@ -90,19 +107,13 @@ TurnEvents::~TurnEvents() {
       if (is_opened_[peer] && event != nullptr) driver().event_destroy(event);
 }
 
-void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2].record(stream); }
+void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2]->record(stream); }
 
 void TurnEvents::block(std::uint64_t turn, StreamHandle stream) const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     if (static_cast<int>(peer) != rank_)
       check(driver().stream_wait_event(stream, peers_[peer][turn % 2], 0),
             "make a stream wait for another rank's event");
-}
-
-bool is_capturing(StreamHandle stream) {
-  int status = kCaptureNone;
-  check(driver().stream_is_capturing(stream, &status), "ask a stream whether it is captured");
-  return status != kCaptureNone;
 }
 
 }  // namespace ringcomm::cuda

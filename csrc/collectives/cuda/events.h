@@ -1,6 +1,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "collectives/cuda/record_exchange.h"
@@ -25,7 +27,7 @@ class Event {
   EventHandle event_ = nullptr;
 };
 
-/// A stream that leaves another one and comes back to it.
+/// A stream of its own.
 class SideStream {
  public:
   SideStream();
@@ -36,13 +38,35 @@ class SideStream {
   StreamHandle get() const { return stream_; }
   /// Blocks until it is done.
   void finish() const;
-  void leave(StreamHandle main);
-  void join(StreamHandle main);
 
  private:
   StreamHandle stream_ = nullptr;
-  Event left_;
-  Event joined_;
+};
+
+/// Which capture a stream is in, of those that are under way; 0: none.
+std::uint64_t capture_of(StreamHandle stream);
+
+/// Work that runs in the order in which it is enqueued, whatever streams it is enqueued on. What is
+/// captured has an order among what is captured with it alone: when a graph runs, its user says.
+class StreamOrder {
+ public:
+  /// Makes the stream wait for what was noted last, if that is on another one.
+  void wait(StreamHandle stream, std::uint64_t capture);
+  /// Work has been enqueued.
+  void note(StreamHandle stream, std::uint64_t capture);
+  /// The host waits for all of it but what is captured.
+  void synchronize();
+
+ private:
+  /// An event that was recorded in a capture is of use there alone, so there are two.
+  struct Last {
+    Event event;
+    StreamHandle stream = nullptr;
+    bool is_recorded = false;
+  };
+  Last run_;
+  Last captured_;
+  std::uint64_t capture_ = 0;  // that captured_ is of
 };
 
 /// Events of all ranks of a group, two of each in turn, which streams of any of them can wait for.
@@ -61,11 +85,9 @@ class TurnEvents {
 
  private:
   int rank_;
-  std::array<Event, 2> own_;
+  std::array<std::unique_ptr<Event>, 2> own_;
   std::vector<std::array<EventHandle, 2>> peers_;
   std::vector<bool> is_opened_;
 };
-
-bool is_capturing(StreamHandle stream);
 
 }  // namespace ringcomm::cuda

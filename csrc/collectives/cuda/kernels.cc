@@ -10,6 +10,7 @@
 
 #include "core/errors.h"
 #include "device/cuda/image.h"
+#include "device/cuda/kernel_list.h"
 #include "device/cuda/limits.h"
 
 namespace ringcomm::cuda {
@@ -30,6 +31,16 @@ Kernels& Kernels::of(DeviceOrdinal device) {
   return *kernels;
 }
 
+namespace {
+
+#define RINGCOMM_KERNEL_NAME(name, Call, body) #name,
+constexpr const char* kNames[] = {
+    RINGCOMM_FLOAT_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_INTEGER_KERNELS(RINGCOMM_KERNEL_NAME)
+        RINGCOMM_UPDATE_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_OTHER_KERNELS(RINGCOMM_KERNEL_NAME)};
+#undef RINGCOMM_KERNEL_NAME
+
+}  // namespace
+
 Kernels::Kernels(DeviceOrdinal device) : device_(device), modules_(new Modules) {
   const ContextGuard guard(device);
   const auto load = [this](const void* image) {
@@ -44,13 +55,20 @@ Kernels::Kernels(DeviceOrdinal device) : device_(device), modules_(new Modules) 
       throw Error({.kind = ErrorKind::kSystem},
                   std::string("ringcomm: RINGCOMM_CUDA_IMAGE: cannot read ") + path);
     load(image.data());
-    return;
-  }
-  if (kernel_images().empty())
+  } else if (kernel_images().empty()) {
     throw Error({.kind = ErrorKind::kSystem},
                 "ringcomm: this build has no kernels for GPUs, as nvcc was not found where it was "
                 "built; put CUDA's nvcc on PATH and install ringcomm again");
-  for (const void* image : kernel_images()) load(image);
+  }
+  if (modules_->modules.empty())
+    for (const void* image : kernel_images()) load(image);
+  load_all();
+}
+
+// The driver loads a function when it is first asked for, and may wait for the GPU then: for a
+// kernel that waits for the very one that is to be loaded.
+void Kernels::load_all() {
+  for (const char* name : kNames) find(name);
 }
 
 Function Kernels::find(const std::string& name) {
@@ -62,6 +80,13 @@ Function Kernels::find(const std::string& name) {
     if (driver().module_get_function(&function, module, name.c_str()) == kSuccess) return function;
   function = nullptr;
   throw Error({.kind = ErrorKind::kSystem}, "ringcomm: there is no kernel " + name);
+}
+
+void Kernels::launch(const LaunchPlan& plan, GroupFrame& call, StreamHandle stream) {
+  void* parameters[] = {&call};
+  check(driver().launch_kernel(find(plan.kernel), plan.num_blocks, 1, 1, kBlockThreads, 1, 1, 0,
+                               stream, parameters, nullptr),
+        "launch a kernel");
 }
 
 int Kernels::blocks_per_multiprocessor(const std::string& name) {

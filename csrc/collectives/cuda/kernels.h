@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "collectives/cuda/launch_plan.h"
 #include "transport/cuda/driver.h"
 
 namespace ringcomm::cuda {
@@ -15,11 +16,14 @@ class Kernels {
 
   /// Throws Error where there is none of this name. From any thread.
   Function find(const std::string& name);
+  /// `call` is the kernel's parameter.
+  void launch(const LaunchPlan& plan, GroupFrame& call, StreamHandle stream);
   /// Blocks of a kernel that fit a multiprocessor at once.
   int blocks_per_multiprocessor(const std::string& name);
 
  private:
   explicit Kernels(DeviceOrdinal device);
+  void load_all();
   DeviceOrdinal device_;
   struct Modules;
   Modules* modules_;

@@ -16,10 +16,18 @@
 namespace ringcomm::cuda {
 namespace {
 
-constexpr std::size_t kMaxBlocks = 264;
-constexpr std::uint32_t kRegionBytes = 20 << 10;
+constexpr std::size_t kMaxBlocks = 132;
+// Of a rank with a device of its own: enough for its links, and little of what it computes on.
+constexpr std::size_t kMaxBlocksAlone = 32;
+constexpr std::uint32_t kRegionBytes = 40 << 10;
+// Ranks' calls of two groups at a time fit a device; with all of its room for one group, two ranks
+// that launch in another order would wait for each other for ever.
+constexpr std::size_t kCallsAtOnce = 2;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
-constexpr std::uint32_t kPacketBlockBytes = 2 << 10;             // of data: 256 packets
+// Of an update alone: some loads for each thread, and some blocks for each place on the device.
+constexpr std::size_t kOwnUpdateElems = 8 << 10;
+constexpr std::size_t kMaxOwnUpdateBlocks = 1024;
+constexpr std::uint32_t kPacketBlockBytes = 2 << 10;  // of data: 256 packets
 
 const char* optimizer_name(Optimizer optimizer) {
   switch (optimizer) {
@@ -44,9 +52,9 @@ unsigned blocks_for(std::size_t num_pieces, const StagingLayout& layout) {
 
 // Of pieces that are dealt to blocks in turn: the first block has the most, and a last turn in
 // which what was staged last is taken.
-std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks, std::uint32_t per_piece) {
+std::uint32_t turns_for(std::size_t num_pieces, unsigned num_blocks) {
   const std::size_t most = std::max<std::size_t>(1, (num_pieces + num_blocks - 1) / num_blocks);
-  return static_cast<std::uint32_t>(most) * per_piece + 1;
+  return static_cast<std::uint32_t>(most) + 1;
 }
 
 template <ReduceShape kShape>
@@ -56,12 +64,11 @@ void plan_reduction(const Collective& call, KernelCall& kernel_call, LaunchPlan&
       call.update != nullptr ? element_bytes(call.update->spec.param_dtype) : input_bytes;
   const Chunks<kShape> chunks(kernel_call, input_bytes, output_bytes);
   plan.num_blocks = blocks_for(chunks.max_slices(), kernel_call.staging.layout);
-  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks, 2);
-  const bool gathers = kShape == ReduceShape::kAllReduce || kShape == ReduceShape::kUpdate;
+  plan.num_turns = turns_for(chunks.max_slices(), plan.num_blocks) + (gathers(kShape) ? 1 : 0);
   for (int rank = 0; rank < kernel_call.world_size; ++rank) {
     const std::size_t elems = chunks.chunk(rank).num_elems;
     if (rank != kernel_call.rank) plan.traffic.sent_bytes += elems * input_bytes;
-    if (rank == kernel_call.rank && gathers)
+    if (rank == kernel_call.rank && gathers(kShape))
       plan.traffic.sent_bytes +=
           elems * output_bytes * static_cast<std::size_t>(kernel_call.world_size - 1);
   }
@@ -164,11 +171,13 @@ void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan
   kernel_call.longest_bytes = longest_bytes;
   const std::size_t pieces = num_slices(longest_bytes, move_part_bytes(layout, is_shared));
   plan.num_blocks = blocks_for(pieces, layout);
-  plan.num_turns = turns_for(pieces, plan.num_blocks, 1);
+  plan.num_turns = turns_for(pieces, plan.num_blocks);
 }
 
-void fill_update(const Collective& call, KernelCall& kernel_call) {
+void fill_update(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   const ShardUpdate& update = *call.update;
+  plan.kernel = std::string("ringcomm_update_") + optimizer_name(update.spec.optimizer) + "_" +
+                name_of(call.dtype) + "_" + name_of(update.spec.param_dtype);
   kernel_call.update = host::make_update_op(update.spec, call.dtype).scalars;
   kernel_call.master = update.master;
   kernel_call.states[0] = update.states[0];
@@ -186,28 +195,39 @@ std::uint64_t digest_of_shares(const Collective& call, int world_size) {
   return digest;
 }
 
-LaunchPlan plan_message(std::size_t num_bytes, int peer, int tag, KernelCall& kernel_call) {
-  LaunchPlan plan;
-  kernel_call.root = peer;
-  kernel_call.tag = tag;
-  const StagingLayout& layout = kernel_call.staging.layout;
-  plan.num_blocks = static_cast<unsigned>(
-      std::clamp<std::size_t>(num_slices(num_bytes, layout.mail_slot_bytes - sizeof(MailHeading)),
-                              1, layout.num_mail_blocks));
-  return plan;
+}  // namespace
+
+namespace {
+
+// While ranks wait for one that is late, its own kernels must find room on the device they share:
+// some fill a multiprocessor, and cannot start where one of ours waits. So the blocks of all but
+// one rank of a call stand on five eighths of the multiprocessors at most, those of calls of
+// further groups, of all ranks that may be at such, on a quarter.
+std::size_t blocks_beside_others(const DeviceFacts& facts) {
+  const auto multiprocessors = static_cast<std::size_t>(facts.min_multiprocessors);
+  const int sharing = facts.max_ranks_per_device;
+  if (facts.is_first) return multiprocessors * 5 / 8 / static_cast<std::size_t>(sharing - 1);
+  const int all = std::max(facts.ranks_on_device, sharing);
+  return multiprocessors / 4 / static_cast<std::size_t>(all - all / sharing);
 }
 
 }  // namespace
 
+unsigned blocks_per_rank(const DeviceFacts& facts) {
+  const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
+  return static_cast<unsigned>(resident / (facts.takes_turns ? 1 : facts.max_ranks_per_device));
+}
+
 StagingLayout make_staging_layout(const DeviceFacts& facts) {
   const auto world = static_cast<std::size_t>(facts.world_size);
-  const auto sharing = static_cast<std::size_t>(facts.takes_turns ? 1 : facts.max_ranks_per_device);
-  const auto resident = static_cast<std::size_t>(facts.min_multiprocessors) *
-                        static_cast<std::size_t>(facts.blocks_per_multiprocessor);
+  std::size_t most_blocks = blocks_per_rank(facts) / kCallsAtOnce;
+  if (!facts.takes_turns)
+    most_blocks = std::min(most_blocks, facts.max_ranks_per_device > 1 ? blocks_beside_others(facts)
+                                                                       : kMaxBlocksAlone);
   StagingLayout layout;
   layout.world_size = static_cast<std::uint32_t>(world);
   layout.num_blocks =
-      static_cast<std::uint32_t>(std::clamp<std::size_t>(resident / sharing, 1, kMaxBlocks));
+      static_cast<std::uint32_t>(std::clamp<std::size_t>(most_blocks, 1, kMaxBlocks));
   // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
   layout.num_packet_blocks = std::min(
       layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
@@ -216,7 +236,7 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
                             ? static_cast<std::uint32_t>(kTurnRegionBytes / layout.num_blocks /
                                                          kLineBytes * kLineBytes)
                             : kRegionBytes;
-  layout.num_mail_blocks = static_cast<std::uint32_t>(
+  layout.num_mail_channels = static_cast<std::uint32_t>(
       std::clamp<std::size_t>(32 / (world * world), 1, std::min(8u, layout.num_blocks)));
   layout.mail_slot_bytes = 16 << 10;
   return layout;
@@ -278,9 +298,7 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   kernel_call.outputs[0] = static_cast<std::byte*>(call.outputs[0]);
   switch (call.op) {
     case OpKind::kReduceUpdateGather:
-      fill_update(call, kernel_call);
-      plan.kernel = std::string("ringcomm_update_") + optimizer_name(call.update->spec.optimizer) +
-                    "_" + element + "_" + name_of(call.update->spec.param_dtype);
+      fill_update(call, kernel_call, plan);
       plan_reduction<ReduceShape::kUpdate>(call, kernel_call, plan);
       break;
     case OpKind::kReduceScatter:
@@ -308,27 +326,50 @@ LaunchPlan plan_launch(const Collective& call, const CallHeader& header, KernelC
   return plan;
 }
 
-std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
-                            unsigned num_blocks, bool is_shared) {
-  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks, 1);
-}
-
-LaunchPlan plan_send(const void* data, std::size_t num_bytes, int peer, int tag,
-                     KernelCall& kernel_call) {
-  LaunchPlan plan = plan_message(num_bytes, peer, tag, kernel_call);
-  plan.kernel = "ringcomm_send";
-  plan.traffic.sent_bytes = num_bytes;
-  kernel_call.inputs[0] = static_cast<const std::byte*>(data);
-  kernel_call.input_bytes[0] = num_bytes;
+LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param,
+                           std::size_t num_elems, KernelCall& kernel_call) {
+  LaunchPlan plan;
+  kernel_call.dtype = call.dtype;
+  kernel_call.num_elems = num_elems;
+  kernel_call.inputs[0] = static_cast<const std::byte*>(grad);
+  kernel_call.outputs[0] = static_cast<std::byte*>(param);
+  fill_update(call, kernel_call, plan);
+  plan.num_blocks = static_cast<unsigned>(
+      std::clamp<std::size_t>(num_slices(num_elems, kOwnUpdateElems), 1, kMaxOwnUpdateBlocks));
   return plan;
 }
 
-LaunchPlan plan_recv(void* data, std::size_t num_bytes, int peer, int tag,
-                     KernelCall& kernel_call) {
-  LaunchPlan plan = plan_message(num_bytes, peer, tag, kernel_call);
-  plan.kernel = "ringcomm_recv";
-  kernel_call.outputs[0] = static_cast<std::byte*>(data);
-  kernel_call.output_bytes[0] = num_bytes;
+std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
+                            unsigned num_blocks, bool is_shared) {
+  return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks);
+}
+
+LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned most_blocks, MailCall& call) {
+  if (messages.size() > MailCall::kMaxMessages)
+    throw std::invalid_argument("a batch of sends and receives on a GPU has " +
+                                std::to_string(MailCall::kMaxMessages) + " at most, got " +
+                                std::to_string(messages.size()) + "; make several of it");
+  const auto lane_of = [](const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); };
+  std::stable_sort(messages.begin(), messages.end(),
+                   [&](const Mail& a, const Mail& b) { return lane_of(a) < lane_of(b); });
+  const StagingLayout& layout = call.staging.layout;
+  LaunchPlan plan;
+  plan.kernel = "ringcomm_exchange";
+  unsigned num_lanes = 0;
+  unsigned num_channels = 1;
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    call.messages[i] = messages[i];
+    if (i == 0 || lane_of(messages[i]) != lane_of(messages[i - 1]))
+      call.first_of_lane[num_lanes++] = static_cast<std::uint8_t>(i);
+    num_channels = std::max(num_channels, MailSlices(layout, messages[i].num_bytes).num_channels);
+  }
+  call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
+  if (num_lanes > most_blocks)
+    throw std::invalid_argument(
+        "a GPU that several ranks share has no room for a batch of sends and receives with so many "
+        "ranks at once; make several of it");
+  call.blocks_per_lane = std::clamp(layout.num_blocks / num_lanes, 1u, num_channels);
+  plan.num_blocks = num_lanes * call.blocks_per_lane;
   return plan;
 }
 

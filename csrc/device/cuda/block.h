@@ -19,7 +19,7 @@ namespace ringcomm::cuda {
 /// - store_packet and load_packet move the two words of a Packet, each whole, in no order.
 /// - claim sets a word of device memory to 1, and tells whether it was 0; publish_word makes one of
 ///   the control block, and all that this thread wrote before, visible to the host.
-/// - awaited_peer is the rank that stopped() was asked about last.
+/// - awaited_peer is the rank that stopped() was asked about last, or what note_awaited said since.
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
                                     std::uint64_t& word, std::uint32_t& flag) {
@@ -34,6 +34,7 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   { block.claim(flag) } -> std::same_as<bool>;
   block.publish_word(flag, std::uint32_t{});
   { block.awaited_peer() } -> std::same_as<int>;
+  block.note_awaited(int{});
 };
 
 }  // namespace ringcomm::cuda

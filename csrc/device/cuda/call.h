@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/annotations.h"
 #include "core/types.h"
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
@@ -10,34 +11,47 @@
 
 namespace ringcomm::cuda {
 
-/// Memory that all ranks of a group have mapped, a table of theirs and ours: `base[segment *
-/// world_size + rank]` is where a rank's part of a segment lies here. Buffers in it can be read and
-/// written by peers where they lie (direct.h).
+/// Memory of users that all ranks of a group have mapped, in segments of which each rank has a
+/// part: buffers in it can be read and written by peers where they lie.
 struct Lent {
-  const std::byte* const* bases = nullptr;
-  /// Number of the segment + 1 above, offset in it below; 0: nowhere in lent memory.
+  /// `bases[segment * world_size + rank]` is where a rank's part of a segment lies here.
+  std::byte* const* bases = nullptr;
+
+  /// A place in a segment, as ranks tell it each other; 0 is none.
   static constexpr int kOffsetBits = 40;
+  RINGCOMM_HD static constexpr std::uint64_t place(std::uint64_t segment, std::uint64_t offset) {
+    return (segment + 1) << kOffsetBits | offset;
+  }
+  RINGCOMM_HD std::byte* find(std::uint64_t place, int rank, int world_size) const {
+    const std::uint64_t segment = (place >> kOffsetBits) - 1;
+    return bases[segment * static_cast<std::uint64_t>(world_size) +
+                 static_cast<std::uint64_t>(rank)] +
+           (place & ((std::uint64_t{1} << kOffsetBits) - 1));
+  }
 };
 
-/// The parameter of every kernel: one call of a collective, as one rank makes it. It is the same in
-/// every replay of a captured graph, so nothing in it changes from call to call.
-///
-/// Shares are for and from each rank, in bytes; of a call with one buffer the first pointer is
-/// that.
-struct KernelCall {
+/// What every kernel is told of its group. Parameters of kernels are the same in every replay of a
+/// captured graph, so nothing in them changes from call to call.
+struct GroupFrame {
   Staging staging;
   Control* control = nullptr;
   std::uint64_t launch = 0;      ///< which of this rank's, to tell them apart
   std::uint64_t timeout_ns = 0;  ///< from the kernel's first wait that is not over at once
-  std::uint32_t header[kHeaderWords] = {};
-
   int rank = 0;
   int world_size = 1;
+};
+
+/// One call of a collective, as one rank makes it.
+///
+/// Shares are for and from each rank, in bytes; of a call with one buffer the first pointer is
+/// that.
+struct KernelCall : GroupFrame {
+  std::uint32_t header[kHeaderWords] = {};
+
   int root = -1;
   DType dtype = DType::kByte;
   Reduction reduction = Reduction::kSum;
   int divisor = 1;  ///< of an average
-  int tag = 0;
   std::uint64_t num_elems = 0;
   /// Bytes of the longest share of any pair; kUnknown where ranks may know different sizes.
   static constexpr std::uint64_t kUnknown = ~std::uint64_t{0};
@@ -65,6 +79,28 @@ struct KernelCall {
   float* master = nullptr;
   float* states[2] = {};
 };
-static_assert(sizeof(KernelCall) <= 4096, "what a launch can carry");
+
+/// A message to another rank, or from it.
+struct Mail {
+  std::byte* data;
+  std::uint64_t num_bytes;
+  std::int32_t tag;
+  std::int16_t peer;
+  bool is_send;
+};
+
+/// Messages of which none waits for another, unless it is of the same lane. A lane is what goes to
+/// one rank, or comes from one; its messages stand together, in their order.
+struct MailCall : GroupFrame {
+  static constexpr int kMaxMessages = 128;
+  static constexpr int kMaxLanes = 2 * kMaxRanks;
+
+  unsigned blocks_per_lane = 1;
+  std::uint8_t first_of_lane[kMaxLanes + 1] =
+      {};  ///< of all messages; and where the last lane ends
+  Mail messages[kMaxMessages] = {};
+};
+
+static_assert(sizeof(KernelCall) <= 4096 && sizeof(MailCall) <= 4096, "what a launch can carry");
 
 }  // namespace ringcomm::cuda

@@ -18,6 +18,10 @@ enum class ReduceShape : std::uint8_t {
   kReduce          ///< one chunk, the root's
 };
 
+constexpr bool gathers(ReduceShape shape) {
+  return shape == ReduceShape::kAllReduce || shape == ReduceShape::kUpdate;
+}
+
 /// The chunks of a reduction: whose they are, where they lie, and how they are cut into slices that
 /// fit a block's region.
 ///
@@ -34,7 +38,8 @@ class Chunks {
         exact_(call.num_elems, call.world_size) {
     const std::size_t widest =
         input_elem_bytes > output_elem_bytes ? input_elem_bytes : output_elem_bytes;
-    const std::size_t num_parts = kShape == ReduceShape::kReduce ? 1 : num_staged();
+    const std::size_t num_parts =
+        kShape == ReduceShape::kReduce ? 1 : num_staged() + (gathers(kShape) ? 1 : 0);
     const StagingLayout& layout = call.staging.layout;
     slice_elems_ = layout.region_bytes / num_parts / widest / kAlignElems * kAlignElems;
     part_bytes_ = slice_elems_ * widest;
@@ -78,6 +83,8 @@ class Chunks {
   RINGCOMM_HD std::size_t part_offset(int owner, int rank) const {
     return static_cast<std::size_t>(rank < owner ? rank : rank - 1) * part_bytes();
   }
+  /// Where in an owner's region its result of the slice before lies.
+  RINGCOMM_HD std::size_t result_offset() const { return num_staged() * part_bytes_; }
   /// From one part of a region to the next; 0 where there is only one.
   RINGCOMM_HD std::size_t part_bytes() const {
     return kShape == ReduceShape::kReduce ? 0 : part_bytes_;

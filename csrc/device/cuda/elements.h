@@ -58,7 +58,8 @@ RINGCOMM_HD inline float float16_to_fp32(std::uint16_t half) {
 }
 RINGCOMM_HD inline std::uint16_t fp32_to_float16(float value) {
 #ifdef __CUDA_ARCH__
-  return __half_as_ushort(__float2half_rn(quiet(value)));
+  // Of NaN the instruction makes another one than the host.
+  return value == value ? __half_as_ushort(__float2half_rn(value)) : std::uint16_t{0x7e00};
 #else
   const auto bits = bits_as<std::uint32_t>(quiet(value));
   const std::uint32_t magnitude = bits & 0x7fffffffu;

@@ -16,7 +16,7 @@ class GpuBlock {
  public:
   /// `answers` is shared memory of the block, for two answers in turn: the threads that have not
   /// read one yet and the one that writes the next never meet.
-  __device__ GpuBlock(const KernelCall& call, volatile std::uint32_t* answers)
+  __device__ GpuBlock(const GroupFrame& call, volatile std::uint32_t* answers)
       : call_(call), answers_(answers) {}
 
   __device__ unsigned thread_idx() const { return threadIdx.x; }
@@ -88,6 +88,7 @@ class GpuBlock {
     return now_ns - began_ns_ > call_.timeout_ns ? Stop::kTimeout : Stop::kNone;
   }
   __device__ int awaited_peer() const { return awaited_peer_; }
+  __device__ void note_awaited(int peer) { awaited_peer_ = peer; }
 
   __device__ bool claim(std::uint32_t& word) const { return atomicExch_system(&word, 1u) == 0; }
   __device__ void publish_word(std::uint32_t& word, std::uint32_t value) const {
@@ -95,7 +96,7 @@ class GpuBlock {
   }
 
  private:
-  const KernelCall& call_;
+  const GroupFrame& call_;
   volatile std::uint32_t* answers_;
   unsigned turn_ = 0;
   std::uint64_t began_ns_ = 0;

@@ -8,9 +8,9 @@
 
 /// Two blocks of 512 threads share a multiprocessor: 64 registers a thread. The parameter stays in
 /// constant memory: indexed at run time, a copy would go to local memory.
-#define RINGCOMM_GPU_KERNEL(name, body)                                            \
+#define RINGCOMM_GPU_KERNEL(name, Call, body)                                      \
   extern "C" __global__ void __launch_bounds__(::ringcomm::cuda::kBlockThreads, 2) \
-      name(const __grid_constant__::ringcomm::cuda::KernelCall call) {             \
+      name(const __grid_constant__::ringcomm::cuda::Call call) {                   \
     __shared__ volatile std::uint32_t answers[2];                                  \
     ::ringcomm::cuda::GpuBlock block(call, answers);                               \
     RINGCOMM_BARE body(block, call);                                               \

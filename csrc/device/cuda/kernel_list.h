@@ -10,13 +10,14 @@
 // All the kernels there are: the host asks an image for their names (collectives/cuda/kernels.h), a
 // file of each kind of machine makes them of their bodies.
 
-/// X(name, body): what reduces elements of a type; `body` takes a block and a call.
-#define RINGCOMM_REDUCING_KERNELS(X, suffix, Element)                                        \
-  X(ringcomm_one_shot_##suffix, (all_reduce_one_shot<Element>))                              \
-  X(ringcomm_two_shot_##suffix, (reduce_gather<Element, ReduceShape::kAllReduce>))           \
-  X(ringcomm_reduce_scatter_##suffix, (reduce_gather<Element, ReduceShape::kReduceScatter>)) \
-  X(ringcomm_reduce_##suffix, (reduce_gather<Element, ReduceShape::kReduce>))                \
-  X(ringcomm_ring_##suffix, (all_reduce_ring<Element>))
+/// X(name, Call, body): `body` takes a block and a Call. Of what reduces elements of a type:
+#define RINGCOMM_REDUCING_KERNELS(X, suffix, Element)                                          \
+  X(ringcomm_one_shot_##suffix, KernelCall, (all_reduce_one_shot<Element>))                    \
+  X(ringcomm_two_shot_##suffix, KernelCall, (reduce_gather<Element, ReduceShape::kAllReduce>)) \
+  X(ringcomm_reduce_scatter_##suffix, KernelCall,                                              \
+    (reduce_gather<Element, ReduceShape::kReduceScatter>))                                     \
+  X(ringcomm_reduce_##suffix, KernelCall, (reduce_gather<Element, ReduceShape::kReduce>))      \
+  X(ringcomm_ring_##suffix, KernelCall, (all_reduce_ring<Element>))
 
 #define RINGCOMM_FLOAT_KERNELS(X)                            \
   RINGCOMM_REDUCING_KERNELS(X, float16, Float16Element)      \
@@ -37,7 +38,8 @@
 
 /// Of each optimizer's step: gradients of a type, parameters of another.
 #define RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, param, Param) \
-  X(ringcomm_update_##optimizer##_##grad##_##param, (reduce_update_gather<Step, Grad, Param>))
+  X(ringcomm_update_##optimizer##_##grad##_##param, KernelCall,              \
+    (reduce_update_gather<Step, Grad, Param>))
 #define RINGCOMM_UPDATES_OF_GRAD(X, optimizer, Step, grad, Grad)                    \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, float16, Float16Element)   \
   RINGCOMM_UPDATE_KERNEL(X, optimizer, Step, grad, Grad, bfloat16, BFloat16Element) \
@@ -51,9 +53,9 @@
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
 /// Of records there are no packets, which have eight bytes.
-#define RINGCOMM_OTHER_KERNELS(X)                                                              \
-  X(ringcomm_two_shot_softmax_stats, (reduce_gather<SoftmaxElement, ReduceShape::kAllReduce>)) \
-  X(ringcomm_move_same, (move<true>))                                                          \
-  X(ringcomm_move, (move<false>))                                                              \
-  X(ringcomm_send, (send_mail))                                                                \
-  X(ringcomm_recv, (recv_mail))
+#define RINGCOMM_OTHER_KERNELS(X)                             \
+  X(ringcomm_two_shot_softmax_stats, KernelCall,              \
+    (reduce_gather<SoftmaxElement, ReduceShape::kAllReduce>)) \
+  X(ringcomm_move_same, KernelCall, (move<true>))             \
+  X(ringcomm_move, KernelCall, (move<false>))                 \
+  X(ringcomm_exchange, MailCall, (exchange_mail))

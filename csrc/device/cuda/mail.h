@@ -5,9 +5,15 @@
 #include "device/cuda/memory.h"
 #include "device/cuda/phases.h"
 
-// Sends and receives: slices of a message through the links of a pair of ranks, which lie in the
-// receiver's staging memory. Block b is channel b. Messages of a pair arrive in the order in which
-// they were sent; each slice says of which message it is.
+// Sends and receives: slices of a message through the channels of a pair of ranks, links that lie
+// in the receiver's staging memory. Messages of a pair arrive in the order in which they were sent;
+// each slice says of which message it is.
+//
+// All messages of a batch go on in one kernel, each lane in blocks of its own: kernels on streams
+// of their own might run one after the other, and two ranks that both send first would wait for
+// ever. The two ends of a lane may have different numbers of blocks: every block takes messages in
+// their order, and the channels of a message in theirs, so the first that is not through on either
+// end never waits for a later one.
 
 namespace ringcomm::cuda {
 
@@ -16,66 +22,80 @@ struct alignas(16) MailHeading {
   std::int64_t tag;
 };
 
-/// The slices of a block's part of a message. An empty one has a slice in channel 0.
+/// The slices of a message, which its channels have in turn. An empty one has one.
 struct MailSlices {
   std::size_t slice_bytes;
   std::size_t num;
-  RINGCOMM_HD MailSlices(const KernelCall& call, std::uint64_t num_bytes)
-      : slice_bytes(call.staging.layout.mail_slot_bytes - sizeof(MailHeading)),
-        num(num_bytes == 0 ? 1 : num_slices(num_bytes, slice_bytes)) {}
+  unsigned num_channels;
+  RINGCOMM_HD MailSlices(const StagingLayout& layout, std::uint64_t num_bytes)
+      : slice_bytes(layout.mail_slot_bytes - sizeof(MailHeading)),
+        num(num_bytes == 0 ? 1 : num_slices(num_bytes, slice_bytes)),
+        num_channels(num < layout.num_mail_channels ? static_cast<unsigned>(num)
+                                                    : layout.num_mail_channels) {}
 };
 
 template <Block B>
-RINGCOMM_HD Stop send_slices(B& block, const KernelCall& call) {
+RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
+                              const MailSlices& slices, unsigned channel) {
   SpinBudget budget;
-  SendLink<B> link(block, budget, call.staging.mail_link(call.rank, call.root, block.block_idx()),
-                   call.root);
-  const std::uint64_t num_bytes = call.input_bytes[0];
-  const MailSlices slices(call, num_bytes);
-  for (std::size_t i = block.block_idx(); i < slices.num; i += block.num_blocks()) {
+  SendLink<B> link(block, budget, call.staging.mail_link(call.rank, mail.peer, channel), mail.peer);
+  for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
     std::byte* slot = nullptr;
     if (const Stop stop = link.acquire(slot); stop != Stop::kNone) return stop;
-    if (block.thread_idx() == 0)
-      *reinterpret_cast<MailHeading*>(slot) = {num_bytes, static_cast<std::int64_t>(call.tag)};
-    const ElemRange bytes = slice_of({0, num_bytes}, i, slices.slice_bytes);
-    block.copy(slot + sizeof(MailHeading), call.inputs[0] + bytes.begin_elems, bytes.num_elems);
+    if (block.thread_idx() == 0) *reinterpret_cast<MailHeading*>(slot) = {mail.num_bytes, mail.tag};
+    const ElemRange bytes = slice_of({0, mail.num_bytes}, i, slices.slice_bytes);
+    block.copy(slot + sizeof(MailHeading), mail.data + bytes.begin_elems, bytes.num_elems);
     link.publish();
   }
   return Stop::kNone;
 }
 
 template <Block B>
-RINGCOMM_HD Stop recv_slices(B& block, const KernelCall& call) {
+RINGCOMM_HD Stop recv_channel(B& block, const MailCall& call, const Mail& mail,
+                              const MailSlices& slices, unsigned channel) {
   SpinBudget budget;
-  RecvLink<B> link(block, budget, call.staging.mail_link(call.root, call.rank, block.block_idx()),
-                   call.root);
-  const std::uint64_t num_bytes = call.output_bytes[0];
-  const MailSlices slices(call, num_bytes);
-  for (std::size_t i = block.block_idx(); i < slices.num; i += block.num_blocks()) {
+  RecvLink<B> link(block, budget, call.staging.mail_link(mail.peer, call.rank, channel), mail.peer);
+  for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
     const std::byte* slot = nullptr;
     if (const Stop stop = link.wait(slot); stop != Stop::kNone) return stop;
     const MailHeading theirs = *reinterpret_cast<const MailHeading*>(slot);
-    if (theirs.num_bytes != num_bytes || theirs.tag != call.tag) {
+    if (theirs.num_bytes != mail.num_bytes || theirs.tag != mail.tag) {
       const std::uint32_t words[kHeaderWords] = {static_cast<std::uint32_t>(theirs.num_bytes),
                                                  static_cast<std::uint32_t>(theirs.num_bytes >> 32),
                                                  static_cast<std::uint32_t>(theirs.tag)};
-      tell(block, call, kMailDiffers, call.root, words);
+      tell(block, call, kMailDiffers, mail.peer, words);
       return Stop::kAborted;
     }
-    const ElemRange bytes = slice_of({0, num_bytes}, i, slices.slice_bytes);
-    block.copy(call.outputs[0] + bytes.begin_elems, slot + sizeof(MailHeading), bytes.num_elems);
+    const ElemRange bytes = slice_of({0, mail.num_bytes}, i, slices.slice_bytes);
+    block.copy(mail.data + bytes.begin_elems, slot + sizeof(MailHeading), bytes.num_elems);
     link.release();
   }
   return Stop::kNone;
 }
 
+/// A block's part of its lane.
 template <Block B>
-RINGCOMM_HD void send_mail(B& block, const KernelCall& call) {
-  finish(block, call, send_slices(block, call));
+RINGCOMM_HD Stop exchange_lane(B& block, const MailCall& call) {
+  const unsigned lane = block.block_idx() / call.blocks_per_lane;
+  const unsigned first_channel = block.block_idx() % call.blocks_per_lane;
+  for (unsigned m = call.first_of_lane[lane]; m < call.first_of_lane[lane + 1]; ++m) {
+    const Mail& mail = call.messages[m];
+    const MailSlices slices(call.staging.layout, mail.num_bytes);
+    for (unsigned channel = first_channel; channel < slices.num_channels;
+         channel += call.blocks_per_lane) {
+      // Of the channel's last message a thread may not yet have seen what another has published.
+      block.sync();
+      const Stop stop = mail.is_send ? send_channel(block, call, mail, slices, channel)
+                                     : recv_channel(block, call, mail, slices, channel);
+      if (stop != Stop::kNone) return stop;
+    }
+  }
+  return Stop::kNone;
 }
+
 template <Block B>
-RINGCOMM_HD void recv_mail(B& block, const KernelCall& call) {
-  finish(block, call, recv_slices(block, call));
+RINGCOMM_HD void exchange_mail(B& block, const MailCall& call) {
+  finish(block, call, exchange_lane(block, call));
 }
 
 }  // namespace ringcomm::cuda

@@ -81,11 +81,18 @@ RINGCOMM_HD Stop await_packet(B& block, const Packet& packet, std::uint32_t flag
   }
 }
 
-/// What the threads of a block found, as one answer.
+/// What the threads of a block found, as one answer; in a time-out all of them name one rank that
+/// some of them waited for.
 template <Block B>
-RINGCOMM_HD Stop agreed(B& block, Stop stop) {
-  if (block.any(stop == Stop::kTimeout)) return Stop::kTimeout;
-  return block.any(stop != Stop::kNone) ? Stop::kAborted : Stop::kNone;
+RINGCOMM_HD Stop agreed(B& block, const KernelCall& call, Stop stop) {
+  if (!block.any(stop == Stop::kTimeout))
+    return block.any(stop != Stop::kNone) ? Stop::kAborted : Stop::kNone;
+  for (int peer = 0; peer < call.world_size; ++peer)
+    if (block.any(stop == Stop::kTimeout && block.awaited_peer() == peer)) {
+      block.note_awaited(peer);
+      break;
+    }
+  return Stop::kTimeout;
 }
 
 template <class Element, class Operator, Block B>
@@ -129,7 +136,7 @@ RINGCOMM_HD Stop check_packet_headers(B& block, const KernelCall& call, const Pa
     stop = await_packet(block, places.at(call.rank, rank)[i % kHeaderPackets], flag, rank, data);
     differs = differs || (stop == Stop::kNone && data != header_data(call, i % kHeaderPackets));
   }
-  stop = agreed(block, stop);
+  stop = agreed(block, call, stop);
   if (stop != Stop::kNone || !block.any(differs)) return stop;
   for (int rank = 0; rank < call.world_size; ++rank) {
     std::uint32_t theirs[kHeaderWords] = {};
@@ -155,7 +162,7 @@ RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
                                                    layout.packet_calls_offset(block.block_idx()));
   const std::uint64_t calls_before = number;  // no other block's, and of this rank alone
   const std::uint32_t flag = packet_flag(calls_before + 1);
-  const PacketPlaces places{call, block.block_idx(), calls_before % 2};
+  const PacketPlaces places{call, block.block_idx(), packet_turn(calls_before + 1)};
 
   const std::size_t num_bytes = call.num_elems * sizeof(typename Element::Stored);
   const std::size_t all_packets = (num_bytes + kPacketBytes - 1) / kPacketBytes;
@@ -179,7 +186,7 @@ RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
     with_operator<Element>(call.reduction, [&](auto op) {
       stop = reduce_packets<Element, decltype(op)>(block, call, places, flag, begin, num_packets);
     });
-    stop = agreed(block, stop);
+    stop = agreed(block, call, stop);
   }
   if (stop == Stop::kNone && block.thread_idx() == 0) number = calls_before + 1;
   finish(block, call, stop);

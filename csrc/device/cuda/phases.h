@@ -12,7 +12,7 @@ namespace ringcomm::cuda {
 /// Tells the host that this kernel has given up, unless another block was faster. Not for
 /// Stop::kAborted, which the host knows.
 template <Block B>
-RINGCOMM_HD void tell(B& block, const KernelCall& call, std::uint32_t stop, int peer,
+RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
                       const std::uint32_t* theirs = nullptr) {
   block.sync();
   if (block.thread_idx() != 0) return;
@@ -62,6 +62,23 @@ class Phases {
     return is_first ? compare_headers() : Stop::kNone;
   }
 
+  /// Whether all ranks made this call, once all have published its first phase. Ends in kAborted
+  /// where one did not, and the host is told.
+  RINGCOMM_HD Stop compare_headers() {
+    bool differs = false;
+    const int num_words = call_.world_size * kHeaderWords;
+    for (auto i = static_cast<int>(block_.thread_idx()); i < num_words;
+         i += static_cast<int>(block_.num_threads()))
+      differs = differs || !is_same(i / kHeaderWords, i % kHeaderWords);
+    if (!block_.any(differs)) return Stop::kNone;
+    for (int i = 0; i < num_words; ++i) {
+      if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
+      tell(block_, call_, kMismatch, i / kHeaderWords, heading(i / kHeaderWords).header);
+      break;
+    }
+    return Stop::kAborted;
+  }
+
   /// What `peer` has in the phase published last.
   RINGCOMM_HD const std::byte* region(int peer) const {
     return boards_.region(peer, board_.phase() - 1);
@@ -88,21 +105,6 @@ class Phases {
   RINGCOMM_HD bool is_same(int peer, int word) const {
     return heading(peer).header[word] == call_.header[word];
   }
-  RINGCOMM_HD Stop compare_headers() {
-    bool differs = false;
-    const int num_words = call_.world_size * kHeaderWords;
-    for (auto i = static_cast<int>(block_.thread_idx()); i < num_words;
-         i += static_cast<int>(block_.num_threads()))
-      differs = differs || !is_same(i / kHeaderWords, i % kHeaderWords);
-    if (!block_.any(differs)) return Stop::kNone;
-    for (int i = 0; i < num_words; ++i) {
-      if (is_same(i / kHeaderWords, i % kHeaderWords)) continue;
-      tell(block_, call_, kMismatch, i / kHeaderWords, heading(i / kHeaderWords).header);
-      break;
-    }
-    return Stop::kAborted;
-  }
-
   B& block_;
   const KernelCall& call_;
   SpinBudget budget_;
@@ -117,7 +119,7 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
 
 /// The end of every kernel.
 template <Block B>
-RINGCOMM_HD void finish(B& block, const KernelCall& call, Stop stop) {
+RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer());
 }

@@ -34,14 +34,12 @@ struct StagingLayout {
   std::uint32_t num_packet_blocks = 1;  ///< of a call by packets, at most
   std::uint32_t packets_per_block = 0;  ///< for each peer, in each of two places
   std::uint32_t region_bytes = 0;       ///< of a block, in each of two phases
-  std::uint32_t num_mail_blocks = 1;    ///< of a send or receive, at most
+  std::uint32_t num_mail_channels = 1;  ///< of a send or receive, at most
   std::uint32_t mail_slot_bytes = 0;
 
   static constexpr std::uint32_t kMailSlots = 2;
 
-  /// In front of all: which block was the first to give up, and a number by which peers know the
-  /// memory.
-  static constexpr std::size_t kSignatureOffset = 64;
+  /// In front of all: which block was the first to give up.
   RINGCOMM_HD constexpr std::size_t published_offset(std::size_t block) const {
     return kLineBytes + block * sizeof(Cursor);
   }
@@ -53,9 +51,9 @@ struct StagingLayout {
     return ring_offset(num_blocks) + block * kLineBytes;
   }
   /// A link of those by which `sender` sends to this rank: cursors, then slots.
-  RINGCOMM_HD constexpr std::size_t mail_offset(std::size_t sender, std::size_t block) const {
+  RINGCOMM_HD constexpr std::size_t mail_offset(std::size_t sender, std::size_t channel) const {
     return packet_calls_offset(num_packet_blocks) +
-           (sender * num_mail_blocks + block) *
+           (sender * num_mail_channels + channel) *
                (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
   }
   /// What `sender` has for this rank in calls whose number is odd, or even.
@@ -97,8 +95,8 @@ struct Staging {
             &reinterpret_cast<LinkCursors*>(of[from] + layout.ring_offset(block))->head,
             of[to] + layout.region_offset(block, 0), num_slots, slot_bytes};
   }
-  RINGCOMM_HD LinkGeometry mail_link(int from, int to, unsigned block) const {
-    auto* there = of[to] + layout.mail_offset(static_cast<std::size_t>(from), block);
+  RINGCOMM_HD LinkGeometry mail_link(int from, int to, unsigned channel) const {
+    auto* there = of[to] + layout.mail_offset(static_cast<std::size_t>(from), channel);
     auto* cursors = reinterpret_cast<LinkCursors*>(there);
     return {&cursors->tail, &cursors->head, there + sizeof(LinkCursors), StagingLayout::kMailSlots,
             layout.mail_slot_bytes};

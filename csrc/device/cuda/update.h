@@ -133,10 +133,29 @@ struct UpdatingOwner {
   };
 };
 
+/// The one gradient of a group of one.
+struct OwnGradient {
+  const std::byte* grad;
+  RINGCOMM_HD int num() const { return 1; }
+  RINGCOMM_HD const std::byte* at(int) const { return grad; }
+};
+
+/// In a group of one, a step on this rank's arrays alone: blocks share nothing, and wait for
+/// nobody.
 template <class Step, class Grad, class Param, Block B>
 RINGCOMM_HD void reduce_update_gather(B& block, const KernelCall& call) {
   using Owner = UpdatingOwner<Grad, Param, Step>;
   const Owner owner;
+  if (call.world_size == 1) {
+    constexpr std::size_t kAlignElems = 16;  // as many as 16-byte loads of all types want
+    const std::size_t fair_elems = num_slices(call.num_elems, block.num_blocks());
+    const ElemRange elems = slice_of({0, call.num_elems}, block.block_idx(),
+                                     num_slices(fair_elems, kAlignElems) * kAlignElems);
+    owner(block, call,
+          Outputs{call.outputs[0] + elems.begin_elems * sizeof(typename Param::Stored)},
+          OwnGradient{call.inputs[0] + elems.begin_elems * sizeof(typename Grad::Stored)}, elems);
+    return;
+  }
   ReduceGather<ReduceShape::kUpdate, Owner, B> run(block, call, sizeof(typename Grad::Stored),
                                                    sizeof(typename Param::Stored), owner);
   finish(block, call, run.run());

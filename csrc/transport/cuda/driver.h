@@ -31,4 +31,17 @@ class ContextGuard {
   Context previous_ = nullptr;
 };
 
+/// While it lives, this thread may do what might wait for the device, such as allocate, although a
+/// stream elsewhere is being captured: nothing of it is for that capture.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
+  ~RelaxedCapture() { driver().exchange_capture_mode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_ = kCaptureRelaxed;
+};
+
 }  // namespace ringcomm::cuda

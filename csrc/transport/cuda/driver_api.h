@@ -19,6 +19,8 @@ using Module = struct ModuleTag*;
 using Function = struct FunctionTag*;
 using StreamHandle = struct StreamTag*;
 using EventHandle = struct EventTag*;
+using CapturedGraph = struct CapturedGraphTag*;
+using CapturedNode = struct CapturedNodeTag*;
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kErrorOutOfMemory = 2;
@@ -77,6 +79,7 @@ enum StreamFlags : unsigned { kStreamNonBlocking = 1 };
 enum HostAllocFlags : unsigned { kHostPortable = 1, kHostDeviceMap = 2 };
 enum IpcFlags : unsigned { kIpcLazyPeerAccess = 1 };
 enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1, kCaptureInvalidated = 2 };
+enum CaptureMode : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
 
 /// X(member, symbol, parameters): every function returns a Result.
 #define RINGCOMM_DRIVER_FUNCTIONS(X)                                                             \
@@ -141,7 +144,10 @@ enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1, kCaptureInvalid
   X(stream_query, "cuStreamQuery", (StreamHandle stream))                                        \
   X(stream_wait_event, "cuStreamWaitEvent",                                                      \
     (StreamHandle stream, EventHandle event, unsigned flags))                                    \
-  X(stream_is_capturing, "cuStreamIsCapturing", (StreamHandle stream, int* status))              \
+  X(stream_get_capture_info, "cuStreamGetCaptureInfo_v2",                                        \
+    (StreamHandle stream, int* status, unsigned long long* id, CapturedGraph* graph,             \
+     const CapturedNode** dependencies, std::size_t* num_dependencies))                          \
+  X(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode", (int* mode))                     \
   X(event_create, "cuEventCreate", (EventHandle * event, unsigned flags))                        \
   X(event_destroy, "cuEventDestroy_v2", (EventHandle event))                                     \
   X(event_record, "cuEventRecord", (EventHandle event, StreamHandle stream))                     \

@@ -4,7 +4,12 @@
 #include <cstdint>
 
 #include "core/arch.h"
+#include "core/cursor.h"
 #include "machine.h"
+
+namespace ringcomm {
+struct Packet;
+}  // namespace ringcomm
 
 namespace ringcomm::checker {
 
@@ -51,6 +56,21 @@ class CheckerArch {
     }
   }
 
+  /// A packet's words are the values of two cursors, one after the other. Each becomes visible by
+  /// itself; which comes first is the scenario's to say, and waiting for one is parking on it.
+  void store_packet(Packet& packet, std::uint64_t low, std::uint64_t high) {
+    store_half(packet, stores_high_first, stores_high_first ? high : low);
+    store_half(packet, !stores_high_first, stores_high_first ? low : high);
+  }
+  void load_packet(const Packet& packet, std::uint64_t& low, std::uint64_t& high) {
+    low = load_acquire(half_of(packet, false).value);
+    high = load_acquire(half_of(packet, true).value);
+  }
+  static const Cursor& half_of(const Packet& packet, bool is_high) {
+    return reinterpret_cast<const Cursor*>(&packet)[is_high ? 1 : 0];
+  }
+  bool stores_high_first = false;
+
   template <class F>
   Stop once(const F& function) {
     return function();
@@ -90,6 +110,11 @@ class CheckerArch {
   }
 
  private:
+  void store_half(Packet& packet, bool is_high, std::uint64_t value) {
+    Cursor& cursor = reinterpret_cast<Cursor*>(&packet)[is_high ? 1 : 0];
+    store_seq_cst(cursor.value, value);
+    wake(cursor.value);
+  }
   std::uint64_t load(Op op, const auto& word) {
     machine_.point(rank_);
     const int idx = machine_.memory.word_idx(&word);

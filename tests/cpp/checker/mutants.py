@@ -201,4 +201,27 @@ MUTANTS = (
         "geometry_.region(peer, phase_)",
         (Run("board2", "unowned"), Run("board2", "race", (NO_OWNER,))),
     ),
+    # One place for all calls: a packet is overwritten before it was read.
+    Mutant(
+        "packet_one_place",
+        "packet_protocol.h",
+        "number % 2",
+        "number % 1",
+        (Run("packet2", "deadlock"), Run("packet2_high", "deadlock")),
+    ),
+    # Believes a packet whose other half is still that of an earlier call.
+    Mutant(
+        "packet_half_flagged",
+        "packet_protocol.h",
+        "if (low >> 32 != flag || high >> 32 != flag) return false;",
+        "if (low >> 32 != flag) return false;",
+        (Run("packet2", "wrong_data"), Run("packet2_high", "ok")),
+    ),
+    Mutant(
+        "packet_flag_of_turn",
+        "packet_protocol.h",
+        "number % 0xffffffffu",
+        "number % 2",
+        (Run("packet2", "wrong_data"),),
+    ),
 )

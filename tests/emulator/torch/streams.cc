@@ -139,7 +139,8 @@ bool is_idle(c10::Stream stream) {
 bool is_capturing(c10::Stream stream) {
   const ContextGuard context(stream.device_index());
   int status = cuda::kCaptureNone;
-  check(driver().stream_is_capturing(handle_of(stream), &status), "ask whether a stream captures");
+  check(extra_driver().stream_is_capturing(handle_of(stream), &status),
+        "ask whether a stream captures");
   return status != cuda::kCaptureNone;
 }
 

@@ -1,0 +1,16 @@
+#include "bindings/driver_device.h"
+
+#include <cstdlib>
+
+namespace ringcomm {
+
+bool is_of_driver(c10::Device device) {
+  const char* driver = std::getenv("RINGCOMM_CUDA_DRIVER");
+  return device.is_cuda() || (device.is_privateuseone() && driver != nullptr && *driver != '\0');
+}
+
+cuda::StreamHandle handle_of(const c10::Stream& stream) {
+  return static_cast<cuda::StreamHandle>(stream.native_handle());
+}
+
+}  // namespace ringcomm

@@ -1,0 +1,67 @@
+#include "bindings/header_check.h"
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "collectives/cuda/header_words.h"
+
+namespace ringcomm {
+namespace {
+
+// Whether ranks may have told different sizes of one call.
+bool has_own_sizes(OpKind op) {
+  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
+}
+
+cuda::HeaderWords words_of(CallHeader header) {
+  if (has_own_sizes(header.op) || header.is_uneven) {
+    header.num_elems = 0;
+    header.is_uneven = false;
+  }
+  return cuda::to_words(header);
+}
+
+struct Check {
+  CallHeader header;
+  cuda::HeaderWords mine;
+  std::vector<cuda::HeaderWords> all;
+
+  void run(Communicator::Steps& steps, int rank) {
+    const void* input = mine.data();
+    std::vector<void*> outputs;
+    for (cuda::HeaderWords& words : all) outputs.push_back(words.data());
+    steps.run({.op = OpKind::kAllGather,
+               .num_elems = sizeof mine,
+               .inputs = &input,
+               .outputs = outputs.data(),
+               .is_counted = false});
+    for (std::size_t peer = 0; peer < all.size(); ++peer) {
+      if (all[peer] == mine) continue;
+      CallHeader theirs = cuda::from_words(all[peer].data());
+      theirs.seq = header.seq;
+      steps.raise_mismatch(name_of(header.op), static_cast<int>(peer),
+                           "rank " + std::to_string(peer) + " called " + describe(theirs) +
+                               " where rank " + std::to_string(rank) + " called " +
+                               describe(header));
+    }
+  }
+};
+
+}  // namespace
+
+void check_header(const std::shared_ptr<Communicator>& communicator, const CallHeader& header,
+                  std::chrono::milliseconds timeout, std::function<void()> ended) {
+  const auto check = std::make_shared<Check>();
+  check->header = header;
+  check->mine = words_of(header);
+  check->all.resize(static_cast<std::size_t>(communicator->world_size()));
+  const int rank = communicator->rank();
+  communicator->submit([check, rank](Communicator::Steps& steps) { check->run(steps, rank); },
+                       {.timeout = timeout, .is_interrupted = {}},
+                       [ended = std::move(ended)](const std::exception_ptr& error) {
+                         if (error != nullptr) ended();
+                       });
+}
+
+}  // namespace ringcomm

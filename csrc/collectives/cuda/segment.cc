@@ -1,0 +1,151 @@
+#include "collectives/cuda/segment.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "collectives/cuda/events.h"
+#include "collectives/cuda/unavailable.h"
+#include "core/errors.h"
+#include "transport/shm/process_hub.h"
+
+namespace ringcomm::cuda {
+namespace {
+
+constexpr std::chrono::milliseconds kFetchTimeout{10'000};
+
+// What every rank writes into its own part, and finds in the others'.
+std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
+
+}  // namespace
+
+struct Segment::Part {
+  RecordText<160> offer_key;
+  IpcMemHandle handle = {};
+  const std::shared_ptr<DeviceMemory>* memory = nullptr;  // where threads of one process are ranks
+  std::uint64_t num_bytes = 0;
+  RecordText<256> problem;
+};
+
+std::string new_offer_key() {
+  static std::atomic<int> num_offers = 0;
+  return shm::ProcessHub::instance().address() + "/cuda/" + std::to_string(num_offers++);
+}
+
+shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key) {
+  shm::UniqueFd fd = shm::ProcessHub::instance().fetch(place.hub_address, key, kFetchTimeout);
+  if (!fd)
+    throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                "ringcomm: rank " + std::to_string(rank) + " did not hand over its memory");
+  return fd;
+}
+
+void check_problems(const std::vector<RecordText<256>>& problems) {
+  for (std::size_t rank = 0; rank < problems.size(); ++rank)
+    if (const std::string problem = problems[rank].str(); !problem.empty())
+      throw Unavailable("rank " + std::to_string(rank) + ": " + problem);
+}
+
+Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
+                 const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes)
+    : device_(device), num_bytes_(num_bytes), theirs_(places.size()), parts_(places.size()) {
+  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind));
+  try {
+    std::vector<RecordText<256>> problems;
+    for (const Part& part : parts) problems.push_back(part.problem);
+    check_problems(problems);
+    agree(exchange, attempt([&] {
+            for (int peer = 0; peer < exchange.world_size(); ++peer) {
+              const auto idx = static_cast<std::size_t>(peer);
+              if (peer != exchange.rank()) map(peer, places[idx], parts[idx]);
+            }
+          }));
+    // Zeroed, signatures too, before anybody uses it.
+    agree(exchange, attempt([&] { clear_own(); }));
+  } catch (...) {
+    if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+    throw;
+  }
+  if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+}
+
+Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind) {
+  Part part;
+  part.problem = attempt([&] {
+    own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
+    part.memory = &own_;
+    part.num_bytes = own_->num_bytes();
+    parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
+    sign_own(exchange.rank());
+    if (kind == HandleKind::kIpc) {
+      part.handle = own_->ipc_handle();
+      return;
+    }
+    offer_key_ = new_offer_key();
+    shm::ProcessHub::instance().offer(offer_key_, own_->export_fd(), exchange.world_size());
+    part.offer_key = RecordText<160>(offer_key_);
+  });
+  return part;
+}
+
+void Segment::map(int peer, const RankPlace& place, const Part& part) {
+  const auto idx = static_cast<std::size_t>(peer);
+  DeviceUuid own_device = {};
+  check(driver().device_get_uuid(&own_device, device_), "ask the GPU for its name");
+  const std::string key = part.offer_key.str();
+  if (place.pid == ::getpid()) {
+    if (std::memcmp(&own_device, &place.device, sizeof own_device) == 0) {
+      theirs_[idx] = *part.memory;
+      parts_[idx] = theirs_[idx]->data();
+      return;
+    }
+    if (key.empty())
+      throw Error({.kind = ErrorKind::kSystem, .rank = peer},
+                  "ringcomm: threads of one process on several GPUs need memory that is handed out "
+                  "by file descriptors, which this driver has not");
+  }
+  theirs_[idx] = key.empty() ? std::make_shared<DeviceMemory>(device_, part.num_bytes, part.handle)
+                             : std::make_shared<DeviceMemory>(device_, part.num_bytes,
+                                                              fetch_from(place, peer, key));
+  parts_[idx] = theirs_[idx]->data();
+  probe(peer);
+}
+
+void Segment::sign_own(int rank) {
+  const SideStream stream;
+  word_ = std::make_unique<MappedHostMemory>(device_, sizeof(std::uint64_t));
+  const std::uint64_t value = signature(rank);
+  std::memcpy(word_->host(), &value, sizeof value);
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(own_->data()),
+                              reinterpret_cast<DevicePtr>(word_->device()), sizeof value,
+                              stream.get()),
+        "write to memory of the GPU");
+  stream.finish();
+}
+
+void Segment::probe(int peer) {
+  const SideStream stream;
+  check(driver().memcpy_async(reinterpret_cast<DevicePtr>(word_->device()),
+                              reinterpret_cast<DevicePtr>(parts_[static_cast<std::size_t>(peer)]),
+                              sizeof(std::uint64_t), stream.get()),
+        "read another rank's memory");
+  stream.finish();
+  std::uint64_t value = 0;
+  std::memcpy(&value, word_->host(), sizeof value);
+  if (value != signature(peer))
+    throw Error({.kind = ErrorKind::kSystem, .rank = peer},
+                "ringcomm: the memory that rank " + std::to_string(peer) +
+                    " handed over is not what it has written to");
+}
+
+void Segment::clear_own() {
+  const SideStream stream;
+  check(driver().memset_d8_async(reinterpret_cast<DevicePtr>(own_->data()), 0, own_->num_bytes(),
+                                 stream.get()),
+        "clear memory of the GPU");
+  stream.finish();
+}
+
+}  // namespace ringcomm::cuda

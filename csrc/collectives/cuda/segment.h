@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/cuda/record_exchange.h"
+#include "transport/cuda/device_memory.h"
+#include "transport/shm/unique_fd.h"
+
+namespace ringcomm::cuda {
+
+/// Where a rank is, as far as others need it to map its memory.
+struct RankPlace {
+  DeviceUuid device = {};
+  std::string hub_address;
+  std::int64_t pid = 0;
+};
+
+/// Memory of which every rank of a group has a part on its device, and which all have mapped.
+class Segment {
+ public:
+  /// Collective; `num_bytes` may differ from rank to rank. Throws Unavailable, with the same reason
+  /// on all ranks, where the memory cannot be had or mapped, or is not what its owner says.
+  Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
+          HandleKind kind, std::size_t num_bytes);
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  /// Where a rank's part lies here; zeroed at first.
+  std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
+  /// Of this rank's part.
+  std::size_t num_bytes() const { return num_bytes_; }
+
+ private:
+  struct Part;  // what a rank says of its own
+
+  Part make_own(RecordExchange& exchange, HandleKind kind);
+  void map(int peer, const RankPlace& place, const Part& part);
+  void sign_own(int rank);
+  void clear_own();
+  void probe(int peer);
+
+  DeviceOrdinal device_;
+  std::size_t num_bytes_;
+  std::unique_ptr<MappedHostMemory> word_;  // kept: giving it back waits for all that the GPU does
+  std::shared_ptr<DeviceMemory> own_;
+  /// Of the others: mapped, or, of a thread of this process, the memory itself.
+  std::vector<std::shared_ptr<DeviceMemory>> theirs_;
+  std::vector<std::byte*> parts_;
+  std::string offer_key_;
+};
+
+/// What the hub of a rank's process offers under `key`. Throws Error.
+shm::UniqueFd fetch_from(const RankPlace& place, int rank, const std::string& key);
+/// A key under which this process has offered nothing yet.
+std::string new_offer_key();
+
+/// Throws Unavailable with the first rank's `problem`, if any has one.
+void check_problems(const std::vector<RecordText<256>>& problems);
+
+/// Collective: tells all how attempts went.
+inline void agree(RecordExchange& exchange, const RecordText<256>& problem) {
+  check_problems(exchange.all_gather(problem));
+}
+
+}  // namespace ringcomm::cuda

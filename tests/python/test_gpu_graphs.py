@@ -1,0 +1,206 @@
+"""Collectives in CUDA graphs: captured on one stream or several, replayed with other inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_ranks import Gpus, device, module, on_gpus, on_gpus_in_turns_too, on_some_gpus
+from test_gpu_streams import NUM_ELEMS, holds, ones
+
+from ringcomm.torch_names import all_gather_single, reduce_scatter_single
+
+NUM_REPLAYS = 1000
+
+
+def captured(fn: Callable[[], Any]) -> Any:
+    side = module().Stream()
+    side.wait_stream(module().current_stream())
+    with module().stream(side):
+        fn()
+    module().synchronize()
+    graph = module().CUDAGraph()
+    with module().graph(graph):
+        fn()
+    return graph
+
+
+def check_replays(rank: int) -> None:
+    """Inputs change from replay to replay; eager calls and another graph come in between."""
+    world_size = dist.get_world_size()
+    source, tensor, other = ones(), ones(), ones()
+    large = torch.ones(300_007, device=device())
+
+    def call() -> None:
+        tensor.copy_(source)
+        dist.all_reduce(tensor)
+        dist.all_reduce(large, dist.ReduceOp.AVG)
+
+    graph = captured(call)
+    second = captured(lambda: dist.all_reduce(other, dist.ReduceOp.MAX))
+    for turn in range(NUM_REPLAYS):
+        is_checked = turn % 100 == 99
+        if is_checked:
+            source.fill_(float(turn + rank))
+            other.fill_(float(rank - turn))
+        graph.replay()
+        if is_checked:
+            eager = ones()
+            dist.all_reduce(eager)
+            second.replay()
+            assert holds(tensor, sum(turn + r for r in range(world_size)))
+            assert holds(other, world_size - 1.0 - turn)
+            assert holds(eager, world_size)
+    assert large.tolist() == [1.0] * 300_007
+
+
+@on_gpus
+def test_a_thousand_replays(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_replays, fresh=True)
+
+
+def check_every_operation_in_a_graph(rank: int) -> None:
+    world_size = dist.get_world_size()
+    own = ones(rank + 1.0)
+    whole = torch.zeros(world_size * NUM_ELEMS, device=device())
+    part, moved = ones(0.0), torch.zeros_like(whole)
+
+    def call() -> None:
+        all_gather_single(whole, own)
+        dist.all_to_all_single(moved, whole)
+        reduce_scatter_single(part, moved)
+        dist.broadcast(part, 0)
+
+    graph = captured(call)
+    for turn in range(10):
+        own.fill_(rank + turn)
+        graph.replay()
+        assert oracle.bits(whole.cpu()) == oracle.bits(
+            torch.cat([torch.full((NUM_ELEMS,), float(r + turn)) for r in range(world_size)])
+        )
+        # Part j comes to rank j from every rank: it has its own value everywhere, and sums up all.
+        assert holds(part, float(sum(r + turn for r in range(world_size))))
+
+
+@on_some_gpus
+def test_other_collectives_in_a_graph(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_every_operation_in_a_graph, fresh=True)
+
+
+def check_side_by_side(rank: int) -> None:
+    """Captured with async works and a second stream within the graph."""
+    tensor, world_size = ones(), dist.get_world_size()
+    side = module().Stream()
+
+    def call() -> None:
+        work = dist.all_reduce(tensor, async_op=True)
+        side.wait_stream(module().current_stream())
+        with module().stream(side):
+            work.wait()
+            tensor.mul_(0.5)
+        module().current_stream().wait_stream(side)
+
+    graph = captured(call)
+    for turn in range(20):
+        tensor.fill_(float(turn))
+        graph.replay()
+        assert holds(tensor, turn * world_size * 0.5)
+
+
+@on_some_gpus
+def test_works_and_streams_in_a_graph(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_side_by_side, fresh=True)
+
+
+SIZE_PAIRS = [(1000, 1000), (1000, 300_007), (300_007, 1000), (300_007, 300_007)]
+
+
+def check_two_streams_in_a_graph(rank: int, sizes: tuple[int, int]) -> None:
+    """Two calls of one group that nothing orders but the group, on two streams of one graph."""
+    world_size = dist.get_world_size()
+    first, second = (torch.ones(size, device=device()) for size in sizes)
+    sums = [torch.zeros_like(first), torch.zeros_like(second)]
+    side = module().Stream()
+
+    def call() -> None:
+        side.wait_stream(module().current_stream())
+        with module().stream(side):
+            work = dist.all_reduce(first, async_op=True)
+        dist.all_reduce(second)
+        work.wait()
+        sums[0].copy_(first)
+        sums[1].copy_(second)
+        module().current_stream().wait_stream(side)
+
+    graph = captured(call)
+    for turn in range(20):
+        first.fill_(float(turn + rank))
+        second.fill_(float(2 * turn - rank))
+        graph.replay()
+        total = world_size * (world_size - 1) // 2
+        assert sums[0].tolist() == [world_size * turn + total] * sizes[0], turn
+        assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
+
+
+@on_gpus
+@pytest.mark.parametrize("sizes", SIZE_PAIRS, ids=str)
+def test_calls_on_two_streams_of_a_graph(gpus: Gpus, sizes: tuple[int, int]) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_two_streams_in_a_graph, sizes, fresh=True)
+
+
+def check_capture_between_eager_calls(rank: int, num_elems: int) -> None:
+    """Eager on one stream, captured on another, eager there before and after a replay."""
+    world_size = dist.get_world_size()
+    tensors = [torch.zeros(num_elems, device=device()) for _ in range(5)]
+    eager, other = module().Stream(), module().Stream()
+    module().synchronize()
+
+    def call(which: int) -> None:
+        tensors[which].fill_(float(rank + which))
+        dist.all_reduce(tensors[which])
+
+    with module().stream(eager):
+        call(0)
+    graph = module().CUDAGraph()
+    with module().graph(graph, stream=other):
+        call(1)
+    with module().stream(other):
+        call(2)
+        graph.replay()
+        call(3)
+    with module().stream(eager):
+        call(4)
+    module().synchronize()
+    for which, tensor in enumerate(tensors):
+        expected = float(sum(r + which for r in range(world_size)))
+        assert tensor.tolist() == [expected] * num_elems, which
+
+
+@on_gpus
+@pytest.mark.parametrize("num_elems", [1000, 300_007])
+def test_a_graph_captured_between_eager_calls(gpus: Gpus, num_elems: int) -> None:
+    gpus.skip_if_they_take_turns("there are no graphs")
+    gpus.run(check_capture_between_eager_calls, num_elems, fresh=True)
+
+
+def refuse_a_capture(rank: int) -> str:
+    tensor = ones()
+    dist.all_reduce(tensor)
+    with pytest.raises((RuntimeError, ValueError), match="take turns") as error:
+        captured(lambda: dist.all_reduce(tensor))
+    return str(error.value)
+
+
+@on_gpus_in_turns_too
+def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
+    if not gpus.take_turns:
+        pytest.skip("ranks run beside each other here")
+    assert all("take turns" in said for said in gpus.run(refuse_a_capture, fresh=True))
