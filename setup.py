@@ -66,7 +66,7 @@ def make_extension() -> setuptools.Extension:
         "ringcomm._C",
         [str(path.relative_to(ROOT)) for path in found],
         include_dirs=[str(buildconfig.CSRC)],
-        depends=[str(path.relative_to(ROOT)) for path in buildconfig.headers()],
+        depends=[str(path.relative_to(ROOT)) for path in (*buildconfig.headers(), *bindings)],
         extra_compile_args=flags,
         libraries=libraries,
         extra_link_args=["-pthread"],

@@ -65,6 +65,10 @@ class DeviceCarrier {
   /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
   virtual bool is_captured(const c10::Stream&) const { return false; }
 
+  /// Whether kernels of this rank have given up, or will: what they were to do ends undone. The
+  /// group's failure says why, soon after.
+  virtual bool has_given_up() const noexcept { return false; }
+
   /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
   virtual void abort() noexcept = 0;
 };

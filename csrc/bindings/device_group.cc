@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -15,6 +16,8 @@ namespace {
 
 // How long a device may take to end what was aborted, before its memory is given up to it.
 constexpr std::chrono::seconds kAbortPatience{10};
+// How long the watch may take to tell why a kernel has given up.
+constexpr std::chrono::seconds kFailurePatience{2};
 
 std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
   all.insert(all.end(), item.kept.begin(), item.kept.end());
@@ -83,6 +86,23 @@ void DeviceGroup::check() {
   abort_if_failed();
   if (const auto communicator = communicator_.lock(); communicator != nullptr)
     communicator->failure().rethrow_if_any();
+}
+
+// A kernel that gives up ends before the host knows why.
+void DeviceGroup::check_done() {
+  const auto has_given_up = [this] {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(carriers_.begin(), carriers_.end(),
+                       [](const auto& item) { return item.second->has_given_up(); });
+  };
+  if (!has_given_up()) return;
+  const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
+  do {
+    check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  } while (std::chrono::steady_clock::now() < deadline);
+  end("a kernel has given up, for a reason that nobody knows");
+  check();
 }
 
 void DeviceGroup::end(const std::string& why) {

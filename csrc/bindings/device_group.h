@@ -69,6 +69,8 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   /// Ends the group.
   void end(const std::string& why);
   void abort() noexcept;
+  /// Throws what the group's failure was where what is over on a device may have given up.
+  void check_done();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
   void drain();
 

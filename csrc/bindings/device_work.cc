@@ -119,6 +119,7 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
     if (is_late) throw_wait_timeout(title_, timeout);
     std::this_thread::sleep_for(nap);
   }
+  if (const auto group = group_.lock(); group != nullptr) group->check_done();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {

@@ -154,6 +154,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return communicator_of(backend)->transport();
   });
   m.def("device_transports", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+    const py::gil_scoped_release released;  // what a group keeps may want it to be let go
     return process_group_of(backend).device_transports();
   });
   m.def("empty_shared_on",

@@ -6,8 +6,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "bindings/c10d_messages.h"
@@ -22,6 +24,8 @@ namespace ringcomm {
 namespace {
 
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
+// How long calls of other threads have to leave a group that is destroyed.
+constexpr std::chrono::seconds kLeavePatience{10};
 
 }  // namespace
 
@@ -86,6 +90,10 @@ void ProcessGroupRingcomm::shutdown() {
   }
   without_gil([&] {
     if (devices != nullptr) devices->drain();
+    // Calls of other threads, which have nothing to wait for any more, use the communicator too.
+    const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
+    while (devices.use_count() > 1 && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     devices.reset();
     communicator.reset();
   });

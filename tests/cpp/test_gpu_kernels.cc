@@ -230,6 +230,25 @@ TEST_CASE("kernels: a batch of messages, several of a pair, to ranks that take t
   }
 }
 
+TEST_CASE("kernels: a message of another size or tag is told to the host of who receives it") {
+  for (const std::int32_t tag : {0, 7}) {
+    GpuRanks ranks(2, facts_of(2, 4), 2);
+    std::vector<std::byte> bytes(100);
+    const std::uint64_t expected_bytes = tag == 0 ? 99 : 100;
+    run_threads(2, [&](int rank) {
+      if (rank == 0)
+        ranks.exchange(0, {{bytes.data(), 100, tag, 1, true}});
+      else
+        ranks.exchange(1, {{bytes.data(), expected_bytes, 0, 0, false}});
+    });
+    CHECK(ranks.control(0).stop == 0);
+    CHECK(ranks.control(1).stop == cuda::kMailDiffers);
+    CHECK(ranks.control(1).peer == 0);
+    CHECK(ranks.control(1).theirs[0] == 100);
+    CHECK(ranks.control(1).theirs[2] == static_cast<std::uint32_t>(tag));
+  }
+}
+
 TEST_CASE("kernels: a batch that has no room is refused") {
   const cuda::StagingLayout layout = cuda::make_staging_layout(facts_of(4, 8));
   cuda::MailCall call;

@@ -81,6 +81,11 @@ def test_moves(box: Box) -> None:
     box.run(check_layouts)
 
 
+def test_gpus_that_cannot_reach_each_other() -> None:
+    box = Box("no peer access", (), num_devices=2, env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"})
+    assert set(box.run(transport, world_size=2)) == {"p2p over emup2p"}
+
+
 def one_kind_is_not_the_other(rank: int) -> str:
     try:
         x = torch.ones(10 if rank == 0 else 100_000, device="emugpu")

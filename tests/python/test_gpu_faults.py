@@ -89,21 +89,25 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_
             assert said["seconds"] < timeout_s + PATIENCE_S
 
 
-def be_killed(rank: int) -> dict[str, Any]:
+def be_killed(rank: int, op: str) -> dict[str, Any]:
     dist.all_reduce(ones())
     module().synchronize()
     if rank == 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
+    if op == "barrier":  # in which the host waits, and must not take what has given up for done
+        said = caught(lambda: dist.barrier(device_ids=[device().index]))
+        return {**said, "seconds": 0.0, "usable": is_gpu_usable()}
     said = outcome(lambda: dist.all_reduce(ones(300_007), async_op=True))
     return {**said, "usable": is_gpu_usable()}
 
 
 @on_some_gpus
-def test_a_killed_rank_is_named(gpus: Gpus) -> None:
+@pytest.mark.parametrize("op", ["all_reduce", "barrier"])
+def test_a_killed_rank_is_named(gpus: Gpus, op: str) -> None:
     if gpus.is_cuda and "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         pytest.skip("a client that is killed in a kernel ends MPS, and the other ranks with it")
-    results = gpus.run(be_killed, may_die=[1])
+    results = gpus.run(be_killed, op, may_die=[1])
     for rank, said in enumerate(results):
         if rank != 1:
             assert said["type"] == "PeerDiedError", said

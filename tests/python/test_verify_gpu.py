@@ -148,7 +148,8 @@ def test_the_budget_ends_the_run_and_the_next_goes_on_there(
         "cut": "stopped",
         "short": late,
     }
-    assert run(entries, 1.0)[0] == "build"
+    # One at least is begun.
+    assert run(entries, 1.0)[0] == "cut"
     # What has had all of a command does not get another.
     assert run([entries[0], entries[3], entries[4]], 5.5)[0] == "short"
     assert run(entries[:3], 20) == (None, {"build": "passed", "one": "passed", "none": "no reason"})

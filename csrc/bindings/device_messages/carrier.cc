@@ -38,9 +38,11 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
                .is_rank_ordered = options_.is_rank_ordered}),
       update_(device) {
   const int world_size = group.world_size;
-  if (world_size > 1)
+  if (world_size > 1) {
     watch_.emplace(*group.communicator, std::min(group.options.timeout, kLongestTimeout),
                    [this] { engine_.abort(); });
+    watch_->note_call(nullptr, false);  // what follows waits for all
+  }
   // NCCL connects two ranks at their first message, and blocks the host until both are there: here,
   // where all ranks come, and not in a call that some of them have no part in.
   const at::AutoDispatchBelowADInplaceOrView unseen;
@@ -74,7 +76,7 @@ std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
 }
 
 bool MessageDeviceCarrier::is_captured(const c10::Stream& stream) const {
-  if (!is_of_driver(stream.device())) return false;
+  if (!is_of_driver(stream.device()) || !cuda::has_driver()) return false;
   const cuda::ContextGuard guard(stream.device_index());
   return cuda::capture_of(handle_of(stream)) != 0;
 }

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 
@@ -34,8 +35,9 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const DeviceCarrierGroup& group,
   }
   try {
     return module
-        .attr("make")(name, group.store, group.rank, group.world_size, options.timeout + kGrace,
-                      options.group_name, options.global_ranks_in_group)
+        .attr("make")(name, group.store, group.rank, group.world_size,
+                      std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
+                      options.global_ranks_in_group)
         .cast<c10::intrusive_ptr<c10d::Backend>>();
   } catch (const std::exception& error) {
     throw Error({.kind = ErrorKind::kSystem, .rank = group.rank, .op = "init"},

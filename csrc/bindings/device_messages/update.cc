@@ -80,6 +80,7 @@ void update_by_operators(const Collective& call, const void* grad, void* param,
 bool has_kernels(c10::Device device) {
   if (!is_of_driver(device)) return false;
   try {
+    const cuda::RelaxedCapture relaxed;
     cuda::Kernels::of(device.index());
     return true;
   } catch (const Error&) {

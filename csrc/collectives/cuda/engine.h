@@ -56,6 +56,10 @@ class Engine {
   bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
   void abort() noexcept { watch_.end_waits(); }
+  /// Whether they do, or one has by itself. From any thread.
+  bool has_given_up() const noexcept {
+    return __atomic_load_n(&group_.control().abort, __ATOMIC_ACQUIRE) != 0;
+  }
 
  private:
   Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,

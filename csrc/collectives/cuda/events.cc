@@ -37,17 +37,19 @@ std::uint64_t capture_of(StreamHandle stream) {
 }
 
 void StreamOrder::wait(StreamHandle stream, std::uint64_t capture) {
-  const Last& last = capture == 0 ? run_ : captured_;
-  if (last.is_recorded && last.stream != stream && (capture == 0 || capture == capture_))
-    last.event.block(stream);
+  const auto found = captured_.find(capture);
+  if (capture != 0 && found == captured_.end()) return;
+  const Last& last = capture == 0 ? run_ : found->second;
+  if (last.is_recorded && last.stream != stream) last.event.block(stream);
 }
 
 void StreamOrder::note(StreamHandle stream, std::uint64_t capture) {
-  Last& last = capture == 0 ? run_ : captured_;
+  constexpr std::size_t kMostCaptures = 16;
+  Last& last = capture == 0 ? run_ : captured_[capture];
   last.event.record(stream);
   last.stream = stream;
   last.is_recorded = true;
-  if (capture != 0) capture_ = capture;
+  if (captured_.size() > kMostCaptures) captured_.erase(captured_.begin());
 }
 
 void StreamOrder::synchronize() {

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -58,15 +59,14 @@ class StreamOrder {
   void synchronize();
 
  private:
-  /// An event that was recorded in a capture is of use there alone, so there are two.
+  /// An event that was recorded in a capture is of use there alone.
   struct Last {
     Event event;
     StreamHandle stream = nullptr;
     bool is_recorded = false;
   };
   Last run_;
-  Last captured_;
-  std::uint64_t capture_ = 0;  // that captured_ is of
+  std::map<std::uint64_t, Last> captured_;  // by capture, of the newest few
 };
 
 /// Events of all ranks of a group, two of each in turn, which streams of any of them can wait for.

@@ -363,6 +363,7 @@ LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned most_blocks, MailC
       call.first_of_lane[num_lanes++] = static_cast<std::uint8_t>(i);
     num_channels = std::max(num_channels, MailSlices(layout, messages[i].num_bytes).num_channels);
   }
+  if (messages.empty()) return plan;
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
   if (num_lanes > most_blocks)
     throw std::invalid_argument(

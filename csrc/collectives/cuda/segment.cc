@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "collectives/cuda/events.h"
 #include "collectives/cuda/unavailable.h"
@@ -19,12 +21,40 @@ constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 // What every rank writes into its own part, and finds in the others'.
 std::uint64_t signature(int rank) { return 0x52494e47434f4d4dU + static_cast<unsigned>(rank); }
 
+// What ranks of this process have made, for those that are other threads of it.
+class OwnMemories {
+ public:
+  static OwnMemories& all() {
+    static OwnMemories& memories = *new OwnMemories;  // threads may use it until the process ends
+    return memories;
+  }
+  std::uint64_t add(const std::shared_ptr<DeviceMemory>& memory) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(memories_, [](const auto& item) { return item.second.expired(); });
+    memories_[++num_added_] = memory;
+    return num_added_;
+  }
+  std::shared_ptr<DeviceMemory> find(std::uint64_t number, int rank) {
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<DeviceMemory> memory = memories_[number].lock();
+    if (memory == nullptr)
+      throw Error({.kind = ErrorKind::kSystem, .rank = rank},
+                  "ringcomm: rank " + std::to_string(rank) + " has given its memory up");
+    return memory;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::uint64_t num_added_ = 0;
+  std::map<std::uint64_t, std::weak_ptr<DeviceMemory>> memories_;
+};
+
 }  // namespace
 
 struct Segment::Part {
   RecordText<160> offer_key;
   IpcMemHandle handle = {};
-  const std::shared_ptr<DeviceMemory>* memory = nullptr;  // where threads of one process are ranks
+  std::uint64_t number = 0;  // of the memory, where threads of one process are ranks
   std::uint64_t num_bytes = 0;
   RecordText<256> problem;
 };
@@ -75,7 +105,7 @@ Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind) {
   Part part;
   part.problem = attempt([&] {
     own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
-    part.memory = &own_;
+    part.number = OwnMemories::all().add(own_);
     part.num_bytes = own_->num_bytes();
     parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
     sign_own(exchange.rank());
@@ -97,7 +127,7 @@ void Segment::map(int peer, const RankPlace& place, const Part& part) {
   const std::string key = part.offer_key.str();
   if (place.pid == ::getpid()) {
     if (std::memcmp(&own_device, &place.device, sizeof own_device) == 0) {
-      theirs_[idx] = *part.memory;
+      theirs_[idx] = OwnMemories::all().find(part.number, peer);
       parts_[idx] = theirs_[idx]->data();
       return;
     }
