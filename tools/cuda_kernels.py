@@ -50,7 +50,8 @@ def compile_all(
         nvcc: the compiler.
         folder: where images go, as NAME.fatbin.
         archs: default_archs() where empty; the last one also as PTX, for GPUs to come.
-        is_check: whether only to find out whether they compile: without the assembler's optimiser.
+        is_check: whether only to find out whether they compile: without the assembler's optimiser,
+            and with PTX of the first architecture for all.
 
     Returns:
         The folder.
@@ -60,9 +61,13 @@ def compile_all(
     """
     archs = archs or default_archs()
     flags = [*FLAGS, *(["-Xptxas", "-O0"] if is_check else ["-O3"])]
-    for arch in archs:
-        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-    flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    if is_check:
+        codes = ",".join(f"sm_{arch}" for arch in archs)
+        flags += ["-gencode", f"arch=compute_{archs[0]},code=[{codes}]"]
+    else:
+        for arch in archs:
+            flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+        flags += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     folder.mkdir(parents=True, exist_ok=True)
     release = release_of(nvcc)
     paths, num_jobs = sources(), buildconfig.num_jobs()

@@ -23,9 +23,7 @@ static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
              RINGCOMM_BARE body(block, call);                                                  \
            }}},
 
-const std::map<std::string_view, Kernel> kKernels = {
-    RINGCOMM_FLOAT_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_INTEGER_KERNELS(RINGCOMM_HOST_KERNEL)
-        RINGCOMM_UPDATE_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_OTHER_KERNELS(RINGCOMM_HOST_KERNEL)};
+const std::map<std::string_view, Kernel> kKernels = {RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL)};
 
 }  // namespace
 

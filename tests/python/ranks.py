@@ -8,6 +8,7 @@ pool killed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -289,7 +290,10 @@ def _leave(rank: int) -> set[str]:
     """Names this process's sockets of ringcomm, and destroys the groups."""
     import torch.distributed as dist
 
-    mine = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            mine.add(os.readlink(link))
     names = {
         line.split()[-1] for line in _ringcomm_sockets() if f"socket:[{line.split()[6]}]" in mine
     }

@@ -60,6 +60,7 @@ def overflow(rank: int, staleness: int | None) -> None:
     before = weights(model)
     torch.distributed.barrier()
     step(1, rank == 1)
+    server.pull(fresh=True)  # what this rank has pushed is there
     torch.distributed.barrier()
     server.pull(fresh=True)
     # In rounds the update is left out; alone, only the gradient that is not finite.

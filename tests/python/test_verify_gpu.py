@@ -224,7 +224,7 @@ def test_layouts_that_run_fail_and_hang(
     )
     monkeypatch.setattr(gpu_layouts, "count_devices", lambda kind: 3)
     monkeypatch.setattr(gpu_layouts, "find_control", lambda: None)
-    asked = ["--only", "one-2-mps,one-2,one-4,all", "--limit-s", "12"]
+    asked = ["--only", "one-2-mps,one-2,one-4,all", "--limit-s", "8"]
     with (tmp_path / "pytest.ini").open("w", encoding="utf-8") as file:
         file.write("[pytest]\nmarkers = gpu\n")
     status = gpu_layouts.main([*asked, "--", "--rootdir", str(tmp_path), str(path)])
@@ -235,7 +235,7 @@ def test_layouts_that_run_fail_and_hang(
     assert "passed" in found["one-2"]
     assert "2 passed" in found["one-2"]
     assert "failed" in found["one-4"]
-    assert "stopped after 12 s: 1 failed" in found["all"]
+    assert "stopped after 8 s: 1 failed" in found["all"]
     assert "not asked for" in found["one-8-mps"] or "MPS is missing" in found["one-8-mps"]
 
 

@@ -34,9 +34,7 @@ Kernels& Kernels::of(DeviceOrdinal device) {
 namespace {
 
 #define RINGCOMM_KERNEL_NAME(name, Call, body) #name,
-constexpr const char* kNames[] = {
-    RINGCOMM_FLOAT_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_INTEGER_KERNELS(RINGCOMM_KERNEL_NAME)
-        RINGCOMM_UPDATE_KERNELS(RINGCOMM_KERNEL_NAME) RINGCOMM_OTHER_KERNELS(RINGCOMM_KERNEL_NAME)};
+constexpr const char* kNames[] = {RINGCOMM_ALL_KERNELS(RINGCOMM_KERNEL_NAME)};
 #undef RINGCOMM_KERNEL_NAME
 
 }  // namespace

@@ -8,7 +8,8 @@
   extern "C" const char ringcomm_image_##name[];
 
 RINGCOMM_EMBED(float_kernels)
-RINGCOMM_EMBED(integer_kernels)
+RINGCOMM_EMBED(signed_kernels)
+RINGCOMM_EMBED(unsigned_kernels)
 RINGCOMM_EMBED(update_kernels)
 RINGCOMM_EMBED(other_kernels)
 #endif
@@ -17,7 +18,8 @@ namespace ringcomm::cuda {
 
 std::span<const void* const> kernel_images() {
 #ifdef RINGCOMM_CUDA_IMAGES
-  static const void* const images[] = {ringcomm_image_float_kernels, ringcomm_image_integer_kernels,
+  static const void* const images[] = {ringcomm_image_float_kernels, ringcomm_image_signed_kernels,
+                                       ringcomm_image_unsigned_kernels,
                                        ringcomm_image_update_kernels, ringcomm_image_other_kernels};
   return images;
 #else

@@ -25,13 +25,15 @@
   RINGCOMM_REDUCING_KERNELS(X, float32, FloatElement<float>) \
   RINGCOMM_REDUCING_KERNELS(X, float64, FloatElement<double>)
 
-#define RINGCOMM_INTEGER_KERNELS(X)                               \
+#define RINGCOMM_SIGNED_KERNELS(X)                              \
+  RINGCOMM_REDUCING_KERNELS(X, int8, IntElement<std::int8_t>)   \
+  RINGCOMM_REDUCING_KERNELS(X, int16, IntElement<std::int16_t>) \
+  RINGCOMM_REDUCING_KERNELS(X, int32, IntElement<std::int32_t>) \
+  RINGCOMM_REDUCING_KERNELS(X, int64, IntElement<std::int64_t>)
+
+#define RINGCOMM_UNSIGNED_KERNELS(X)                              \
   RINGCOMM_REDUCING_KERNELS(X, bool, BoolElement)                 \
   RINGCOMM_REDUCING_KERNELS(X, uint8, IntElement<std::uint8_t>)   \
-  RINGCOMM_REDUCING_KERNELS(X, int8, IntElement<std::int8_t>)     \
-  RINGCOMM_REDUCING_KERNELS(X, int16, IntElement<std::int16_t>)   \
-  RINGCOMM_REDUCING_KERNELS(X, int32, IntElement<std::int32_t>)   \
-  RINGCOMM_REDUCING_KERNELS(X, int64, IntElement<std::int64_t>)   \
   RINGCOMM_REDUCING_KERNELS(X, uint16, IntElement<std::uint16_t>) \
   RINGCOMM_REDUCING_KERNELS(X, uint32, IntElement<std::uint32_t>) \
   RINGCOMM_REDUCING_KERNELS(X, uint64, IntElement<std::uint64_t>)
@@ -59,3 +61,8 @@
   X(ringcomm_move_same, KernelCall, (move<true>))             \
   X(ringcomm_move, KernelCall, (move<false>))                 \
   X(ringcomm_exchange, MailCall, (exchange_mail))
+
+#define RINGCOMM_ALL_KERNELS(X) \
+  RINGCOMM_FLOAT_KERNELS(X)     \
+  RINGCOMM_SIGNED_KERNELS(X)    \
+  RINGCOMM_UNSIGNED_KERNELS(X) RINGCOMM_UPDATE_KERNELS(X) RINGCOMM_OTHER_KERNELS(X)
