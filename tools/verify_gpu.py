@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpu_entries import ENTRIES, Entry
+from gpu_facts import load_mps
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET_S = 540.0
@@ -42,7 +42,6 @@ MIN_SHARE = 0.5
 END_S = 50.0
 TAIL_LINES = 12
 QUERY_TIMEOUT_S = 60.0
-CONTROL = "nvidia-cuda-mps-control"
 
 
 def say(log: TextIO, text: str) -> None:
@@ -92,20 +91,15 @@ def own_archs() -> str:
     return " ".join(sorted(filter(str.isdigit, found), key=int))
 
 
-def find_mps() -> bool:
-    """Whether MPS's control program is where ringcomm.bench.mps looks for it."""
-    places = [os.environ.get("PATH", ""), "/usr/bin", "/usr/local/nvidia/bin"]
-    return shutil.which(CONTROL, path=os.pathsep.join(places)) is not None
-
-
 def why_not(entry: Entry, num_gpus: int) -> str | None:
     """The need of an entry that this machine does not meet, or None."""
     if num_gpus == 0:
         return "no GPU here"
     for need in entry.needs:
         if need == "mps":
-            if not find_mps():
-                return f"MPS is missing: there is no {CONTROL}"
+            mps = load_mps()
+            if mps.find_control() is None:
+                return f"MPS is missing: there is no {mps.CONTROL}"
         elif need == "gpus":
             if num_gpus < 2:
                 return "one GPU here"

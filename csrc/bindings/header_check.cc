@@ -9,13 +9,8 @@
 namespace ringcomm {
 namespace {
 
-// Whether ranks may have told different sizes of one call.
-bool has_own_sizes(OpKind op) {
-  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
-}
-
 cuda::HeaderWords words_of(CallHeader header) {
-  if (has_own_sizes(header.op) || header.is_uneven) {
+  if (has_private_sizes(header.op) || header.is_uneven) {
     header.num_elems = 0;
     header.is_uneven = false;
   }
@@ -40,10 +35,9 @@ struct Check {
       if (all[peer] == mine) continue;
       CallHeader theirs = cuda::from_words(all[peer].data());
       theirs.seq = header.seq;
-      steps.raise_mismatch(name_of(header.op), static_cast<int>(peer),
-                           "rank " + std::to_string(peer) + " called " + describe(theirs) +
-                               " where rank " + std::to_string(rank) + " called " +
-                               describe(header));
+      steps.raise_mismatch(
+          name_of(header.op), static_cast<int>(peer),
+          describe_difference(static_cast<int>(peer), theirs, rank, describe(header)));
     }
   }
 };

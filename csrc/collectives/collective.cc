@@ -84,6 +84,10 @@ bool is_same_call(CallHeader a, CallHeader b) {
   return a == b;
 }
 
+bool has_private_sizes(OpKind op) {
+  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
+}
+
 std::string describe(const CallHeader& header) {
   std::ostringstream text;
   text << name_of(header.op) << " #" << header.seq;

@@ -126,6 +126,9 @@ struct CallHeader {
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);
 
+/// Whether a rank may have shares of sizes that no other rank knows.
+bool has_private_sizes(OpKind op);
+
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);
 /// "rank 1 called broadcast #7 (...) where rank 0 called all_reduce #7 (...)"

@@ -106,7 +106,7 @@ class GpuRanks {
   void exchange(int rank, const std::vector<cuda::Mail>& messages) {
     cuda::MailCall call;
     fill(rank, call);
-    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, kAnyBlocks, call);
+    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, call);
     run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
   }
   void run_case(int rank, const Case& c) {
@@ -117,8 +117,6 @@ class GpuRanks {
   }
 
  private:
-  static constexpr unsigned kAnyBlocks = 1000;
-
   void fill(int rank, cuda::GroupFrame& call) {
     call.staging = staging_;
     call.control = &control(rank);

@@ -250,16 +250,12 @@ TEST_CASE("kernels: a message of another size or tag is told to the host of who 
 }
 
 TEST_CASE("kernels: a batch that has no room is refused") {
-  const cuda::StagingLayout layout = cuda::make_staging_layout(facts_of(4, 8));
-  cuda::MailCall call;
-  call.staging.layout = layout;
   std::byte byte{};
   std::vector<cuda::Mail> messages(3, {&byte, 1, 0, 1, true});
   for (std::size_t i = 0; i < messages.size(); ++i) messages[i].peer = static_cast<std::int16_t>(i);
-  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call), doctest::Contains("make several"));
+  CHECK_THROWS_WITH(cuda::check_batch(messages, 2), doctest::Contains("make several"));
   messages.resize(129, messages[0]);
-  CHECK_THROWS_WITH(cuda::plan_exchange(messages, 2, call),
-                    doctest::Contains("128 at most, got 129"));
+  CHECK_THROWS_WITH(cuda::check_batch(messages, 2), doctest::Contains("128 at most, got 129"));
 }
 
 // Two steps of a kernel on one rank's arrays, and of the host's.

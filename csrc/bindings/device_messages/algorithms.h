@@ -4,6 +4,7 @@
 
 #include "bindings/device_messages/engine.h"
 #include "collectives/collective.h"
+#include "collectives/cuda/kernels.h"
 #include "collectives/messages/shares.h"
 
 namespace ringcomm {
@@ -50,7 +51,7 @@ class DeviceUpdate {
 
  private:
   c10::Device device_;
-  std::optional<bool> has_kernels_;  // once it was looked for
+  std::optional<cuda::Kernels*> kernels_;  // once they were looked for; null: there are none
 };
 
 }  // namespace ringcomm

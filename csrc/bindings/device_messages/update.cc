@@ -7,7 +7,6 @@
 #include "bindings/device_messages/algorithms.h"
 #include "bindings/device_messages/reduce.h"
 #include "bindings/driver_device.h"
-#include "collectives/cuda/kernels.h"
 #include "core/errors.h"
 #include "device/update_op.h"
 
@@ -77,14 +76,14 @@ void update_by_operators(const Collective& call, const void* grad, void* param,
   if (!of.weight.is_same(params)) params.copy_(of.weight);
 }
 
-bool has_kernels(c10::Device device) {
-  if (!is_of_driver(device)) return false;
+// Null where there are none for the device.
+cuda::Kernels* find_kernels(c10::Device device) {
+  if (!is_of_driver(device)) return nullptr;
   try {
     const cuda::RelaxedCapture relaxed;
-    cuda::Kernels::of(device.index());
-    return true;
+    return &cuda::Kernels::of(device.index());
   } catch (const Error&) {
-    return false;
+    return nullptr;
   }
 }
 
@@ -93,13 +92,14 @@ bool has_kernels(c10::Device device) {
 void DeviceUpdate::run(const Collective& call, const void* grad, void* param,
                        std::size_t num_elems) {
   if (num_elems == 0) return;
-  if (!has_kernels_) has_kernels_ = has_kernels(device_);
-  if (!*has_kernels_) return update_by_operators(call, grad, param, num_elems, device_);
+  if (!kernels_) kernels_ = find_kernels(device_);
+  cuda::Kernels* const kernels = *kernels_;
+  if (kernels == nullptr) return update_by_operators(call, grad, param, num_elems, device_);
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   const cuda::ContextGuard guard(device_.index());
   cuda::KernelCall kernel_call;
   const cuda::LaunchPlan plan = cuda::plan_own_update(call, grad, param, num_elems, kernel_call);
-  cuda::Kernels::of(device_.index()).launch(plan, kernel_call, handle_of(stream));
+  kernels->launch(plan, kernel_call, handle_of(stream));
 }
 
 }  // namespace ringcomm

@@ -94,8 +94,7 @@ void Engine::check_messages(const std::vector<Mail>& messages) const {
     throw std::invalid_argument(
         "ranks that take turns on a GPU cannot send and receive there; start MPS "
         "(nvidia-cuda-mps-control -d) before the ranks");
-  auto call = new_call<MailCall>();
-  plan_exchange(messages, group_.most_blocks(), call);
+  check_batch(messages, group_.most_blocks());
 }
 
 std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
@@ -226,7 +225,7 @@ void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   const ContextGuard guard(group_.device());
   auto call = new_call<MailCall>();
   call.launch = num_launches_;
-  const LaunchPlan plan = plan_exchange(messages, group_.most_blocks(), call);
+  const LaunchPlan plan = plan_exchange(messages, call);
   const std::uint64_t capture = capture_of(stream);
   std::set<int> peers;
   for (const Mail& mail : messages) peers.insert(mail.peer);

@@ -45,7 +45,7 @@ class Engine {
   void check_messages(const std::vector<Mail>& messages) const;
   /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
-  /// Messages of which none waits for another.
+  /// Messages of which none waits for another, and which check_messages() takes.
   void exchange(const std::vector<Mail>& messages, StreamHandle stream);
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
   /// lie. Collective; kept as long as this engine. Throws Unavailable, Error,

@@ -1,6 +1,7 @@
 #include "collectives/cuda/launch_plan.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 
 #include "collectives/cuda/header_words.h"
@@ -146,11 +147,6 @@ void fill_shares(const Collective& call, KernelCall& kernel_call) {
   }
 }
 
-// Whether a rank may have shares of sizes that no other rank knows.
-bool has_private_sizes(OpKind op) {
-  return op == OpKind::kGather || op == OpKind::kScatter || op == OpKind::kAllToAll;
-}
-
 void plan_move(const Collective& call, KernelCall& kernel_call, LaunchPlan& plan) {
   fill_shares(call, kernel_call);
   const bool is_shared = call.op == OpKind::kAllGather || call.op == OpKind::kBroadcast ||
@@ -195,9 +191,8 @@ std::uint64_t digest_of_shares(const Collective& call, int world_size) {
   return digest;
 }
 
-}  // namespace
-
-namespace {
+// Of what goes to one rank, or comes from one.
+int lane_of(const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); }
 
 // While ranks wait for one that is late, its own kernels must find room on the device they share:
 // some fill a multiprocessor, and cannot start where one of ours waits. So the blocks of all but
@@ -344,14 +339,22 @@ std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_b
   return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks);
 }
 
-LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned most_blocks, MailCall& call) {
+void check_batch(const std::vector<Mail>& messages, unsigned most_blocks) {
   if (messages.size() > MailCall::kMaxMessages)
     throw std::invalid_argument("a batch of sends and receives on a GPU has " +
                                 std::to_string(MailCall::kMaxMessages) + " at most, got " +
                                 std::to_string(messages.size()) + "; make several of it");
-  const auto lane_of = [](const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); };
+  std::set<int> lanes;
+  for (const Mail& mail : messages) lanes.insert(lane_of(mail));
+  if (lanes.size() > most_blocks)
+    throw std::invalid_argument(
+        "a GPU that several ranks share has no room for a batch of sends and receives with so many "
+        "ranks at once; make several of it");
+}
+
+LaunchPlan plan_exchange(std::vector<Mail> messages, MailCall& call) {
   std::stable_sort(messages.begin(), messages.end(),
-                   [&](const Mail& a, const Mail& b) { return lane_of(a) < lane_of(b); });
+                   [](const Mail& a, const Mail& b) { return lane_of(a) < lane_of(b); });
   const StagingLayout& layout = call.staging.layout;
   LaunchPlan plan;
   plan.kernel = "ringcomm_exchange";
@@ -363,12 +366,7 @@ LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned most_blocks, MailC
       call.first_of_lane[num_lanes++] = static_cast<std::uint8_t>(i);
     num_channels = std::max(num_channels, MailSlices(layout, messages[i].num_bytes).num_channels);
   }
-  if (messages.empty()) return plan;
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
-  if (num_lanes > most_blocks)
-    throw std::invalid_argument(
-        "a GPU that several ranks share has no room for a batch of sends and receives with so many "
-        "ranks at once; make several of it");
   call.blocks_per_lane = std::clamp(layout.num_blocks / num_lanes, 1u, num_channels);
   plan.num_blocks = num_lanes * call.blocks_per_lane;
   return plan;

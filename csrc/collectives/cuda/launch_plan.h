@@ -58,8 +58,10 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
 std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
                             unsigned num_blocks, bool is_shared);
 
-/// A batch of one message or more. Fills in messages and lanes; `most_blocks` is how many fit the
-/// device at once. Throws std::invalid_argument where there are too many.
-LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned most_blocks, MailCall& call);
+/// Throws std::invalid_argument where a batch of messages is too large for a kernel, or for a
+/// device that `most_blocks` fit at once.
+void check_batch(const std::vector<Mail>& messages, unsigned most_blocks);
+/// Of a batch of one message or more, which has passed that. Fills in messages and lanes.
+LaunchPlan plan_exchange(std::vector<Mail> messages, MailCall& call);
 
 }  // namespace ringcomm::cuda
