@@ -45,6 +45,25 @@ def refuse_copy(*_: Any) -> NoReturn:
     )
 
 
+# torch.compile runs such a function as it is. torch.compiler.disable would do the same, and import
+# the compiler at once.
+_untraced = partial(torch._disable_dynamo, recursive=False)
+
+
+@_untraced
+def refuse_compile() -> None:
+    """Compiled code would keep freed weights for its backward pass, and read memory that is gone.
+
+    Raises:
+        RuntimeError: the caller runs under torch.compile.
+    """
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
+        raise RuntimeError(
+            "torch.compile does not work with WeightShards or offload_weights=True, which free"
+            " weights between uses: train without it, or shard by zero.shard(stage=3) or fully_shard"
+        )
+
+
 @dataclasses.dataclass(eq=False)
 class _Use:
     """One forward of a unit."""
@@ -91,9 +110,11 @@ class UnitHooks:
 
     # ---- forward
 
+    @_untraced
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        refuse_compile()
         is_first = not self._running
         use = _Use()
         self._running.append(use)
@@ -117,6 +138,7 @@ class UnitHooks:
         view.register_hook(partial(self._backward_left, use))
         return view
 
+    @_untraced
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after a forward that failed, too: without an output then."""
         use = self._running.pop() if self._running else _Use()
@@ -135,7 +157,9 @@ class UnitHooks:
                 arrived = _weakly(self.grad_arrived)
                 self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
+    @_untraced
     def _check_full(self, module: nn.Module, args: Any) -> None:
+        refuse_compile()
         if self.unit.is_full:
             return
         if not in_backward():
