@@ -73,6 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="feed-forward networks of a layer; a token goes through two (default 0: one network; "
         "4 with --ep)")  # fmt: skip
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="what updates the weights")
+    add("--clip-grad-norm", type=float, default=None, metavar="X",
+        help="clip gradients to this norm, over all ranks of any mesh")  # fmt: skip
     add("--size", choices=SIZES, default="small", help="model that learns")
     add("--race-size", choices=SIZES, default="medium", help="model of the races")
     add("--text", type=Path, default=None, help="a file to learn instead of pydoc_data.topics")
@@ -203,7 +205,7 @@ def read_options(argv: list[str]) -> Options:
         SystemExit: options that argparse refuses.
     """
     args = make_parser().parse_args(argv)
-    for name in ("steps", "seconds", "race_seconds"):
+    for name in ("steps", "seconds", "race_seconds", "clip_grad_norm"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:  # nor NaN
             option = name.replace("_", "-")
@@ -238,6 +240,7 @@ def read_options(argv: list[str]) -> Options:
         offload=args.offload,
         offload_path=args.offload_path,
         partition_activations=args.partition_activations,
+        clip_grad_norm=args.clip_grad_norm,
         mesh=mesh,
         num_experts=(4 if args.ep > 1 else 0) if args.experts is None else args.experts,
     )
@@ -249,6 +252,7 @@ def read_options(argv: list[str]) -> Options:
         options.world_size,
         options.mesh,
         offloads=options.offload is not None,
+        clips=options.clip_grad_norm is not None,
     )
     if reason is not None:
         raise InputError(reason)

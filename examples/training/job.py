@@ -110,7 +110,7 @@ class Job:
 
     @property
     def system_options(self) -> dict[str, Any]:
-        """What ``build_system`` is told of the mesh, offload and recomputation."""
+        """What ``build_system`` is told of the mesh, offload, recomputation and clipping."""
         options = self.options
         offload = None
         if options.offload is not None:
@@ -120,6 +120,7 @@ class Job:
             "mesh": options.mesh,
             "offload": offload,
             "recompute": options.partition_activations,
+            "clip_grad_norm": options.clip_grad_norm,
         }
 
     def agree(self, values: list[float]) -> list[float]:

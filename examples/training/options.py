@@ -45,6 +45,7 @@ class Options:
     offload: Literal["cpu", "nvme"] | None = None
     offload_path: Path | None = None
     partition_activations: bool = False
+    clip_grad_norm: float | None = None
     mesh: MeshSizes | None = None
     num_experts: int = 0
 
@@ -77,6 +78,7 @@ class Options:
             "size": self.size,
             "experts": self.num_experts,
             "optimizer": self.optimizer,
+            "norm that gradients are clipped to": self.clip_grad_norm,
             "seed": self.seed,
             "rows of the global batch": self.learn_rows,
             "sha256 of the text": text_sha256,

@@ -35,7 +35,7 @@ def _again(job: Job, parallel: str, wire: Wire | None, learned: Learned) -> list
         wire,
         job.start.state,
         job.device,
-        **(job.system_options if wire else {}),
+        **(job.system_options if wire else {"clip_grad_norm": options.clip_grad_norm}),
     )
     batches = job.batches()
     losses = []

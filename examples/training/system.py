@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel import activations
+from ringcomm.parallel import activations, clip_grad_norm_
 from training.model import Llama, ModelConfig, initial_weights, shard_range
 from training.updaters import Moments, Updater, live_bytes
 from training.wire import Wire, all_reduce_bytes
@@ -54,6 +54,8 @@ class System:
     """What this rank has of the model."""
     is_timed: bool
     """Whether steps are slow ones, that tell how long layers in parts communicate."""
+    max_norm: float | None
+    """Gradients are clipped to this norm, over all ranks; None where the updater does that."""
 
     def __init__(self, config: ModelConfig, wire: Wire | None, model: Llama) -> None:
         self.config = config
@@ -61,6 +63,7 @@ class System:
         self.model = model
         self.part: nn.Module = model
         self.is_timed = False
+        self.max_norm = None
         self._folder: Path | None = None
         self._saved: list[activations.Partitioned] = []
         self._module: nn.Module = model
@@ -103,6 +106,9 @@ class System:
         self.updater.begin(lr)
         with self.wire.timing_operators() if self.wire and self.is_timed else nullcontext():
             loss = self._backward(inputs, targets)
+        if self.max_norm is not None:
+            with self.wire.aside() if self.wire else nullcontext():
+                clip_grad_norm_(self.part, self.max_norm)
         self.updater.finish()
         self._num_updates += 1
         if self.wire is not None:

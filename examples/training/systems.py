@@ -30,6 +30,7 @@ def why_impossible(
     mesh: MeshSizes | None = None,
     *,
     offloads: bool = False,
+    clips: bool = False,
 ) -> str | None:
     """The reason why a system cannot be built, for the user; None if it can."""
     if optimizer == "lomo" and (parallel in ZERO_STAGES or offloads):
@@ -40,6 +41,12 @@ def why_impossible(
             "LOMO has no gradients to average or to gather from micro-batches: choose --optimizer"
             " adamw or sgd, or --tp for all ranks"
         )
+    if clips and optimizer == "lomo":
+        return "LOMO has no gradients left to clip after the backward pass: choose --optimizer sgd"
+    if clips and mesh is not None and mesh.zero_stage:
+        return "--clip-grad-norm on a mesh wants whole gradients: leave out --zero-stage"
+    if clips and parallel == "zero3" and offloads:
+        return "--clip-grad-norm does not come with offloaded weights: leave out --offload"
     sizes = MeshSizes(tp=world_size) if parallel == "tp" else mesh
     if sizes is None:
         return None
@@ -64,6 +71,7 @@ def build_system(
     overlap: bool = True,
     offload: Offload | None = None,
     recompute: bool = False,
+    clip_grad_norm: float | None = None,
 ) -> System:
     """Builds a replica that continues from ``state``. Collective.
 
@@ -79,6 +87,7 @@ def build_system(
         offload: where optimizer state goes, and with ``zero3`` weights and gradients, too.
         recompute: save inputs of layers alone, in shards under ``tp``, in host memory with
             ``offload``.
+        clip_grad_norm: the largest norm of all gradients of a step; None for any.
 
     Raises:
         ValueError: the combination makes no sense; see ``why_impossible``.
@@ -88,7 +97,8 @@ def build_system(
     elif wire is None:
         raise ValueError(f"{parallel} needs a group to communicate over")
     world_size = wire.world_size if wire else 1
-    reason = why_impossible(parallel, optimizer, config, world_size, mesh)
+    clips = clip_grad_norm is not None
+    reason = why_impossible(parallel, optimizer, config, world_size, mesh, clips=clips)
     if reason is not None:
         raise ValueError(reason)
     with torch.device(device):
@@ -104,7 +114,8 @@ def build_system(
         offload = replace(offload, path=system.new_folder(offload.path))
     named = list(system.part.named_parameters())
     if parallel in ZERO_STAGES and wire:
-        system.updater = Zero(model, optimizer, wire, ZERO_STAGES[parallel], offload)
+        stage = ZERO_STAGES[parallel]
+        system.updater = Zero(model, optimizer, wire, stage, offload, max_norm=clip_grad_norm)
     elif isinstance(system, Hybrid) and system.mesh.sizes.zero_stage and wire:
         group, stage = system.mesh.dp, system.mesh.sizes.zero_stage
         system.updater = Zero(system.part, optimizer, wire, stage, offload, group)
@@ -112,6 +123,8 @@ def build_system(
         system.updater = Lomo(named, wire if parallel == "ddp" else None)
     else:
         system.updater = TorchUpdater(named, optimizer, offload)
+    if not isinstance(system.updater, Zero):
+        system.max_norm = clip_grad_norm
     system.load_moments(state)
     if recompute:
         system.recompute_layers(to_host=offload is not None)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel import zero
 from training.updaters import Moments, Offload, live_bytes, make_optimizer, set_lr
-from training.wire import Wire
+from training.wire import Wire, all_reduce_bytes
 
 
 class Zero:
@@ -30,18 +30,21 @@ class Zero:
         stage: int,
         offload: Offload | None,
         group: dist.ProcessGroup | None = None,
+        max_norm: float | None = None,
     ) -> None:
-        """Over the wire's ranks, or a group of some of them."""
+        """Over the wire's ranks, or a group of some of them; gradients up to a norm."""
         group = group or wire.group
         self._model, self._wire = model, wire
         self._names = [name for name, _ in model.named_parameters()]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if max_norm is None else {"clip_grad_norm": max_norm}
         if offload is not None and stage == 3:
             options["offload_weights"] = True
         made = make_optimizer(kind, list(model.parameters()), offload)
         self._step_bytes = zero.predict_traffic(
             model, made, stage, world_size=group.size(), rank=group.rank(), **options
         )
+        if max_norm is not None:  # its statistics
+            self._step_bytes += round(all_reduce_bytes(24 + 4, group.size()))
         self._optimizer = zero.shard(model, made, stage, group=group, **options)
         self._stage = stage
         self.grad_bytes = 0

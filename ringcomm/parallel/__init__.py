@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
+from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
@@ -14,6 +15,7 @@ __all__ = [
     "ParameterServer",
     "WeightShards",
     "activations",
+    "clip_grad_norm_",
     "constant_buffer",
     "expert",
     "find_shards",

@@ -38,7 +38,7 @@ import ringcomm
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
 from ringcomm.optim import Lomo
-from ringcomm.parallel import WeightShards, expert, zero
+from ringcomm.parallel import WeightShards, clip_grad_norm_, expert, zero
 
 # ---- rows there and back
 
@@ -226,19 +226,19 @@ def check_norm(rank: int, num_replicas: int, is_sharded: bool) -> Tensor:
         fully_shard(net, ignored_params=set(expert.expert_parameters(net).values()))
     loss_of(net, *batch(0, rank, 4)).backward()
     expert.average_gradients(net)
-    before = sent_bytes("all_reduce")
-    norm = expert.clip_grad_norm_(net, 0.1)
+    before = sent_bytes("all_gather")
+    norm = clip_grad_norm_(net, 0.1)
     num_ranks = net.moe.experts.group.size()
-    if not is_sharded:  # torch sums the norms of shards as it likes
-        assert sent_bytes("all_reduce") - before == 8 * (num_ranks - 1)
-    again = expert.clip_grad_norm_(net, 1e9, error_if_nonfinite=True)
+    others = num_ranks - 1 + (3 if is_sharded and num_replicas > 1 else 0)  # the mesh: all 4
+    assert sent_bytes("all_gather") - before == 16 * others
+    again = clip_grad_norm_(net, 1e9, error_if_nonfinite=True)
     assert float(again) == pytest.approx(0.1, rel=1e-4)
     grad: Any = net.first.weight.grad
     clipped = (grad.full_tensor() if is_sharded else grad).flatten().clone()
     if "0" in net.moe.experts:  # of one rank's expert, seen by all
         net.moe.experts["0"][0].bias.grad.fill_(float("inf"))
     with pytest.raises(RuntimeError, match="the norm of the gradients is inf"):
-        expert.clip_grad_norm_(net, 0.1, error_if_nonfinite=True)
+        clip_grad_norm_(net, 0.1, error_if_nonfinite=True)
     return torch.cat([norm[None], clipped])
 
 

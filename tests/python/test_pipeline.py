@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel import pipeline, zero
+from ringcomm.parallel import clip_grad_norm_, pipeline, zero
 
 STEPS = 3
 SCHEDULES = [*pipeline.SCHEDULES]
@@ -143,7 +143,7 @@ def train_tied(rank: int, schedule: str, max_norm: float) -> tuple[Run, list[flo
     for step in range(STEPS):
         for part in (0, 1):  # two batches a step
             losses.append(float(pipe.step(*token_batch(2 * step + part))))
-        norms.append(float(pipeline.clip_grad_norm_(pipe, max_norm)))
+        norms.append(float(clip_grad_norm_(pipe, max_norm)))
         optimizer.step()
         optimizer.zero_grad()
     return Run(losses, pipe.full_state_dict()), norms

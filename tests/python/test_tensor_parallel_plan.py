@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ringcomm
 from ringcomm.integrations.tensor_parallel_plan import parallelize
 from ringcomm.integrations.transformers import apply
-from ringcomm.parallel import tensor
+from ringcomm.parallel import clip_grad_norm_, tensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,7 +62,7 @@ def train(model: Any) -> list[float]:
         loss = model(**batch(step)).loss
         loss.backward()
         norm = (
-            tensor.clip_grad_norm_(model, 1.0)
+            clip_grad_norm_(model, 1.0)
             if torch.distributed.is_initialized()
             else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         )

@@ -169,13 +169,20 @@ MESHES = {
 }
 
 
+def test_the_norm_of_meshes_is_one_that_clips() -> None:
+    clipped, free = (train("single", "sgd", TINY, None, clip_grad_norm=n) for n in (0.1, None))
+    assert abs(clipped["losses"][-1] - free["losses"][-1]) > 1e-3
+
+
 @pytest.mark.parametrize("name", list(MESHES))
 def test_meshes_equal_one_process(tmp_path: Path, name: str) -> None:
     world_size, config, mesh = MESHES[name]
 
+    clips = {} if mesh.zero_stage else {"clip_grad_norm": 0.1}
+
     def work(wire: Wire) -> Any:
-        ours = train("mesh", "sgd", config, wire, mesh=mesh)
-        return ours, (train("single", "sgd", config, None) if wire.rank == 0 else None)
+        ours = train("mesh", "sgd", config, wire, mesh=mesh, **clips)
+        return ours, (train("single", "sgd", config, None, **clips) if wire.rank == 0 else None)
 
     ranks = on_ranks(world_size, BACKENDS[-1], tmp_path, work)
     reference = ranks[0][1]

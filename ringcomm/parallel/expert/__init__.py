@@ -5,7 +5,7 @@ The layer is ringcomm.nn.MixtureOfExperts.
 
 from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
 from ringcomm.parallel.expert.full_state import full_state_dict, load_full_state_dict
-from ringcomm.parallel.expert.gradients import average_gradients, clip_grad_norm_
+from ringcomm.parallel.expert.gradients import average_gradients
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.model_experts import (
     expert_parameters,
@@ -18,7 +18,6 @@ __all__ = [
     "DispatchPlan",
     "LocalExperts",
     "average_gradients",
-    "clip_grad_norm_",
     "combine",
     "dispatch",
     "expert_parameters",

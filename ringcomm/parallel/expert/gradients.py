@@ -1,4 +1,4 @@
-"""Gradients of a model with experts under data parallelism: means, and their norm."""
+"""Gradients of a model with experts under data parallelism."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.constant_buffer import all_reduce_mean_
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.model_experts import expert_parameters, split_experts
-from ringcomm.parallel.grad_norm import norm_of_square
 
-__all__ = ["average_gradients", "clip_grad_norm_"]
+__all__ = ["average_gradients"]
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -85,51 +84,3 @@ def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list
                 param.grad = torch.zeros_like(param)
             grads.append(param.grad)
     return grads
-
-
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False
-) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ for a model with experts: one norm, of all ranks' experts.
-
-    torch's own would clip by another factor on every rank, and replicas would drift apart.
-
-    Args:
-        model: gradients are averaged: see average_gradients().
-        max_norm: gradients are multiplied by min(1, max_norm / norm).
-        error_if_nonfinite: whether a norm that is not finite is a RuntimeError, on all ranks.
-
-    Returns:
-        The 2-norm before, without dimensions, in float64, the same on all ranks.
-
-    Collective: an all_reduce of one number for each group that shares experts.
-    """
-    of_experts = set(expert_parameters(model).values())
-    replicated = [param for param in model.parameters() if param not in of_experts]
-    square = _whole(_square_norm(replicated))
-    sums: dict[dist.ProcessGroup, Tensor] = {}
-    for experts in split_experts(model).values():
-        found = _square_norm(experts.parameters())
-        sums[experts.group] = sums.get(experts.group, 0) + found
-    for group, total in sums.items():
-        device = next(model.parameters()).device
-        moved = total.to(device)
-        dist.all_reduce(moved, group=group)
-        square = square + moved.to(square.device)
-    norm = norm_of_square(square, error_if_nonfinite=error_if_nonfinite)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    if locals_:
-        torch._foreach_mul_(locals_, factor)
-    return norm
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _square_norm(params: Iterable[nn.Parameter]) -> Tensor:
-    """In float64, 0 where there is no gradient."""
-    grads = [param.grad for param in params if param.grad is not None]
-    return torch.nn.utils.get_total_norm(grads).double().square()

@@ -1,6 +1,5 @@
 """Pipeline parallelism: stages of a model on several ranks, micro-batches through all of them."""
 
-from ringcomm.parallel.pipeline.clipping import clip_grad_norm_
 from ringcomm.parallel.pipeline.cut import cut
 from ringcomm.parallel.pipeline.drawing import draw
 from ringcomm.parallel.pipeline.pipeline import Pipeline
@@ -15,7 +14,6 @@ __all__ = [
     "Plan",
     "Timeline",
     "Work",
-    "clip_grad_norm_",
     "cut",
     "draw",
     "simulate",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Blocks", "StageModule", "named_blocks", "tree_of"]
+__all__ = ["Blocks", "StageModule", "add_blocks", "named_blocks"]
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
@@ -45,9 +45,8 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     return found
 
 
-def tree_of(blocks: Mapping[str, nn.Module]) -> nn.Module:
-    """A module that has these blocks under their names, dots and all; it cannot be called."""
-    root = nn.Module()
+def add_blocks(root: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Adds blocks to a module under their names, dots and all."""
     for name, block in blocks.items():
         parent = root
         *parts, last = name.split(".")
@@ -56,7 +55,6 @@ def tree_of(blocks: Mapping[str, nn.Module]) -> nn.Module:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
         parent.add_module(last, block)
-    return root
 
 
 class StageModule(nn.Module):

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.materialize import check_can_materialize, materialize
-from ringcomm.parallel.pipeline.blocks import Blocks, StageModule, named_blocks, tree_of
+from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.pipeline.blocks import Blocks, StageModule, add_blocks, named_blocks
 from ringcomm.parallel.pipeline.cut import cut, default_costs
 from ringcomm.parallel.pipeline.full_state import gather_state, load_state
 from ringcomm.parallel.pipeline.running import Runner
@@ -116,7 +117,8 @@ class Pipeline:
             for r in range(num_ranks)
         ]
         self._own = {name: named[name] for name in names_of[rank]}
-        self.module = tree_of(self._own)
+        self.module = StagePart(self.group, named.values())
+        add_blocks(self.module, self._own)
         problem = _problem_of(self.module)
         shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
@@ -138,6 +140,7 @@ class Pipeline:
         tied = find_tied([[named[name] for name in own] for own in names_of], rank)
         self.tied = TiedWeights(tied, self.group)
         self.tied.copy_from_first()
+        self.module.own(self._own.values(), self.tied.is_counted_elsewhere)
         self._given = weakref.ref(blocks) if isinstance(blocks, nn.Module) else None
         modules = {
             stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)

@@ -1,6 +1,5 @@
 """Tensor parallelism: what modules of ringcomm.nn and a model's own code communicate with."""
 
-from ringcomm.parallel.tensor.clipping import clip_grad_norm_
 from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients, summed_over
@@ -10,7 +9,6 @@ __all__ = [
     "HeadShares",
     "Split",
     "SplitModule",
-    "clip_grad_norm_",
     "enter",
     "full_state_dict",
     "join",

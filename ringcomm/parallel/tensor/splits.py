@@ -102,6 +102,6 @@ def refuse_decisions(
     if any(param not in known for param in parts):
         raise ValueError(
             f"clip_grad_norm and loss_scale of {system} would go by the gradients of each rank of"
-            " tensor parallelism alone: leave them out; ringcomm.parallel.tensor.clip_grad_norm_"
-            " has the model's norm"
+            " tensor parallelism alone: leave them out; with an optimizer of torch,"
+            " ringcomm.parallel.clip_grad_norm_(model, max_norm) clips by the whole norm"
         )

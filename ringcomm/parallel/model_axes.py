@@ -1,0 +1,166 @@
+"""Which ranks hold which elements of a model, over all axes of parallelism.
+
+Modules and parameters say it themselves: layers of ringcomm.nn carry their tensor-parallel group,
+LocalExperts its expert group, the module of a Pipeline its stages, and DTensors their mesh. Data
+parallelism that replicates does not show, and need not: gradients are the same on its ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ringcomm.parallel.expert.model_experts import split_experts
+from ringcomm.parallel.tensor.splits import SplitModule, split_params
+
+__all__ = ["Axes", "Held", "StagePart", "axes_of"]
+
+_part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class StagePart(nn.Module):
+    """This rank's blocks of a pipeline, under their names in the whole model. Cannot be called.
+
+    Args:
+        group: the pipeline's ranks.
+        blocks: all blocks of the model, of other ranks too.
+
+    Attributes:
+        is_counted_elsewhere: whether an earlier rank of the pipeline has the same parameter.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.group = group
+        self.tensor_groups = tensor_groups_of(blocks)
+        self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
+
+    def own(
+        self, blocks: Iterable[nn.Module], is_counted_elsewhere: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Marks this rank's blocks, so that axes_of() of some of them alone is refused."""
+        self.is_counted_elsewhere = is_counted_elsewhere
+        for block in blocks:
+            _part_of_block[block] = weakref.ref(self)
+
+
+class Held(NamedTuple):
+    """Where the elements of a parameter are.
+
+    Attributes:
+        groups: a sum over each of them in turn has seen all elements, each `num_copies` times.
+        num_copies: see above.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    num_copies: int
+
+
+class Axes(NamedTuple):
+    """Who holds what of a model.
+
+    Attributes:
+        held: for each parameter of this rank that counts here.
+        groups: all groups of `held`, in the order in which every rank sums over them, which is also
+            the order within each parameter's.
+        stages: the pipeline's group, which sums last; None without a pipeline.
+    """
+
+    held: dict[nn.Parameter, Held]
+    groups: tuple[dist.ProcessGroup, ...]
+    stages: dist.ProcessGroup | None
+
+    def sharded_over(self, group: dist.ProcessGroup) -> Axes:
+        """For a data-parallel group whose ranks have disjoint pieces of each gradient, as in ZeRO.
+
+        A rank without elements of a parameter may leave it out of what it gives to total_norm().
+        """
+        if group.size() == 1:
+            return self
+        held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}
+        return self._replace(held=held, groups=(group, *self.groups))
+
+
+def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
+    """The groups of tensor-parallel layers in modules, each once, without those of one rank."""
+    found = (
+        layer.group
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, SplitModule) and layer.group.size() > 1
+    )
+    return list(dict.fromkeys(found))
+
+
+def axes_of(model: nn.Module) -> Axes:
+    """Who holds what of a model, as its modules and parameters say.
+
+    Raises:
+        ValueError: it is a piece of a pipeline. Others than this rank have the rest.
+    """
+    part = _stage_part_of(model)
+    tensor_groups = tensor_groups_of([model])
+    if part is not None:
+        tensor_groups = list(dict.fromkeys([*tensor_groups, *part.tensor_groups]))
+    splits = {param: (layer.group, split) for _, param, layer, split in split_params(model)}
+    layers = split_experts(model).values()
+    expert_group = {param: layer.group for layer in layers for param in layer.parameters()}
+    # All ranks of a tensor-parallel group count what they all have, each a share of it: one rank's
+    # gradient may differ from another's in the last bit.
+    replicas = max(tensor_groups, key=lambda group: group.size(), default=None)
+    held, mesh_groups = {}, []
+    for param in model.parameters():
+        if part is not None and part.is_counted_elsewhere(param):
+            continue
+        groups, num_copies = _mesh_of(param)
+        mesh_groups += groups
+        experts = expert_group.get(param)
+        if param in splits:
+            group, split = splits[param]
+            groups, num_copies = [*groups, group], num_copies * split.num_copies
+        elif replicas is not None and not (experts and _overlap(replicas, experts)):
+            groups, num_copies = [*groups, replicas], num_copies * replicas.size()
+        if experts is not None:
+            groups = [*groups, experts]
+        held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
+    order = [*mesh_groups, *tensor_groups, *(layer.group for layer in layers)]
+    return Axes(held, tuple(dict.fromkeys(order)), part.group if part else None)
+
+
+def _stage_part_of(model: nn.Module) -> StagePart | None:
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, StagePart):
+            return module
+    owners = (_part_of_block[module]() for module in modules if module in _part_of_block)
+    if any(part is not None and part.group.size() > 1 for part in owners):
+        raise ValueError(
+            f"this {type(model).__name__} has blocks of a Pipeline, whose other stages are on other"
+            " ranks: pass the Pipeline"
+        )
+    return None
+
+
+def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
+    """The groups of a DTensor's mesh, and how many ranks of the mesh have the same elements."""
+    if not isinstance(param, DTensor):
+        return [], 1
+    mesh, groups, num_copies = param.device_mesh, [], 1
+    for dim, placement in enumerate(param.placements):
+        if mesh.size(dim) > 1:
+            groups.append(mesh.get_group(dim))
+            num_copies *= 1 if placement.is_shard() else mesh.size(dim)
+    return groups, num_copies
+
+
+def _overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether another rank than this is in both."""
+    ranks: Sequence[int] = dist.get_process_group_ranks(one)
+    return len(set(ranks) & set(dist.get_process_group_ranks(other))) > 1
