@@ -54,17 +54,20 @@ def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return output.div_(world_size)[: sizes[rank]]
 
 
-def all_gather_shards(flat: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_shards(
+    flat: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None
+) -> None:
     """Fills a buffer with the ranks' shards, of which this rank's is in its place.
 
     Args:
         flat: one dimension, of the same size on all ranks.
         group: whose ranks.
+        sizes: the elements of each rank's shard, one behind the other; by default shard_sizes().
 
     Collective, unless the buffer is empty.
     """
     rank, world_size = group.rank(), group.size()
-    sizes = shard_sizes(flat.numel(), world_size)
+    sizes = shard_sizes(flat.numel(), world_size) if sizes is None else sizes
     if flat.numel() == 0:
         return
     shards = list(flat.split(sizes))
@@ -77,6 +80,18 @@ def all_gather_shards(flat: Tensor, group: dist.ProcessGroup) -> None:
     all_gather_single(rows.view(-1), mine, group=group)
     for row, shard in zip(rows, shards, strict=True):
         shard.copy_(row[: shard.numel()])
+
+
+def gather_parts(part: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    """All ranks' parts one behind the other, from this rank's, of one dimension.
+
+    Collective, unless all parts are empty.
+    """
+    whole = part.new_empty(sum(sizes))
+    begin = sum(sizes[: group.rank()])
+    whole[begin : begin + part.numel()] = part
+    all_gather_shards(whole, group, sizes)
+    return whole
 
 
 def _padded(flat: Tensor, sizes: list[int]) -> Tensor:

@@ -34,12 +34,15 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
     """Gives those of these parameters that are on the meta device memory and values.
 
     The parameters stay the objects that they are. Modules come in the order of model.modules();
-    each reset_parameters() sees all parameters of its module.
+    each reset_parameters() sees all parameters of its module. Modules of buffers alone get values
+    as well.
     """
     wanted = set(params)
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        if not any(param.is_meta and param in wanted for param in own.values()):
+        buffers = module.buffers(recurse=False)
+        has_wanted = any(param.is_meta and param in wanted for param in own.values())
+        if not has_wanted and (own or not any(buffer.is_meta for buffer in buffers)):
             continue
         for param in own.values():
             if param.is_meta:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,31 +13,32 @@ from ringcomm.parallel.flat_collectives import all_gather_shards, reduce_scatter
 
 
 class Bucket:
-    """Some weights of one parameter group, which become views of one buffer.
+    """Some weights, which become views of one buffer.
+
+    A gradient is first in a buffer of whole gradients, and after reduce() in this rank's shard of
+    the mean over the ranks. Both are sums of all that has come since the last step.
 
     Attributes:
         params: the weights, in the order of the buffer.
-        group_idx: of the parameter group that they are of.
         weights: all ranks' shards of them, in rank order; one dimension.
         shard: what the optimizer updates: this rank's part of `weights` or, where that has 16 bits,
             of the same weights in float32.
-        shard_grad: the gradient of the shard, in the gradients' dtype; None before it is reduced.
+        shard_grad: the gradient of the shard; None before the first reduction.
         has_master: whether the shard is kept in float32 beside 16-bit weights.
-        is_fresh: whether a weight's gradient has come since the last reduction.
     """
 
     def __init__(
         self,
         params: Sequence[nn.Parameter],
-        group_idx: int,
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
+        grad_dtype: torch.dtype,
     ) -> None:
         """Takes the values of rank 0, and keeps them as `dtype`, by default their own.
 
-        Collective.
+        Gradients are accumulated and reduced in `grad_dtype`. Collective.
         """
-        self.params, self.group_idx, self._group = list(params), group_idx, group
+        self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
         self.weights = values if dtype is None else values.to(dtype)
@@ -51,11 +52,11 @@ class Bucket:
             begin += param.numel()
         for param in self.params:
             param.grad = None
-            param.data = self.view(self.weights, param)
+            param.data = self._view(self.weights, param)
         self.shard_grad: Tensor | None = None
         self._grads: Tensor | None = None
         self._arrived: set[nn.Parameter] = set()
-        self.is_fresh = False
+        self._reduced: set[nn.Parameter] = set()
 
     @property
     def shard_range(self) -> tuple[int, int]:
@@ -73,22 +74,37 @@ class Bucket:
         self.has_master = False
         return master
 
-    def view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
+    def _view(self, flat: Tensor, param: nn.Parameter) -> Tensor:
         """A weight's part of a buffer of the bucket's size, in the weight's shape."""
         return flat[slice(*self._places[param])].view(param.shape)
 
-    def _is_view(self, tensor: Tensor, flat: Tensor, param: nn.Parameter) -> bool:
-        """Whether a tensor of a weight is view(flat, param); makes none, for speed."""
-        begin, _ = self._places[param]
-        address = flat.data_ptr() + begin * flat.element_size()
-        is_there = tensor.data_ptr() == address or tensor.numel() == 0
-        return is_there and tensor.dtype == flat.dtype
-
     def has_weight(self, param: nn.Parameter) -> bool:
         """Whether a weight is still where it was put."""
-        return self._is_view(param, self.weights, param)
+        begin, _ = self._places[param]
+        address = self.weights.data_ptr() + begin * self.weights.element_size()
+        is_there = param.data_ptr() == address or param.numel() == 0
+        return is_there and param.dtype == self.weights.dtype
 
-    # ---- whole gradients
+    # ---- parts of weights
+
+    def part_range(self, param: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
+        """The elements [begin, end) of a weight that are in a rank's shard; by default this one's.
+
+        begin is at most end; an empty range is anywhere in the weight.
+        """
+        rank = self._group.rank() if rank is None else rank
+        first, last = shard_range(self.weights.numel(), self._group.size(), rank)
+        begin, end = self._places[param]
+        clamped = [min(max(edge, begin), end) - begin for edge in (first, last)]
+        return clamped[0], clamped[1]
+
+    def place_in_shard(self, param: nn.Parameter) -> slice:
+        """Where this rank's part of a weight is in a tensor like `shard`."""
+        begin, end = self.part_range(param)
+        offset = self._places[param][0] - self.shard_range[0]
+        return slice(begin + offset, end + offset) if begin < end else slice(0, 0)
+
+    # ---- gradients
 
     @property
     def gradient_tensors(self) -> list[Tensor]:
@@ -96,98 +112,74 @@ class Bucket:
         return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
 
     @property
+    def missing(self) -> list[nn.Parameter]:
+        """The weights without a gradient since the last reduction."""
+        return [param for param in self.params if param not in self._arrived]
+
+    def has_arrived(self, param: nn.Parameter) -> bool:
+        """Whether a weight's gradient has come since the last reduction."""
+        return param in self._arrived
+
+    @property
     def is_complete(self) -> bool:
-        """Whether all weights' gradients have come."""
+        """Whether all weights have a gradient that is not yet reduced."""
         return len(self._arrived) == len(self.params)
 
-    def has_taken(self, param: nn.Parameter) -> bool:
-        """Whether a weight's gradient is where take() puts it."""
-        if self._grads is None or param.grad is None:
-            return False
-        return self._is_view(param.grad, self._grads, param)
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a gradient has come since the last reduction."""
+        return bool(self._arrived)
 
-    def take(self, param: nn.Parameter, *, keep_view: bool) -> None:
-        """Moves a gradient that autograd has left into the buffer.
+    def has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether a gradient has come on this rank since the last step."""
+        return param in self._arrived or param in self._reduced
 
-        With `keep_view` it stays readable in its place as `param.grad`, and autograd adds to it
-        there; otherwise it is gone, and what comes next is added.
-        """
-        assert param.grad is not None
+    def take(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Adds a gradient to the buffer."""
         if self._grads is None:
-            self._grads = torch.empty_like(self.weights)
-        view = self.view(self._grads, param)
-        if not self.has_taken(param):
-            if param in self._arrived and not keep_view:
-                view.add_(param.grad)
-            else:
-                view.copy_(param.grad)
+            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        view = self._view(self._grads, param)
+        if param in self._arrived:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
         self._arrived.add(param)
-        self.is_fresh = True
-        param.grad = view if keep_view else None
 
     def drop(self, param: nn.Parameter) -> None:
-        """Forgets a weight's gradient, which somebody has set to None."""
+        """Forgets a weight's gradient."""
+        if param in self._reduced and self.shard_grad is not None:
+            self.shard_grad[self.place_in_shard(param)] = 0
         self._arrived.discard(param)
-        if not self._arrived:
-            self.forget_gradients()
+        self._reduced.discard(param)
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for what has not come."""
         if self._grads is None:
-            self._grads = torch.empty_like(self.weights)
-        for param in self.params:
-            if param not in self._arrived:
-                self.view(self._grads, param).zero_()
+            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        for param in self.missing:
+            self._view(self._grads, param).zero_()
         return self._grads
 
-    def forget_gradients(self) -> None:
-        """Waits for new ones; the buffer stays for them, where it was kept so far."""
-        self._arrived.clear()
-        self.shard_grad = None
-        self.is_fresh = False
-
     def reduce(self) -> None:
-        """Makes this rank's shard of the ranks' mean gradient, of all that has come. Collective."""
-        self.shard_grad = reduce_scatter_mean(self.whole_gradients(), self._group)
-        self.is_fresh = False
-
-    def reduce_and_free(self) -> None:
         """Adds this rank's shard of the ranks' mean gradient to what it has. Collective.
 
-        Whole gradients are freed; what comes next is a new sum.
+        The buffer begins a new sum.
         """
-        before = self.shard_grad
-        self.reduce()
-        if before is not None:
-            self.shard_grad = before.add_(self.shard_grad)  # type: ignore[arg-type]
-        self.free_gradients()
+        mean = reduce_scatter_mean(self.whole_gradients(), self._group)
+        self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
+        self._reduced |= self._arrived
+        self._arrived.clear()
 
-    def free_gradients(self) -> None:
-        """Frees whole gradients."""
+    def free_buffer(self) -> None:
+        """Frees whole gradients, which have been reduced."""
         self._grads = None
         self._arrived.clear()
-        self.is_fresh = False
 
-    # ---- states of whole weights
-
-    def whole_of(self, shard: Tensor) -> Tensor:
-        """All ranks' shards of a state. Collective."""
-        whole = shard.new_zeros(self.weights.numel())
-        whole[slice(*self.shard_range)] = shard
-        all_gather_shards(whole, self._group)
-        return whole
-
-    def shard_of(self, values: Mapping[nn.Parameter, Tensor]) -> Tensor:
-        """This rank's part of a state by weight, in float32; zeros where a weight has none."""
-        mine_begin, mine_end = self.shard_range
-        shard = torch.zeros_like(self.shard, dtype=torch.float32)
-        for param, value in values.items():
-            begin, end = self._places[param]
-            first, last = max(begin, mine_begin), min(end, mine_end)
-            if first < last:
-                part = value.detach().reshape(-1)[first - begin : last - begin]
-                shard[first - mine_begin : last - mine_begin] = part
-        return shard
+    def forget_gradients(self) -> None:
+        """Waits for new ones; the buffer of whole gradients stays for them."""
+        self._arrived.clear()
+        self._reduced.clear()
+        self.shard_grad = None
 
     # ---- around the update
 
@@ -204,24 +196,3 @@ class Bucket:
         if self.has_master:
             self.weights[slice(*self.shard_range)] = self.shard
         all_gather_shards(self.weights, self._group)
-
-
-def cut_into_buckets(
-    params: Iterable[nn.Parameter], bucket_bytes: int, dtype: torch.dtype | None
-) -> list[list[nn.Parameter]]:
-    """Neighbours of one dtype and device, of at most so many bytes; more only for one weight.
-
-    The last weights come first, since a backward pass brings their gradients first.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    num_bytes = 0
-    kind = None
-    for param in reversed(list(params)):
-        size = param.numel() * (dtype or param.dtype).itemsize
-        if not buckets or (param.dtype, param.device) != kind or num_bytes + size > bucket_bytes:
-            buckets.append([])
-            num_bytes = 0
-        buckets[-1].append(param)
-        num_bytes += size
-        kind = (param.dtype, param.device)
-    return buckets

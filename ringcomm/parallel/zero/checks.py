@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.materialize import check_can_materialize
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.tensor.splits import refuse_decisions
 from ringcomm.parallel.weight_shards import find_shards
@@ -62,6 +63,7 @@ def check_model(
         _check_param(param, names[param], options, is_flat)
     if len({param.device for param in params}) > 1:
         raise ValueError("the parameters are on several devices: one per rank")
+    check_can_materialize(model)
 
 
 def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat: bool) -> None:
@@ -71,8 +73,11 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat:
         raise ValueError(f"{name} is sharded already")
     if not param.requires_grad:
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
-    if param.is_meta and not options.offload_weights:
-        raise ValueError(f"{name} is on the meta device and has no values")
+    if param.is_meta and is_flat:
+        raise ValueError(
+            f"{name} is on the meta device and has no values, which stages 1 and 2 of zero.shard()"
+            " do not make: use stage 3, or model.to_empty() and reset_parameters()"
+        )
     if not is_flat and summed_over(param) is not None:
         raise ValueError(
             f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which"
@@ -83,6 +88,12 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat:
     if param.dtype not in allowed:
         kinds = "float32, float16 or bfloat16" if takes_half else "float32"
         raise ValueError(f"{name} is {param.dtype}; weights to shard are {kinds}")
+    dtype = options.param_dtype or param.dtype
+    if options.reduce_dtype not in (None, torch.float32, dtype):
+        raise ValueError(
+            f"reduce_dtype is torch.float32 or {dtype}, the dtype of {name}, got"
+            f" {options.reduce_dtype}"
+        )
     if options.param_dtype is not None and param.dtype != torch.float32:
         raise ValueError(f"{name} is {param.dtype} already: param_dtype is for float32 weights")
 

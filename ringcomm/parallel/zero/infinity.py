@@ -6,8 +6,7 @@ unit's weights come when it runs, and the next unit's are read meanwhile.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.parallel.flat_collectives import all_gather_shards, takes_uneven
+from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
@@ -25,6 +24,8 @@ from ringcomm.parallel.weight_shards import WeightShards
 from ringcomm.parallel.zero.infinity_operands import FetchedOperands
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.sharded_gradient import GradientHooks
+from ringcomm.parallel.zero.state_rows import join_rows
 
 
 class ZeroInfinity(ZeroOptimizer):
@@ -78,9 +79,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
         if self.num_steps:
             self._resume()
-        told = weakref.ref(self)
-        for param in self._shard_of:
-            param.register_post_accumulate_grad_hook(_hook(told))
+        self._hooks = GradientHooks(self._shard_of, self)
 
     # ---- files from before
 
@@ -141,15 +140,17 @@ class ZeroInfinity(ZeroOptimizer):
 
     # ---- gradients
 
-    def grad_arrived(self, param: nn.Parameter) -> None:
-        """The hook after autograd has made a gradient, which leaves memory here. Collective."""
-        assert param.grad is not None
-        with torch.no_grad():
-            grad = self._weights.reduce_scatter(param, param.grad)
-            param.grad = None
-            self._operands.add_grad(self._shard_of[param], grad)
+    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See GradientTaker; the gradient leaves memory here. Collective."""
+        mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
+        self._operands.add_grad(self._shard_of[param], mine)
 
-    def _has_gradients(self) -> bool:
+    def drop_gradient(self, param: nn.Parameter) -> None:
+        """See GradientTaker."""
+        self._operands.drop_grad(self._shard_of[param])
+
+    def _agree(self) -> bool:
+        self._hooks.collect_all()
         return self._operands.has_grads
 
     def _reduce(self) -> None:
@@ -163,13 +164,13 @@ class ZeroInfinity(ZeroOptimizer):
             yield self._operands.read(shard)
             self._operands.give_back(shard)
 
+    def _scale_gradients(self, factor: float) -> None:
+        self._operands.scale_grads(factor)
+
     def _forget_gradients(self) -> None:
         self._operands.forget_grads()
-        super().zero_grad()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`; the model's does not."""
-        self._forget_gradients()
+        for param in self._shard_of:
+            param.grad = None
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
@@ -225,39 +226,44 @@ class ZeroInfinity(ZeroOptimizer):
 
     # ---- state
 
-    def _shard_state(self) -> Any:
-        return self._inner.state_dict()
+    @property
+    def state(self) -> Any:
+        """Not here: torch.distributed.checkpoint would find nothing.
 
-    def _load_shard_state(self, state: Any) -> None:
-        self._inner.load_state_dict(state)
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "states are elsewhere with offload_weights, which torch.distributed.checkpoint cannot"
+            " load: use zero.full_state_dict(), or resume=True"
+        )
 
-    def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        for param, shard in self._shard_of.items():
-            state = self._inner.state_of(shard)
-            for key, value in state.items():
-                if value.dim() == 0:
-                    continue
-                whole = value.new_zeros(param.numel())
-                whole[slice(*self._weights.range_of(param))] = value
-                all_gather_shards(whole, self.group)
-                state[key] = whole.view(param.shape)
-            yield param, state
+    @state.setter
+    def state(self, _: Any) -> None:
+        """torch's constructor sets it."""
 
-    def _take_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        for param, state in states.items():
-            mine = {}
-            for key, value in state.items():
-                is_whole = isinstance(value, Tensor) and value.shape == param.shape
-                if is_whole:
-                    mine[key] = value.reshape(-1)[slice(*self._weights.range_of(param))]
-                else:
-                    mine[key] = value
-            self._inner.set_state_of(self._shard_of[param], mine)
+    def _state_of(self, param: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._inner.state_of(self._shard_of[param])
+        return found
 
+    def _has_stepped(self, param: Any) -> bool:
+        return self._shard_of[param] in self._inner.steps
 
-def _hook(told: weakref.ref[ZeroInfinity]) -> Callable[[Tensor], None]:
-    def grad_arrived(param: Any) -> None:
-        if (found := told()) is not None:
-            found.grad_arrived(param)
+    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
+        """See ZeroOptimizer."""
+        sizes = shard_sizes(param.numel(), self.group.size())
+        for key, value in self._state_of(param).items():
+            if value.dim() == 0:
+                yield key, value
+            else:
+                yield key, gather_parts(value, sizes, self.group).view(param.shape)
 
-    return grad_arrived
+    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
+        part = slice(*self._weights.range_of(param))
+        mine = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                mine[key] = join_rows(value, self.group).reshape(-1)[part]
+            else:
+                mine[key] = value
+        self._inner.set_state_of(self._shard_of[param], mine)

@@ -48,6 +48,22 @@ class FetchedOperands(Operands):
         self._fresh.clear()
         self._small.clear()
 
+    def drop_grad(self, shard: Tensor) -> None:
+        """Forgets one."""
+        self._fresh.discard(shard)
+        self._small.pop(shard, None)
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies all of them."""
+        for shard in self._fresh:
+            key = self._home.key_of(shard)
+            if key is None:
+                self._small[shard].mul_(factor)
+            else:
+                loan = self._grads.fetch(key)
+                loan.wait().mul_(factor)
+                self._grads.give_back(loan, is_written=True)
+
     @property
     def has_grads(self) -> bool:
         """Whether any has come."""

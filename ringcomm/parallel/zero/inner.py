@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel import offload
+from ringcomm.parallel.offload.operands import Operands
 
 OFFLOADED = (offload.AdamW, offload.SGD)
 KINDS = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
@@ -18,10 +19,17 @@ def is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, OFFLOADED)
 
 
-def made_over(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Any:
-    """An optimizer of the same kind over other parameters; the groups hold all hyper-parameters."""
+def made_over(
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    operands: Operands | None = None,
+) -> Any:
+    """An optimizer of the same kind over other parameters; the groups hold all hyper-parameters.
+
+    With state elsewhere it takes weights and gradients from `operands`, by default from `grad`.
+    """
     if isinstance(optimizer, OFFLOADED):
-        return optimizer.over(groups)
+        return optimizer.over(groups, operands=operands)
     return type(optimizer)(groups)  # type: ignore[call-arg]
 
 

@@ -14,6 +14,7 @@ class ShardArguments(TypedDict, total=False):
 
     bucket_bytes: int
     param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
     loss_scale: float | Literal["dynamic"] | None
     clip_grad_norm: float | None
     offload_weights: bool
@@ -30,6 +31,7 @@ class ShardOptions:
 
     bucket_bytes: int = 25 << 20
     param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     loss_scale: float | str | None = None
     clip_grad_norm: float | None = None
     offload_weights: bool = False
@@ -49,6 +51,11 @@ class ShardOptions:
             raise ValueError("resume is for offload_weights; load a state_dict() elsewhere")
         if self.offload_weights and self.param_dtype is not None:
             raise ValueError("with offload_weights cast the model itself, in place of param_dtype")
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """What gradients are accumulated and reduced in."""
+        return self.reduce_dtype or torch.float32
 
     @property
     def looks_first(self) -> bool:

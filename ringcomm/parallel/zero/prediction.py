@@ -13,7 +13,7 @@ from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.model_units import default_units, params_of_units
 from ringcomm.parallel.offload.tiled_linear import tiles_of
 from ringcomm.parallel.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.zero.bucket import cut_into_buckets
+from ringcomm.parallel.zero.bucket_plan import peak_elems, plan_buckets
 from ringcomm.parallel.zero.inner import is_offloaded
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.stage3 import units_apart
@@ -26,8 +26,9 @@ class Memory(NamedTuple):
         parameters: the weights that the model computes with.
         gradients: of these.
         states: of the optimizer, with float32 weights where the model's have 16 bits.
-        buffers: at stage 2 the largest bucket's whole gradients while it is reduced, at stage 3 the
-            largest unit's whole weights and gradients; with offload_weights the model's own and the
+        buffers: at stage 2 the whole gradients of the largest bucket, until it is reduced (of
+            several where dtypes alternate); at stage 3 the largest unit's whole weights and
+            gradients, those in `reduce_dtype` as well; with offload_weights the model's own and the
             largest unit's whole weights, this one's shards twice, and the largest gradient. What
             an update streams through comes after it.
     """
@@ -71,25 +72,10 @@ def predict_memory(
     chosen = ShardOptions(**options)
     _check(stage, world_size, rank)
     if chosen.offload_weights:
-        return _memory_of_infinity(model, world_size, rank, units)
+        return _memory_of_infinity(model, world_size, rank, units, chosen)
     if stage == 3:
         return _memory_of_stage3(model, optimizer, world_size, rank, units, chosen)
-    keeps_states = not is_offloaded(optimizer)
-    parameters = gradients = states = buffers = 0
-    for group in optimizer.param_groups:
-        per_state = 4 * _num_states(optimizer, group)
-        for params in cut_into_buckets(group["params"], chosen.bucket_bytes, chosen.param_dtype):
-            num_elems = sum(param.numel() for param in params)
-            itemsize = (chosen.param_dtype or params[0].dtype).itemsize
-            begin, end = shard_range(num_elems, world_size, rank)
-            mine = num_elems if stage == 0 else end - begin
-            parameters += itemsize * num_elems
-            gradients += itemsize * (mine if stage == 2 else num_elems)
-            if keeps_states:
-                states += (per_state + (4 if itemsize == 2 and stage else 0)) * mine
-            if stage == 2:
-                buffers = max(buffers, itemsize * num_elems)
-    return Memory(parameters, gradients, states, buffers)
+    return _memory_of_buckets(model, optimizer, stage, world_size, rank, chosen)
 
 
 def predict_traffic(
@@ -99,13 +85,16 @@ def predict_traffic(
     *,
     world_size: int,
     rank: int = 0,
+    num_backwards: int = 1,
     **options: Unpack[ShardArguments],
 ) -> int:
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
-    Exact, uneven shards and stage 3's padding included; clip_grad_norm and loss_scale add their two
-    all_reduces of 24 and 4 bytes. Arguments as predict_memory()'s, of which `rank` matters: the one
-    with the longer shard sends less of gradients and more of weights.
+    Exact, uneven shards and stage 3's padding included. Stages 1 and 2 add an all_reduce of a byte
+    for each weight and bucket; clip_grad_norm and loss_scale add two of 24 and 4 bytes. Arguments
+    as predict_memory()'s, of which `rank` matters: the one with the longer shard sends less of
+    gradients and more of weights. `num_backwards` is of the backward passes of a step: stages 2 and
+    3 reduce in each of them, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -114,30 +103,32 @@ def predict_traffic(
     _check(stage, world_size, rank)
     if stage == 0:
         raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
+    grad_itemsize = chosen.grad_dtype.itemsize
     if chosen.offload_weights:
         total = 0
         for param in model.parameters():
             begin, end = shard_range(param.numel(), world_size, rank)
             mine = end - begin
             gradient = param.numel() - mine if param.requires_grad else 0
-            total += param.element_size() * (2 * (world_size - 1) * mine + gradient)
-        return total
+            total += param.element_size() * 2 * (world_size - 1) * mine + grad_itemsize * gradient
+        return num_backwards * total
     if stage == 3:
         itemsize = (chosen.param_dtype or torch.float32).itemsize
         # Two gathers, and a gradient's way back.
-        num_parts = (
-            (3 if p.requires_grad else 2) * _rows(p, world_size) for p in model.parameters()
+        parts = (
+            (2 * itemsize + (grad_itemsize if p.requires_grad else 0)) * _rows(p, world_size)
+            for p in model.parameters()
         )
-        return itemsize * (world_size - 1) * sum(num_parts)
+        return num_backwards * (world_size - 1) * sum(parts)
     total = 0
-    for group in optimizer.param_groups:
-        for params in cut_into_buckets(group["params"], chosen.bucket_bytes, chosen.param_dtype):
-            num_elems = sum(param.numel() for param in params)
-            begin, end = shard_range(num_elems, world_size, rank)
-            mine = end - begin
-            itemsize = (chosen.param_dtype or params[0].dtype).itemsize
-            # All but the own shard of gradients; the own shard of weights, to all others.
-            total += itemsize * (num_elems - mine + (world_size - 1) * mine)
+    for params in _buckets(model, optimizer, stage, chosen):
+        num_elems = sum(param.numel() for param in params)
+        begin, end = shard_range(num_elems, world_size, rank)
+        mine = end - begin
+        # All but the own shard of gradients; the own shard of weights, to all others.
+        num_reductions = 1 if stage == 1 else num_backwards
+        total += num_reductions * grad_itemsize * (num_elems - mine)
+        total += (chosen.param_dtype or params[0].dtype).itemsize * (world_size - 1) * mine
     return total
 
 
@@ -156,6 +147,46 @@ def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> i
     return 3 if group.get("amsgrad") else 2
 
 
+def _buckets(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, options: ShardOptions
+) -> list[list[nn.Parameter]]:
+    return plan_buckets(
+        model, optimizer.param_groups, stage, options.bucket_bytes, options.param_dtype
+    )
+
+
+def _memory_of_buckets(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stage: int,
+    world_size: int,
+    rank: int,
+    options: ShardOptions,
+) -> Memory:
+    states_of = {
+        param: _num_states(optimizer, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+    keeps_states = not is_offloaded(optimizer)
+    parameters = gradients = states = 0
+    buckets = _buckets(model, optimizer, stage, options)
+    for params in buckets:
+        num_elems = sum(param.numel() for param in params)
+        itemsize = (options.param_dtype or params[0].dtype).itemsize
+        begin, end = shard_range(num_elems, world_size, rank)
+        mine = num_elems if stage == 0 else end - begin
+        num_states = max(states_of[param] for param in params)
+        parameters += itemsize * num_elems
+        gradients += (options.grad_dtype.itemsize if stage else itemsize) * (
+            mine if stage == 2 else num_elems
+        )
+        if keeps_states:
+            states += 4 * (num_states + (1 if itemsize == 2 and stage else 0)) * mine
+    buffers = options.grad_dtype.itemsize * peak_elems(model, buckets) if stage == 2 else 0
+    return Memory(parameters, gradients, states, buffers)
+
+
 def _memory_of_stage3(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -171,12 +202,14 @@ def _memory_of_stage3(
     }
     parameters = gradients = states = buffers = 0
     itemsize = (options.param_dtype or torch.float32).itemsize
+    grad_itemsize = options.grad_dtype.itemsize
     for params in _params_of_units(model, units):
         whole = 0
         for param in params:
             rows = _rows(param, world_size)
             parameters += 4 * rows
-            whole += itemsize * world_size * rows * (2 if param.requires_grad else 1)
+            gradient = itemsize + grad_itemsize if grad_itemsize != itemsize else itemsize
+            whole += (itemsize + (gradient if param.requires_grad else 0)) * world_size * rows
             if param.requires_grad:
                 gradients += 4 * rows
                 states += 4 * states_of.get(param, 0) * _own_elems(param, world_size, rank)
@@ -185,7 +218,11 @@ def _memory_of_stage3(
 
 
 def _memory_of_infinity(
-    model: nn.Module, world_size: int, rank: int, units: Iterable[nn.Module] | None
+    model: nn.Module,
+    world_size: int,
+    rank: int,
+    units: Iterable[nn.Module] | None,
+    options: ShardOptions,
 ) -> Memory:
     resident = gradients = root = buffers = 0
     found = list(default_units(model) if units is None else units)
@@ -195,12 +232,15 @@ def _memory_of_infinity(
             begin, end = shard_range(param.numel(), world_size, rank)
             mine = (end - begin) * param.element_size()
             whole += param.nbytes
-            largest = max(largest, param.nbytes)
+            is_cast = options.grad_dtype != param.dtype
+            cast_bytes = options.grad_dtype.itemsize * param.numel() if is_cast else 0
+            largest = max(largest, param.nbytes + cast_bytes)
             if param.nbytes >= PACKED_BYTES:
                 shards += mine
             else:
                 resident += mine
-                gradients += mine if param.requires_grad else 0
+                grad_bytes = options.grad_dtype.itemsize * (end - begin)
+                gradients += grad_bytes if param.requires_grad else 0
         if module is model:
             root = whole
         buffers = max(buffers, (0 if module is model else whole) + 2 * shards + largest)

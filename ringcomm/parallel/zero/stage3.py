@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
@@ -22,8 +24,8 @@ class Zero3(ZeroOptimizer):
     """torch's optimizer on the shards of fully_shard; made by zero.shard().
 
     The root reshards after its forward like every unit, so that a step moves three parts: weights
-    twice, gradients once. Weights stay as they were given (float32) and are gathered, as gradients
-    are reduced, in `param_dtype`.
+    twice, gradients once. Weights stay as they were given (float32) and are gathered in
+    `param_dtype`; gradients are reduced in `reduce_dtype`.
     """
 
     def __init__(
@@ -36,9 +38,6 @@ class Zero3(ZeroOptimizer):
     ) -> None:
         """Collective: a broadcast per weight."""
         names = {param: name for name, param in model.named_parameters()}
-        with torch.no_grad():
-            for param in names:
-                dist.broadcast(param.data, group=group, group_src=0)
         found = default_units(model) if units is None else units
         _shard_units(model, units_apart(model, found), group, options)
         new = dict(model.named_parameters())
@@ -53,7 +52,7 @@ class Zero3(ZeroOptimizer):
         for param_group in self.param_groups:
             yield from param_group["params"]
 
-    def _has_gradients(self) -> bool:
+    def _agree(self) -> bool:
         return any(param.grad is not None for param in self._params())
 
     def _reduce(self) -> None:
@@ -84,36 +83,45 @@ class Zero3(ZeroOptimizer):
 
     # ---- state
 
-    def _shard_state(self) -> Any:
-        return self._inner.state_dict()
+    def _state_of(self, param: Any) -> dict[str, Any]:
+        state = state_of(self._inner, param)
+        return {key: _spread(value, param) for key, value in state.items() if value is not None}
 
-    def _load_shard_state(self, state: Any) -> None:
-        self._inner.load_state_dict(state)
+    def _has_stepped(self, param: Any) -> bool:
+        return bool(state_of(self._inner, param))
 
-    def _whole_states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
-        for param in self._params():
-            state = state_of(self._inner, param)
-            yield param, {key: _whole(_spread(value, param)) for key, value in state.items()}
+    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
+        """See ZeroOptimizer."""
+        for key, value in self._state_of(param).items():
+            yield key, value.full_tensor() if isinstance(value, DTensor) else value
 
-    def _take_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        for param, state in states.items():
-            mine = {}
-            for key, value in state.items():
-                if key == "master":
-                    continue  # the weights themselves
-                is_whole = isinstance(value, Tensor) and value.shape == param.shape
-                mine[key] = _cut(value, param) if is_whole else value
-            set_state_of(self._inner, param, mine)
+    def _row_state(self, param: Any) -> dict[str, Any]:
+        return self._state_of(param)  # fully_shard cuts between rows as well
+
+    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
+        mine = {}
+        for key, value in state.items():
+            if key == "step" or not isinstance(value, Tensor):
+                mine[key] = value
+            elif key != "master":  # which are the weights themselves
+                mine[key] = _cut(value, param)
+        set_state_of(self._inner, param, mine)
 
 
 def _shard_units(
     model: nn.Module, units: list[nn.Module], group: dist.ProcessGroup, options: ShardOptions
 ) -> None:
+    """Unit after unit: those on the meta device get their values, all get rank 0's."""
     device = next(model.parameters()).device
+    device = device_of(group) if device.type == "meta" else device
     mesh = DeviceMesh.from_group(group, device.type)
-    dtype = options.param_dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
     for module in [*units, model]:
+        params = [param for param in module.parameters() if not isinstance(param, DTensor)]
+        materialize(module, params, device)
+        with torch.no_grad():
+            for param in params:
+                dist.broadcast(param.data, group=group, group_src=0)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
 
@@ -152,13 +160,11 @@ def _spread(value: Any, param: Any) -> Any:
     )
 
 
-def _whole(value: Any) -> Any:
+def _cut(value: Tensor, param: Any) -> Any:
+    """This rank's rows of a whole state, or the rows that it has already."""
     if isinstance(value, DTensor):
-        return value.full_tensor().cpu()
-    return value.detach().clone().cpu() if isinstance(value, Tensor) else value
-
-
-def _cut(whole: Tensor, param: Any) -> Tensor:
-    value = whole.to(device=param.device, dtype=param.dtype)
+        local = value.to_local().to(device=param.device, dtype=param.dtype, copy=True)
+        return _spread(local, param)
+    whole = value.to(device=param.device, dtype=param.dtype)
     # None: every rank has the whole value, and nothing is sent.
-    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)

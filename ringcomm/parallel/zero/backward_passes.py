@@ -1,0 +1,119 @@
+"""Gradients go into buckets when autograd makes them; stage 2 reduces them in the backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from ringcomm.parallel.zero.bucket import Bucket
+from ringcomm.parallel.zero.sharded_gradient import GradientHooks, remove_hooks
+
+
+class BackwardPasses:
+    """Takes the gradients of buckets' weights.
+
+    With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
+    has a gradient: ranks that leave out different weights still make the same calls. A bucket is
+    reduced inside of the pass when it is complete, or when a gradient of a later bucket comes and
+    the pass will not reach the weights that it lacks; the others at the end of the pass. A gradient
+    that comes after its bucket was reduced waits in the bucket's buffer for the next pass, or for
+    the step, where the ranks agree on the buckets with such gradients.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, reduces: bool) -> None:
+        self._buckets, self._reduces = buckets, reduces
+        self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
+        self.hooks = GradientHooks(self._index, self)
+        # The bucket that is to be reduced next.
+        self._next = 0
+        # Graph tasks that call _task_ended().
+        self._tasks: set[int] = set()
+        # A weight that the next bucket waits for, in a graph task.
+        self._expected: tuple[int, nn.Parameter] | None = None
+        self._outer_hooks: list[Any] = []
+
+    # ---- by weight
+
+    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See GradientTaker. In a backward pass collective with `reduces`."""
+        is_in_pass = self._reduces and torch._C._current_graph_task_id() != -1
+        if is_in_pass:
+            self._watch()
+            self._pass_over(self._index[param])
+        self._buckets[self._index[param]].take(param, grad)
+        if is_in_pass:
+            while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+                self._reduce_next()
+
+    def drop_gradient(self, param: nn.Parameter) -> None:
+        """See GradientTaker."""
+        self._buckets[self._index[param]].drop(param)
+
+    # ---- by pass
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.reduce()
+        bucket.free_buffer()
+
+    def _pass_over(self, idx: int) -> None:
+        """Reduces the buckets before `idx` that get no more gradients in this graph task."""
+        task = torch._C._current_graph_task_id()
+        while self._next < idx:
+            bucket = self._buckets[self._next]
+            expected = self._expected
+            if expected and expected[0] == task and not bucket.has_arrived(expected[1]):
+                return
+            for param in bucket.missing:
+                if torch._C._will_engine_execute_node(self.hooks.nodes[param]):
+                    self._expected = task, param
+                    return
+            self._reduce_next()
+
+    def _watch(self) -> None:
+        """Has the engine call _task_ended() at the end of the graph task that is under way."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._tasks.add(task)
+        told = weakref.ref(self)
+
+        def task_ended() -> None:
+            if (found := told()) is not None:
+                found._task_ended()
+
+        Variable._execution_engine.queue_callback(task_ended)
+
+    def _task_ended(self) -> None:
+        """The end of a backward pass, or of one inside of another: a reentrant checkpoint's."""
+        outer: Any = torch._C._current_autograd_node()
+        if outer is None:
+            with torch.no_grad():
+                while self._next < len(self._buckets):
+                    self._reduce_next()
+            self.forget()
+            return
+        # A node of the outer task has run this one. Nodes behind it run in that task.
+        told = weakref.ref(self)
+
+        def outer_runs(_: Any) -> None:
+            if (found := told()) is not None:
+                found._watch()
+
+        for node, _ in outer.next_functions:
+            if node is not None:
+                self._outer_hooks.append(node.register_prehook(outer_runs))
+
+    def forget(self) -> None:
+        """Waits for a new pass; of one that an error has ended nothing is left."""
+        remove_hooks(self._outer_hooks)
+        self._outer_hooks = []
+        self._next = 0
+        self._tasks.clear()
+        self._expected = None

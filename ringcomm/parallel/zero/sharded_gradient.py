@@ -1,0 +1,125 @@
+"""Hooks that take gradients out of `param.grad`, and what is there afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+
+class ShardedGradient(Tensor):
+    """Has the shape, dtype and device of a weight, and no memory; no operator takes it.
+
+    clip_grad_norm_() of torch, torch.amp.GradScaler, DistributedDataParallel and an optimizer of
+    torch over the same weights would each go by the gradients of one rank, or find none.
+    """
+
+    # Attributes such as the shape can be read, as torch.compile does.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> ShardedGradient:
+        """Of a weight."""
+        made: ShardedGradient = Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raises RuntimeError, always."""
+        raise RuntimeError(
+            f"{func} was called on param.grad of a weight that zero.shard() has sharded; gradients"
+            " are in the optimizer. Use optimizer.clip_grad_norm_() in place of"
+            " torch.nn.utils.clip_grad_norm_, the option loss_scale= in place of"
+            " torch.amp.GradScaler, optimizer.statistics() to look at gradients, and no"
+            " DistributedDataParallel"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without values, which are elsewhere."""
+        return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class GradientTaker(Protocol):
+    """Who has the gradients in place of `param.grad`."""
+
+    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """A gradient to be added to what is there; called without autograd."""
+
+    def drop_gradient(self, param: nn.Parameter) -> None:
+        """The user has set `param.grad` to None, or nothing has come yet."""
+
+
+class GradientHooks:
+    """Gives each gradient to `taker` when autograd has made it, and leaves a ShardedGradient.
+
+    The taker and the hooks live as long as the taker: they refer to it weakly.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], taker: GradientTaker) -> None:
+        self._taker = weakref.ref(taker)
+        self._placeholders = {param: ShardedGradient(param) for param in params}
+        # They are kept, since autograd would make others, without hooks, for the next graph.
+        self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
+        told = weakref.ref(self)
+        handles: list[Any] = []
+        for param, node in self.nodes.items():
+            handles.append(node.register_prehook(_before(told, weakref.ref(param))))
+            handles.append(param.register_post_accumulate_grad_hook(_after(told)))
+        weakref.finalize(self, remove_hooks, handles)
+
+    def before(self, param: nn.Parameter) -> None:
+        """Makes `param.grad` ready for autograd to add to it."""
+        if isinstance(param.grad, ShardedGradient):
+            param.grad = None
+        elif param.grad is None and (taker := self._taker()) is not None:
+            taker.drop_gradient(param)
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Takes `param.grad` if it has values, and drops what was taken if it is None."""
+        grad, taker = param.grad, self._taker()
+        if taker is None:
+            return
+        if grad is None:
+            taker.drop_gradient(param)
+        elif not isinstance(grad, ShardedGradient):
+            with torch.no_grad():
+                taker.take_gradient(param, grad)
+            param.grad = self._placeholders[param]
+
+    def collect_all(self) -> None:
+        """collect() of all weights: what a user has put there, or set to None."""
+        for param in self._placeholders:
+            self.collect(param)
+
+
+def _before(
+    told: weakref.ref[GradientHooks], of_param: weakref.ref[nn.Parameter]
+) -> Callable[[Any], None]:
+    def before(_: Any) -> None:
+        hooks, param = told(), of_param()
+        if hooks is not None and param is not None:
+            hooks.before(param)
+
+    return before
+
+
+def _after(told: weakref.ref[GradientHooks]) -> Callable[[Tensor], None]:
+    def arrived(param: Any) -> None:
+        if (hooks := told()) is not None:
+            hooks.collect(param)
+
+    return arrived
+
+
+def remove_hooks(handles: list[Any]) -> None:
+    """Removes hooks."""
+    for handle in handles:
+        handle.remove()
