@@ -75,6 +75,9 @@ class Turns:
         if self._group.rank() == 0:
             for position, index in enumerate(self._order):
                 positions[index] = position
+        for slot in slots:
+            if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
+                positions[slot.index] = len(slots)
         found = _maximum(has + positions, self._group, slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
         self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
