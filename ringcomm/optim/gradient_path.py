@@ -6,7 +6,9 @@ docs/design/optim.md has the picture.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +21,17 @@ from ringcomm.optim.managed import Slot
 from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.step_facts import StepFacts
 from ringcomm.optim.step_options import StepOptions
+from ringcomm.optim.turns import SameWeights, Turns
+from ringcomm.parallel import WeightShards
+
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 class Updater(Protocol):
     """Who writes weights: the optimizer."""
+
+    def check_model(self) -> None:
+        """Called before a step's first gradient is used. Raises ValueError: see Lomo."""
 
     def check_lr(self, slot: Slot) -> None:
         """Raises ValueError where a weight's learning rate is none."""
@@ -39,8 +48,9 @@ class GradientPath:
 
     Attributes:
         slots: the weights, in the order of the parameter groups.
-        replicas: whose gradients are averaged; None for one of a kind.
+        replicas: whose gradients are averaged; None for one of a kind. See set_replicas.
         loss_scale: None where losses are not scaled.
+        is_verified: whether the model has been looked at in this step.
         is_scaled: whether this step's loss was.
         is_due: whether a gradient has come, so that step() ends a step.
         has_overflow: whether one was not finite.
@@ -55,6 +65,8 @@ class GradientPath:
         self._num_parts = options.accumulation_steps
         self.slots: list[Slot] = []
         self.replicas: Replicas | None = None
+        self._turns: Turns | None = None
+        self._same: dict[WeightShards, SameWeights] = {}
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
         self._updater = updater
@@ -62,8 +74,12 @@ class GradientPath:
         self._factor = 1.0
         self._facts = StepFacts()
         self.held_bytes = 0
-        self._is_checked = False
+        self._has_begun = self._is_checked = self.is_verified = False
         self.is_scaled = self.is_due = self.has_overflow = False
+
+    def set_replicas(self, replicas: Replicas) -> None:
+        """Has gradients averaged from now on."""
+        self.replicas, self._turns = replicas, Turns(replicas.group)
 
     @property
     def scale(self) -> float:
@@ -79,10 +95,42 @@ class GradientPath:
         if slot.awaits_more():
             return
         self._count(slot)
-        if slot.num_arrived < self._num_parts:
-            return  # autograd adds the next one
-        with _arithmetic(slot):
-            self.complete(slot, DenseGradient(slot.take_grad()))
+        if self._turns is not None:
+            self._arrived_on_replica(self._turns, slot)
+        elif slot.shards is not None:
+            self._arrived_on_shards(slot.shards, slot)
+        elif slot.num_arrived == self._num_parts:
+            self._complete_what_is_left([slot])
+        # else autograd adds the next one
+
+    def _arrived_on_replica(self, turns: Turns, slot: Slot) -> None:
+        if not turns.came(slot):
+            if slot.num_arrived < self._num_parts or not turns.is_over:
+                return  # a later gradient of this pass ends its step, or step() does
+            with _arithmetic(slot):
+                turns.agree(self.slots, slot)
+            if not slot.is_nested:
+                _engine.queue_callback(partial(self._take_turns, turns, all_of_them=True))
+        self._take_turns(turns)
+
+    def _take_turns(self, turns: Turns, *, all_of_them: bool = False) -> None:
+        """Reduces whatever is due; zeros for a weight that has a gradient on other ranks only."""
+        for slot in turns.due(all_of_them=all_of_them):
+            slot.num_arrived = self._num_parts
+            grad = slot.take_grad() if slot.has_grad else torch.zeros_like(slot.param)
+            with _arithmetic(slot):
+                self.complete(slot, DenseGradient(grad))
+
+    def _arrived_on_shards(self, shards: WeightShards, slot: Slot) -> None:
+        same = self._same.setdefault(shards, SameWeights())
+        if not same.expects(slot):
+            if slot.num_arrived < self._num_parts:
+                return
+            same.agree(self._slots_of(shards), slot, shards.group)
+        self._complete_what_is_left([slot])
+
+    def _slots_of(self, shards: WeightShards) -> list[Slot]:
+        return [slot for slot in self.slots if slot.shards is shards]
 
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """See managed.Consumer."""
@@ -91,7 +139,7 @@ class GradientPath:
             self._count(slot)
         gradient = _of_uses(slot, uses)
         with _arithmetic(slot):
-            if slot.param.grad is not None:  # earlier micro-batches, or uses that autograd saw
+            if slot.has_grad:  # earlier micro-batches, or uses that autograd saw
                 gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
             if awaits_more or slot.num_arrived < self._num_parts:
                 slot.param.grad = gradient.dense()
@@ -107,13 +155,13 @@ class GradientPath:
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with a loss scale it is opt.scale(loss).backward()")
         self.check_pass()
+        if not self._has_begun:
+            self._updater.check_model()
+            self._has_begun = True
         if slot.num_arrived == self._num_parts:
-            raise RuntimeError(
-                f"{slot.name} got a gradient after its update: backward() ran"
-                f" {slot.num_arrived + 1} times before step() (say accumulation_steps), or a weight"
-                " is used in several segments of a reentrant checkpoint (use_reentrant=False)"
-            )
+            raise RuntimeError(slot.spent.again)
         slot.num_arrived += 1
+        slot.arrived_in = torch._C._current_graph_task_id()
 
     def check_pass(self) -> None:
         """Raises RuntimeError for a gradient that comes outside of the two passes it wants."""
@@ -125,6 +173,8 @@ class GradientPath:
     def complete(self, slot: Slot, gradient: Gradient) -> None:
         """This rank's gradient is complete. Collective where ranks share the work."""
         self._updater.check_lr(slot)
+        if self._pass != "facts":  # which leaves a gradient for the next one
+            slot.mark_spent()
         if slot.shards is not None:
             local = slot.shards.reduce_scatter(slot.param, gradient.dense())
             slot.shards.release(slot.param)
@@ -185,6 +235,41 @@ class GradientPath:
 
     # ---- the step as a whole
 
+    def end_pass(self) -> None:
+        """Completes what the backward pass has left: weights that had no gradient in all of it.
+
+        Collective where ranks share the work: a rank without any gradient takes part.
+
+        Raises:
+            RuntimeError: gradients by hand with two passes, or as SameWeights.agree().
+        """
+        if any(slot.has_grad for slot in self.slots):
+            self.check_pass()
+        if self._turns is not None:
+            self._take_turns(self._turns, all_of_them=True)
+            is_left = any(slot.has_grad for slot in self.slots)
+            if is_left or (self._expects_gradients and not self._turns.has_agreed):
+                self._turns.agree(self.slots, None)
+                self._take_turns(self._turns, all_of_them=True)
+            return
+        for shards in dict.fromkeys(slot.shards for slot in self.slots):
+            same = None if shards is None else self._same.setdefault(shards, SameWeights())
+            if same is not None and self._expects_gradients and not same.has_agreed:
+                assert shards is not None
+                same.agree(self._slots_of(shards), None, shards.group)
+        self._complete_what_is_left(self.slots)
+
+    @property
+    def _expects_gradients(self) -> bool:
+        """Whether other ranks may have had gradients: two passes agree in backward() alone."""
+        return self._mode != "two_pass" or self._pass != "plain"
+
+    def _complete_what_is_left(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            if slot.has_grad:
+                with _arithmetic(slot):
+                    self.complete(slot, DenseGradient(slot.take_grad()))
+
     def two_passes(self, loss: Tensor) -> None:
         """Runs the backward pass for the facts, then to update.
 
@@ -195,16 +280,22 @@ class GradientPath:
         try:
             self._pass = "facts"
             loss.backward(retain_graph=True)
-            self.drain()
+            self._end_of_two()
             factor = self._factor_of_facts()
             for slot, num_unseen_uses in zip(self.slots, uses, strict=True):
                 slot.num_arrived, slot.num_unseen_uses = 0, num_unseen_uses
             if factor is not None:
                 self._pass, self._factor = "update", factor
                 loss.backward()
-                self.drain()
+                self._end_of_two()
         finally:
             self._pass = "plain"
+
+    def _end_of_two(self) -> None:
+        with torch.no_grad():
+            self.end_pass()
+        self.drain()
+        self._forget_agreements()
 
     def drain(self) -> None:
         """Returns once no gradient is on its way between ranks."""
@@ -265,12 +356,19 @@ class GradientPath:
                 shards.release_all()
         self._forget_gradients()
 
+    def _forget_agreements(self) -> None:
+        if self._turns is not None:
+            self._turns.forget()
+        for same in self._same.values():
+            same.forget()
+
     def _forget_gradients(self) -> None:
         for slot in self.slots:
             slot.forget()
+        self._forget_agreements()
         self._facts = StepFacts()
         self.held_bytes = 0
-        self._is_checked = False
+        self._has_begun = self._is_checked = self.is_verified = False
         self.is_scaled = self.is_due = self.has_overflow = False
 
 

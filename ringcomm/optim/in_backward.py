@@ -9,15 +9,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.optim.gradient_path import GradientPath
-from ringcomm.optim.gradients import DenseGradient, Gradient
+from ringcomm.optim.gradients import Gradient
+from ringcomm.optim.layouts import overlap
 from ringcomm.optim.managed import (
     ModelWeights,
     Slot,
     attach,
     checked_dtypes,
+    refuse_ddp,
     run_all,
     split_model,
 )
@@ -45,6 +48,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "step": 0})
         self._is_made = True
         self._manage()
+        self._undo += self._weights.before_forward(weakref.WeakMethod(self._before_forward))
         weakref.finalize(self, run_all, self._undo)
 
     # ---- what users call
@@ -88,6 +92,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: no loss scale, and a gradient that was deferred is not finite: nothing has
                 been written, and the gradients are dropped.
+            ValueError: a weight was replaced since the optimizer was made.
 
         Collective where gradients are reduced, or ranks hold parts of weights.
         """
@@ -97,11 +102,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                 loss = closure()
         path = self._path
         try:
+            self._check_unchanged()
             with torch.no_grad():
-                for slot in path.slots:
-                    if slot.param.grad is not None:  # not all micro-batches had one, or by hand
-                        path.check_pass()
-                        path.complete(slot, DenseGradient(slot.take_grad()))
+                path.end_pass()
                 path.drain()
                 path.finish()
             if path.has_written:
@@ -113,8 +116,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step; micro-batches count from the start."""
-        super().zero_grad(set_to_none)
         self._path.forget()
+        super().zero_grad(set_to_none)
 
     def close(self) -> None:
         """Gives the model back: no hooks, and its layers are torch's own again."""
@@ -159,6 +162,25 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """Reduces and updates in one pass, where that can be; returns whether it could."""
         return False
 
+    def check_model(self) -> None:
+        """See gradient_path.Updater."""
+        self._check_unchanged()
+        self._check_ranks(self._path.slots)  # a group may have been made after the optimizer
+
+    def _check_unchanged(self) -> None:
+        """Once a step: at the first forward pass of the model, or what comes first without one."""
+        if not self._path.is_verified:
+            self._weights.check_unchanged(type(self).__name__, self._path.slots)
+            self._path.is_verified = True
+
+    def _check_ranks(self, slots: list[Slot]) -> None:
+        splits = (self.options.splits or {}).values()
+        self._weights.check_ranks(type(self).__name__, slots, self.options.group, splits)
+
+    def _before_forward(self) -> None:
+        refuse_ddp(self._path.slots)
+        self._check_unchanged()
+
     def _group_of(self, slot: Slot) -> dict[str, Any]:
         return self.param_groups[slot.group_idx]
 
@@ -196,11 +218,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                     index = len(self._path.slots) + len(new)
                     name = self._weights.name_of(param, index)
                     self._weights.check(param, name)
-                    new.append(Slot(param, name, index, group_idx, splits.get(param)))
+                    split = splits.get(param)
+                    new.append(Slot(param, name, index, group_idx, split, type(self).__name__))
         if self.options.clip_grad_norm is not None or self.options.loss_scale is not None:
             self._weights.check_decisions(type(self).__name__, splits)
-        if self.options.group is not None:
-            self._check_replicas(new)
+        self._check_ranks(new)
+        if isinstance(self.options.group, dist.ProcessGroup):
+            self._check_replicas(self.options.group, new)
         self._path.slots += new
         checked_dtypes(self._path.slots, self.options.stochastic_rounding, self.options.master)
         for slot in new:
@@ -211,14 +235,13 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             owner = self._weights.fusable_owner(slot.param) if is_alone else None
             self._undo += attach(slot, self._path, self._weights.owners(slot.param), owner)
 
-    def _check_replicas(self, new: list[Slot]) -> None:
-        assert self.options.group is not None
+    def _check_replicas(self, group: dist.ProcessGroup, new: list[Slot]) -> None:
         self._weights.check_replicas(type(self).__name__)
         for slot in new:
-            if slot.shards is not None:
+            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(f"{slot.name} is sharded, and its shards know their group")
         largest = max(slot.param.nbytes for slot in [*self._path.slots, *new])
-        overlap = self.options.overlap
-        if overlap is None:  # ranks on CPUs have no core to spare for it
-            overlap = new[0].param.device.type != "cpu"
-        self._path.replicas = Replicas(self.options.group, overlap, largest)
+        is_overlapped = self.options.overlap
+        if is_overlapped is None:  # ranks on CPUs have no core to spare for it
+            is_overlapped = new[0].param.device.type != "cpu"
+        self._path.set_replicas(Replicas(group, is_overlapped, largest))

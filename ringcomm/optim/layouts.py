@@ -135,3 +135,9 @@ def local_tensor(param: nn.Parameter, shards: WeightShards | None) -> Tensor:
         local: Tensor = param.to_local()
         return local.detach()
     return param.detach()
+
+
+def overlap(one: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+    """Whether two groups have more than one rank in common."""
+    ranks = set(dist.get_process_group_ranks(one))
+    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1

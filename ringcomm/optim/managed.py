@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,32 +18,60 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
+from ringcomm.optim.spent_gradient import SpentGradient
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.model_experts import refuse_experts
-from ringcomm.parallel.tensor.splits import refuse_decisions
+from ringcomm.parallel.tensor.splits import refuse_decisions, split_params
 
 _NO_BACKWARD = -1  # torch's id of no graph task
+_uses = itertools.count(1)
 
 
 class Slot:
-    """One weight, and where it stands in this step."""
+    """One weight, and where it stands in this step.
+
+    Attributes:
+        num_arrived: how many of its gradients have come in this step.
+        arrived_in: the backward pass that brought the last one, by torch's number.
+        first_use: when a layer first used it in this step, a running number; 0 for not seen.
+        spent: what .grad is between the use of the gradient and forget().
+    """
 
     def __init__(
-        self, param: nn.Parameter, name: str, index: int, group_idx: int, split: Split | None
+        self,
+        param: nn.Parameter,
+        name: str,
+        index: int,
+        group_idx: int,
+        split: Split | None,
+        optimizer: str,
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
         self.layout: Layout = layout_of(param, split)
         self.handle: Handle | None = None
-        self.num_arrived = 0
+        self.num_arrived = self.first_use = 0
         self.held: Gradient | None = None
         self.num_unseen_uses = 0
-        self._made_in = _NO_BACKWARD
+        self.arrived_in = self._made_in = _NO_BACKWARD
+        self.spent = SpentGradient(param, name, optimizer)
+        self._node: Any = None
+        self._node_is_for: Any = None
 
     @property
     def local(self) -> Tensor:
         """What this rank holds of the weight."""
         return local_tensor(self.param, self.shards)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether autograd has left a gradient that nobody has taken."""
+        grad = self.param.grad
+        return grad is not None and grad is not self.spent
+
+    def mark_spent(self) -> None:
+        """Has torch's clipping and the like raise until forget()."""
+        self.param.grad = self.spent
 
     def take_grad(self) -> Tensor:
         """The gradient that autograd has left, which is then gone."""
@@ -53,10 +83,31 @@ class Slot:
         """The hook before a forward pass of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            refuse_ddp([self])
+        if not self.first_use:
+            self.first_use = next(_uses)
         if torch.is_grad_enabled():
             self._made_in = torch._C._current_graph_task_id()
         elif module.training:
             self.num_unseen_uses += 1
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the gradient that arrives now is one of a reentrant checkpoint's own pass."""
+        return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
+
+    def will_come(self, task: int) -> bool:
+        """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
+        if self.num_unseen_uses > 0:
+            return True
+        if self.arrived_in == task or not self.param.requires_grad:
+            return False
+        current = self.param.dtype, self.param.device  # a weight that moves gets a new node
+        if self._node_is_for != current:
+            self._node = torch.autograd.graph.get_gradient_edge(self.param).node
+            self._node_is_for = current
+        return bool(torch._C._will_engine_execute_node(self._node))
 
     def awaits_more(self) -> bool:
         """Called as a gradient arrives: whether this backward pass will bring more of it.
@@ -72,9 +123,11 @@ class Slot:
 
     def forget(self) -> None:
         """Ready for the next step."""
-        self.num_arrived = self.num_unseen_uses = 0
-        self._made_in = _NO_BACKWARD
+        self.num_arrived = self.num_unseen_uses = self.first_use = 0
+        self.arrived_in = self._made_in = _NO_BACKWARD
         self.held = None
+        if self.param.grad is self.spent:
+            self.param.grad = None
         if self.handle is not None:
             self.handle.forget()
 
@@ -87,6 +140,22 @@ class Consumer(Protocol):
 
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """The uses of a fused layer's weight are complete."""
+
+
+def refuse_ddp(slots: Iterable[Slot]) -> None:
+    """Raises ValueError inside a forward pass of a DistributedDataParallel that has a weight."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return
+    theirs = set(ddp._module_parameters)
+    for slot in slots:
+        if slot.param in theirs:
+            raise ValueError(
+                f"DistributedDataParallel reduces the gradient of {slot.name}, which an optimizer"
+                " in the backward pass uses before: call the model without it and give the"
+                " optimizer group=; with Trainer and Accelerate call prepare() of"
+                " ringcomm.integrations.transformers or .accelerate"
+            )
 
 
 _consumers = WeakIdKeyDictionary()  # parameter -> weak reference to its consumer
@@ -104,26 +173,86 @@ class ModelWeights:
             )
         self._model = model
         self._names: dict[nn.Parameter, str] = {}
-        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ValueError(f"{name} makes sparse gradients: sparse=False")
-            for param in module._parameters.values():
+            for attribute, param in module._parameters.items():
                 if param is not None:
-                    self._owners.setdefault(param, []).append(module)
+                    self._places.setdefault(param, []).append((module, attribute))
 
     def check_replicas(self, optimizer: str) -> None:
         """Raises ValueError where ranks are known to have other weights."""
         if self._model is not None:
-            refuse_experts(self._model, f"{optimizer} with a group")
+            refuse_experts(self._model, f"{optimizer} over several ranks")
 
     def check_decisions(self, optimizer: str, known: Container[nn.Parameter]) -> None:
         """Raises ValueError where other ranks have other gradients to decide by, not known of."""
         if self._model is not None:
             refuse_decisions(self._model, optimizer, known)
+
+    def check_ranks(
+        self,
+        optimizer: str,
+        slots: Iterable[Slot],
+        group: dist.ProcessGroup | str | None,
+        splits: Iterable[Split],
+    ) -> None:
+        """Raises ValueError where the ranks of a job would train replicas that drift apart."""
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        alone = (s for s in slots if s.shards is None and not isinstance(s.param, DTensor))
+        first = next(alone, None)
+        if world_size == 1 or first is None:
+            return
+        if self._model is None:
+            raise ValueError(
+                f"{optimizer} was given parameters and no model in a job of {world_size} ranks,"
+                " where it could not see a DistributedDataParallel: give the model, or model="
+                " beside parameters"
+            )
+        if group is not None:
+            return
+        self.check_replicas(optimizer)
+        parts = {split.group for split in splits}
+        parts.update(module.group for _, _, module, _ in split_params(self._model))
+        if all(part.size() < world_size for part in parts):
+            raise ValueError(
+                f"{optimizer} without group= would train {first.name} on each of {world_size} ranks"
+                " apart, and the replicas would drift: say group=dist.group.WORLD to average their"
+                ' gradients, or group="none" where this rank trains a model of its own'
+            )
+
+    def check_unchanged(self, optimizer: str, slots: Iterable[Slot]) -> None:
+        """Raises ValueError where a weight is no longer the one that the optimizer updates."""
+        if self._model is None:
+            return
+        modules = set(self._model.modules())
+        for slot in slots:
+            if isinstance(slot.param, DTensor):  # fully_shard has others in its place meanwhile
+                continue
+            for module, attribute in self._places.get(slot.param, []):
+                if module not in modules or module._parameters.get(attribute) is not slot.param:
+                    raise ValueError(
+                        f"{slot.name} was replaced or taken out after {optimizer} was made, which"
+                        " would train the old one: close() it, change the model, and make it again"
+                    )
+            if find_shards(slot.param) is not slot.shards:
+                raise ValueError(
+                    f"{slot.name} was sharded after {optimizer} was made, or is no longer: make"
+                    f" WeightShards first, then {optimizer}"
+                )
+
+    def before_forward(self, check: weakref.WeakMethod[Callable[[], None]]) -> list[Any]:
+        """Has `check` called before every forward pass of the model; returns what undoes it."""
+
+        def call(*_: Any) -> None:
+            if not torch.compiler.is_compiling() and (found := check()) is not None:
+                found()
+
+        return [] if self._model is None else [self._model.register_forward_pre_hook(call).remove]
 
     def check(self, param: nn.Parameter, name: str) -> None:
         """Raises ValueError for a parameter that cannot be managed."""
@@ -145,7 +274,7 @@ class ModelWeights:
 
     def owners(self, param: nn.Parameter) -> list[nn.Module]:
         """The layers that have it."""
-        return self._owners.get(param, [])
+        return [module for module, _ in self._places.get(param, [])]
 
     def fusable_owner(self, param: nn.Parameter) -> nn.Module | None:
         """The one layer that has it, if it is one whose weight gradient need not be made."""

@@ -23,7 +23,7 @@ class StepArguments(TypedDict, total=False):
     loss_scale: float | Literal["dynamic"] | None
     overflow: Literal["veto", "skip_layer"] | None
     accumulation_steps: int
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | Literal["none"] | None
     overlap: bool | None
     splits: Mapping[nn.Parameter, Split] | None
     stochastic_rounding: bool
@@ -46,7 +46,7 @@ class StepOptions:
     loss_scale: float | str | None = None
     overflow: str | None = None
     accumulation_steps: int = 1
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | str | None = None
     overlap: bool | None = None
     splits: Mapping[nn.Parameter, Split] | None = None
     stochastic_rounding: bool = False
@@ -60,6 +60,8 @@ class StepOptions:
         _check_one_of("clip_mode", self.clip_mode, ("deferred", "two_pass"))
         _check_one_of("overflow", self.overflow, ("veto", "skip_layer"))
         _check_one_of("master", self.master, ("split",))
+        if isinstance(self.group, str):
+            _check_one_of("group", self.group, ("none",))
         if self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
         if not 0 <= self.seed < 1 << 32:

@@ -292,7 +292,7 @@ def check_refused(rank: int) -> None:
             zero.shard(net, optimizer, stage)
     with pytest.raises(ValueError, match=words.format("WeightShards")):
         WeightShards(net)
-    with pytest.raises(ValueError, match=words.format("Lomo with a group")):
+    with pytest.raises(ValueError, match=words.format("Lomo over several ranks")):
         Lomo(net, LR, group=dist.group.WORLD)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     subgroups = [dist.new_group([r]) for r in range(2)]

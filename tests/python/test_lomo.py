@@ -103,7 +103,8 @@ def test_weights_are_new_when_backward_returns_and_no_gradient_is_left() -> None
     _kept = Lomo(model, LR)
     model(batches(1)[0]).backward()
     for name, param in model.named_parameters():
-        assert param.grad is None, name
+        assert param.grad is not None, name  # which says that it is spent
+        assert param.grad.untyped_storage().nbytes() == 0, name
         assert not torch.equal(param, before[name]), name
 
 
@@ -525,8 +526,10 @@ def test_weights_tied_too_late() -> None:
     model = Net()
     _kept = Lomo(model, LR)
     model.head.weight = model.embed.weight
-    with pytest.raises(RuntimeError, match="tied to another layer after the optimizer was made"):
+    with pytest.raises(ValueError, match=r"head\.weight was replaced or taken out after Lomo"):
         model(batches(1)[0])
+    with pytest.raises(RuntimeError, match="tied to another layer after the optimizer was made"):
+        model.head(torch.randn(2, 16))
 
 
 # ---- coming and going
