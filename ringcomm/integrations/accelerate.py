@@ -19,7 +19,7 @@ __all__ = ["adopt", "prepare"]
 _OWN_SYSTEMS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 
 
-def prepare(accelerator: Any, *objects: Any, device_placement: Any = None) -> Any:
+def prepare(accelerator: Any, *objects: Any) -> Any:
     """accelerator.prepare() without DistributedDataParallel, for Lomo, AdaLomo and zero.shard().
 
         dist.init_process_group("ringcomm")  # before Accelerator(), which does not know the name
@@ -33,8 +33,8 @@ def prepare(accelerator: Any, *objects: Any, device_placement: Any = None) -> An
 
     Args:
         accelerator: an Accelerator that has prepared no model yet.
-        objects: as accelerator.prepare(); exactly one of them is such an optimizer, over the model.
-        device_placement: as accelerator.prepare().
+        objects: as accelerator.prepare(); exactly one of them is such an optimizer. The model is on
+            its device already, since the optimizer was made for it.
 
     Returns:
         As accelerator.prepare().
@@ -47,7 +47,7 @@ def prepare(accelerator: Any, *objects: Any, device_placement: Any = None) -> An
     if len(optimizers) != 1:
         raise TypeError(f"prepare() takes one optimizer, got {len(optimizers)}")
     adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps)
-    return accelerator.prepare(*objects, device_placement=device_placement)
+    return accelerator.prepare(*objects)
 
 
 def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
@@ -61,7 +61,8 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     Raises:
         TypeError: it is no such optimizer.
         ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
-            accumulation_steps, or group="none" in a job of several processes.
+            accumulation_steps, or group="none" in a job of several processes; weights are not on
+            the device of the accelerator.
     """
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
@@ -77,6 +78,12 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
             f'mixed_precision="fp16" has a GradScaler, which {name} cannot use: set'
             f' mixed_precision="no" and loss_scale="dynamic" of {name}'
         )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.device.type != accelerator.device.type:
+            raise ValueError(
+                f"a weight is on {param.device} and the accelerator on {accelerator.device}: move"
+                f" the model there, then make {name}"
+            )
     if isinstance(optimizer, InBackwardOptimizer):
         if options.accumulation_steps != num_micro_batches:
             raise ValueError(
@@ -95,8 +102,12 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
         accelerator.clip_grad_norm_ = partial(_clip_sharded, optimizer)
         accelerator.save_state = _refuse_save
     accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
-    # What evaluation_mode leaves out is the wrapper that reduces gradients.
-    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+    accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
+
+
+def _prepare_model(prepare_model: Any, model: Any, *_: Any, **__: Any) -> Any:
+    """What evaluation_mode leaves out is the wrapper that reduces gradients; weights stay put."""
+    return prepare_model(model, device_placement=False, evaluation_mode=True)
 
 
 def _backward(
