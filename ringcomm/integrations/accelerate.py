@@ -151,9 +151,7 @@ def _clip_sharded(
     return found
 
 
-def _clip_value(
-    optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float
-) -> None:
+def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
     if getattr(optimizer.options, "clip_grad_value", None) != clip_value:
         raise ValueError(
             f"clip_grad_value_() finds no gradients of {type(optimizer).__name__}: Lomo and AdaLomo"

@@ -41,21 +41,22 @@ def prepare(trainer: Any) -> Any:
     """Has transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
 
         dist.init_process_group("ringcomm")  # before TrainingArguments, which do not know the name
-        optimizer = Lomo(model, 1e-2, group=dist.group.WORLD, clip_grad_norm=args.max_grad_norm)
-        trainer = prepare(Trainer(model, args, optimizers=(optimizer, scheduler), ...))
-        trainer.train()
+        trainer = Trainer(model, args, train_dataset=data)  # which moves the model
+        trainer.optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+        prepare(trainer).train()
 
-    Call it before train(), in one process, too: Trainer wraps the model in no
-    DistributedDataParallel, and max_grad_norm clips by the optimizer.
+    Trainer then wraps the model in no DistributedDataParallel, and max_grad_norm clips by the
+    optimizer. Lomo is made with clip_grad_norm=args.max_grad_norm and, in several processes, with
+    group=dist.group.WORLD; in one process it wants prepare() as well.
 
     Args:
-        trainer: a Trainer that was given such an optimizer.
+        trainer: a Trainer with such an optimizer, before train().
 
     Returns:
         `trainer`.
 
     Raises:
-        TypeError: it was given no such optimizer.
+        TypeError: it has no such optimizer.
         ValueError: max_grad_norm is not 0 and not clip_grad_norm of Lomo; an optimizer of
             zero.shard() would be saved by process 0 alone; or as
             ringcomm.integrations.accelerate.adopt().

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,23 @@ def assert_equal_states(results: list[dict[str, Tensor]], expected: dict[str, Te
         assert all(torch.equal(results[0][name], other[name]) for other in results[1:]), name
 
 
+def made(kind: str, num_parts: int, max_norm: float | None, model: nn.Module) -> Any:
+    """The optimizer of one of two ranks."""
+    if kind.startswith("zero"):
+        sgd = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+        return zero.shard(model, sgd, stage=int(kind[-1]))
+    options: dict[str, Any] = {"accumulation_steps": num_parts, "clip_grad_norm": max_norm}
+    return OPTIMIZERS[kind](model, LR, group=dist.group.WORLD, **options)
+
+
+def alone(kind: str, model: nn.Module) -> Any:
+    """That of one process that makes the same steps."""
+    if kind == "adalomo":
+        return AdaLomo(model, LR)
+    momentum = 0.9 if kind.startswith("zero") else 0.0
+    return torch.optim.SGD(model.parameters(), LR, momentum=momentum)
+
+
 # ---- Accelerate
 
 
@@ -72,18 +91,7 @@ def train_accelerated(rank: int, kind: str, num_parts: int, max_norm: float | No
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_parts)
     assert accelerator.num_processes == 2
     model: nn.Module = mlp()
-    if kind.startswith("zero"):
-        optimizer: Any = zero.shard(
-            model, torch.optim.SGD(model.parameters(), LR, momentum=0.9), stage=int(kind[-1])
-        )
-    else:
-        optimizer = OPTIMIZERS[kind](
-            model,
-            LR,
-            group=dist.group.WORLD,
-            accumulation_steps=num_parts,
-            clip_grad_norm=max_norm,
-        )
+    optimizer: Any = made(kind, num_parts, max_norm, model)
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
     assert not isinstance(model, nn.parallel.DistributedDataParallel)
@@ -100,10 +108,7 @@ def train_accelerated(rank: int, kind: str, num_parts: int, max_norm: float | No
 def train_alone(kind: str, num_parts: int, max_norm: float | None) -> dict[str, Tensor]:
     """One process, on the batches of both."""
     model = mlp()
-    momentum = 0.9 if kind.startswith("zero") else 0.0
-    optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
-    if kind == "adalomo":
-        optimizer = AdaLomo(model, LR)
+    optimizer = alone(kind, model)
     for x, y in torch.utils.data.DataLoader(rows(), batch_size=4 * num_parts):
         nn.functional.mse_loss(model(x), y).backward()
         if max_norm is not None:
@@ -150,7 +155,7 @@ def refuse_in_accelerate(rank: int) -> None:
         with pytest.raises(ValueError, match=message):
             prepare(Accelerator(cpu=True), model, made := make(model))
         made.close()
-    with pytest.raises(TypeError, match="accelerator.prepare\\(\\) takes others"):
+    with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) takes others"):
         prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
     scaled = Accelerator(cpu=True)
     scaled.scaler = torch.amp.GradScaler("cpu")  # as mixed_precision="fp16" makes on a GPU
@@ -163,7 +168,7 @@ def refuse_in_accelerate(rank: int) -> None:
     accelerator.backward(model(x).sum())
     with pytest.raises(ValueError, match=r"make it with clip_grad_norm=0\.3"):
         accelerator.clip_grad_norm_(model.parameters(), 0.3)
-    with pytest.raises(ValueError, match="give model.parameters"):
+    with pytest.raises(ValueError, match=r"give model\.parameters"):
         accelerator.clip_grad_norm_(next(model.parameters()), 0.3)
     with pytest.raises(ValueError, match="their own clip_grad_value="):
         accelerator.clip_grad_value_(model.parameters(), 0.3)
@@ -187,7 +192,9 @@ class ForTrainer(nn.Module):
         return {"loss": nn.functional.mse_loss(self.net(x), labels)}
 
 
-def trainer_of(folder: str, optimizer: Any, model: nn.Module, rows_each: int, **options: Any) -> Any:
+def trainer_of(
+    folder: str, make: Callable[[nn.Module], Any], model: nn.Module, rows_each: int, **options: Any
+) -> Any:
     args = transformers.TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -200,9 +207,10 @@ def trainer_of(folder: str, optimizer: Any, model: nn.Module, rows_each: int, **
         seed=3,
         **options,
     )
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=5)
     data = [{"x": x, "labels": y} for x, y in rows()]
-    return transformers.Trainer(model, args, train_dataset=data, optimizers=(optimizer, scheduler))
+    trainer = transformers.Trainer(model, args, train_dataset=data)
+    trainer.optimizer = make(model)  # Trainer has moved the model
+    return trainer
 
 
 def train_by_trainer(
@@ -211,20 +219,9 @@ def train_by_trainer(
     from ringcomm.integrations.transformers import prepare
 
     model = ForTrainer()
-    if kind.startswith("zero"):
-        optimizer: Any = zero.shard(
-            model, torch.optim.SGD(model.parameters(), LR, momentum=0.9), stage=int(kind[-1])
-        )
-    else:
-        optimizer = OPTIMIZERS[kind](
-            model,
-            LR,
-            group=dist.group.WORLD,
-            accumulation_steps=num_parts,
-            clip_grad_norm=max_norm,
-        )
     options = {"max_grad_norm": max_norm or 0.0, "gradient_accumulation_steps": num_parts}
-    trainer = prepare(trainer_of(folder, optimizer, model, 2, **options))
+    make = partial(made, kind, num_parts, max_norm)
+    trainer = prepare(trainer_of(folder, make, model, 2, **options))
     assert trainer.args.world_size == 2
     trainer.train()
     assert trainer.state.global_step == 5
@@ -244,12 +241,8 @@ def test_trainer(tmp_path: Path, kind: str, num_parts: int, max_norm: float | No
     """The weights of one process that has the rows of both."""
     results = on_two(train_by_trainer, str(tmp_path), kind, num_parts, max_norm)
     model = ForTrainer()
-    momentum = 0.9 if kind.startswith("zero") else 0.0
-    optimizer: Any = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
-    if kind == "adalomo":
-        optimizer = AdaLomo(model, LR)
     options = {"max_grad_norm": max_norm or 0.0, "gradient_accumulation_steps": num_parts}
-    trainer = trainer_of(str(tmp_path), optimizer, model, 4, **options)
+    trainer = trainer_of(str(tmp_path), partial(alone, kind), model, 4, **options)
     if kind == "adalomo":
         from ringcomm.integrations.transformers import prepare
 
@@ -267,13 +260,12 @@ def refuse_in_trainer(rank: int, folder: str) -> None:
         Lomo(model, LR)
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
-        trainer_of(folder, optimizer, model, 2).train()
-    with pytest.raises(ValueError, match="max_grad_norm is 1.0 and clip_grad_norm of Lomo is None"):
-        prepare(trainer_of(folder, optimizer, model, 2))
+        trainer_of(folder, lambda _: optimizer, model, 2).train()
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1\.0 and clip_grad_norm of Lomo is None"):
+        prepare(trainer_of(folder, lambda _: optimizer, model, 2))
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     optimizer.close()
-    sharded = zero.shard(model, torch.optim.SGD(model.parameters(), LR), 1)
-    trainer = trainer_of(folder, sharded, model, 2)
+    trainer = trainer_of(folder, partial(made, "zero1", 1, None), model, 2)
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
         prepare(trainer)
