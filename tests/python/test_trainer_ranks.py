@@ -261,7 +261,9 @@ def refuse_in_trainer(rank: int, folder: str) -> None:
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
         trainer_of(folder, lambda _: optimizer, model, 2).train()
-    with pytest.raises(ValueError, match=r"max_grad_norm is 1\.0 and clip_grad_norm of Lomo is None"):
+    with pytest.raises(
+        ValueError, match=r"max_grad_norm is 1\.0 and clip_grad_norm of Lomo is None"
+    ):
         prepare(trainer_of(folder, lambda _: optimizer, model, 2))
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     optimizer.close()
