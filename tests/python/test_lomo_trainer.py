@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.integrations.transformers import prepare
+from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -54,6 +55,8 @@ def run_trainer(folder: Path, model: nn.Module, opt: Any, **options: Any) -> lis
     )
     scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, total_iters=STEPS)
     trainer = transformers.Trainer(model, args, train_dataset=rows(32), optimizers=(opt, scheduler))
+    if isinstance(opt, InBackwardOptimizer):
+        prepare(trainer)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -91,19 +94,57 @@ def test_trainer_accumulates(tmp_path: Path) -> None:
     assert closest(ours, theirs) < 1e-6
 
 
-def test_trainers_own_accumulation_is_not_wrong_in_silence(tmp_path: Path) -> None:
-    model = llama()
-    with pytest.raises(RuntimeError, match="say accumulation_steps"):
-        run_trainer(tmp_path, model, Lomo(model, LR), gradient_accumulation_steps=3)
-
-
-def test_clipping_is_the_optimizers(tmp_path: Path) -> None:
-    """Trainer's max_grad_norm sees no gradients; clip_grad_norm of Lomo does the same."""
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+def test_trainer_clips(tmp_path: Path, mode: Any) -> None:
+    """Trainer's max_grad_norm, by the optimizer."""
     ours, theirs = llama(), llama()
-    opt = Lomo(ours, LR, clip_grad_norm=0.5)
-    run_trainer(tmp_path, ours, opt, max_grad_norm=0.0)
+    opt = Lomo(ours, LR, clip_grad_norm=0.5, clip_mode=mode)
+    run_trainer(tmp_path, ours, opt, max_grad_norm=0.5)
     run_trainer(tmp_path, theirs, torch.optim.SGD(theirs.parameters(), LR), max_grad_norm=0.5)
     assert closest(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"max_grad_norm is 1\.0 and clip_grad_norm of Lomo is None"),
+        ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.0}, "make them equal"),
+    ],
+)
+def test_what_trainer_would_ignore(tmp_path: Path, options: Any, message: str) -> None:
+    model = llama()
+    with pytest.raises(ValueError, match=message):
+        run_trainer(tmp_path, model, Lomo(model, LR), **options)
+
+
+def test_trainer_that_was_not_prepared(tmp_path: Path) -> None:
+    """It clips by torch, or takes the norm, where no gradient is left."""
+    model = llama()
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, report_to=[])
+    opt = Lomo(model, LR)
+    scheduler = torch.optim.lr_scheduler.LinearLR(opt)
+    trainer = transformers.Trainer(model, args, train_dataset=rows(8), optimizers=(opt, scheduler))
+    with pytest.raises(RuntimeError, match=r"call prepare\(\) of ringcomm.integrations"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "clip_grad_value_", "GradScaler", "no step"])
+def test_torchs_own_clipping_and_scaling_raise(how: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    opt = Lomo(model, LR)
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "GradScaler")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    calls: dict[str, Any] = {
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "GradScaler": lambda: scaler.step(opt),
+        "no step": lambda: model.bias.sum().backward(),
+    }
+    words = "got a gradient after its update" if how == "no step" else "Use clip_grad_norm="
+    with pytest.raises(RuntimeError, match=words):
+        calls[how]()
+    opt.zero_grad()
+    assert model.weight.grad is None
 
 
 def test_accelerate() -> None:

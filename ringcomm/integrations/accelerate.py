@@ -1,0 +1,175 @@
+"""Optimizers that reduce gradients themselves, under Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringcomm.optim import InBackwardOptimizer
+from ringcomm.parallel.zero import ZeroOptimizer
+
+__all__ = ["adopt", "prepare"]
+
+# Accelerate's names of what shards or reduces by itself.
+_OWN_SYSTEMS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """accelerator.prepare() without DistributedDataParallel, for Lomo, AdaLomo and zero.shard().
+
+        dist.init_process_group("ringcomm")  # before Accelerator(), which does not know the name
+        accelerator = Accelerator(cpu=True)
+        optimizer = Lomo(model, lr=1e-2, group=dist.group.WORLD, clip_grad_norm=1.0)
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
+
+    The optimizer reduces the gradients. accelerator.backward() applies its loss scale, and
+    accelerator.clip_grad_norm_() clips by it: zero's by any norm, Lomo's by the norm that it was
+    made with (it returns None: optimizer.grad_norm is known after step()).
+
+    Args:
+        accelerator: an Accelerator that has prepared no model yet.
+        objects: as accelerator.prepare(); exactly one of them is such an optimizer. The model is on
+            its device already, since the optimizer was made for it.
+
+    Returns:
+        As accelerator.prepare().
+
+    Raises:
+        TypeError: there is no such optimizer, or more than one.
+        ValueError: as adopt().
+    """
+    optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
+    if len(optimizers) != 1:
+        raise TypeError(f"prepare() takes one optimizer, got {len(optimizers)}")
+    adopt(accelerator, optimizers[0], accelerator.gradient_accumulation_steps)
+    return accelerator.prepare(*objects)
+
+
+def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
+    """Has an Accelerator leave gradients to an optimizer that reduces them.
+
+    Args:
+        accelerator: changed in place; it wraps no model in DistributedDataParallel from now on.
+        optimizer: Lomo, AdaLomo, or what zero.shard() returned.
+        num_micro_batches: backward passes for each step.
+
+    Raises:
+        TypeError: it is no such optimizer.
+        ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
+            accumulation_steps, or group="none" in a job of several processes; weights are not on
+            the device of the accelerator.
+    """
+    if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
+        raise TypeError(
+            "the optimizer is Lomo, AdaLomo or one of zero.shard(), which reduce gradients, got"
+            f" {type(optimizer).__name__}: accelerator.prepare() takes others"
+        )
+    name, options = type(optimizer).__name__, optimizer.options
+    system = accelerator.distributed_type.name
+    if system in _OWN_SYSTEMS:
+        raise ValueError(f"{name} reduces gradients itself, and Accelerate has {system}: leave one")
+    if accelerator.scaler is not None:
+        raise ValueError(
+            f'mixed_precision="fp16" has a GradScaler, which {name} cannot use: set'
+            f' mixed_precision="no" and loss_scale="dynamic" of {name}'
+        )
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.device.type != accelerator.device.type:
+            raise ValueError(
+                f"a weight is on {param.device} and the accelerator on {accelerator.device}: move"
+                f" the model there, then make {name}"
+            )
+    if isinstance(optimizer, InBackwardOptimizer):
+        if options.accumulation_steps != num_micro_batches:
+            raise ValueError(
+                f"gradient_accumulation_steps is {num_micro_batches} and accumulation_steps of"
+                f" {name} is {options.accumulation_steps}: make them equal"
+            )
+        if accelerator.num_processes > 1 and options.group == "none":
+            raise ValueError(
+                f'{name} with group="none" trains each of {accelerator.num_processes} processes'
+                " apart: say group=dist.group.WORLD"
+            )
+        accelerator.backward = partial(_backward, accelerator, optimizer)
+        accelerator.clip_grad_norm_ = partial(_clip_in_backward, optimizer)
+    else:
+        accelerator.backward = partial(_scaled_backward, accelerator.backward, optimizer)
+        accelerator.clip_grad_norm_ = partial(_clip_sharded, optimizer)
+        accelerator.save_state = _refuse_save
+    accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
+    accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
+
+
+def _prepare_model(prepare_model: Any, model: Any, *_: Any, **__: Any) -> Any:
+    """What evaluation_mode leaves out is the wrapper that reduces gradients; weights stay put."""
+    return prepare_model(model, device_placement=False, evaluation_mode=True)
+
+
+def _backward(
+    accelerator: Any, optimizer: InBackwardOptimizer, loss: Tensor, **options: Any
+) -> None:
+    if options:
+        raise ValueError(f"backward() with Lomo takes a loss alone, got {sorted(options)}")
+    optimizer.backward(loss / accelerator.gradient_accumulation_steps)
+
+
+def _scaled_backward(backward: Any, optimizer: ZeroOptimizer, loss: Tensor, **options: Any) -> None:
+    backward(optimizer.scale(loss), **options)
+
+
+def _clip_in_backward(
+    optimizer: InBackwardOptimizer,
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> None:
+    """Raises ValueError where that is not what the optimizer does at step()."""
+    name, own = type(optimizer).__name__, optimizer.options.clip_grad_norm
+    _check_whole(optimizer, parameters)
+    if norm_type != 2 or (max_norm not in (own, math.inf)):
+        raise ValueError(
+            f"clip_grad_norm_() with max_norm {max_norm} and norm_type {norm_type} finds no"
+            f" gradients, which {name} has used: make it with clip_grad_norm={max_norm}"
+        )
+
+
+def _clip_sharded(
+    optimizer: ZeroOptimizer,
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+) -> Tensor:
+    _check_whole(optimizer, parameters)
+    if norm_type != 2:
+        raise ValueError(f"sharded gradients are clipped by their 2-norm, got {norm_type}")
+    found: Tensor = optimizer.clip_grad_norm_(max_norm)
+    return found
+
+
+def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+    if getattr(optimizer.options, "clip_grad_value", None) != clip_value:
+        raise ValueError(
+            f"clip_grad_value_() finds no gradients of {type(optimizer).__name__}: Lomo and AdaLomo"
+            " clamp by their own clip_grad_value="
+        )
+
+
+def _check_whole(optimizer: Any, parameters: Iterable[Tensor] | Tensor) -> None:
+    given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+    if any(param not in given for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{type(optimizer).__name__} clips by the norm of all of its weights: give"
+            " model.parameters()"
+        )
+
+
+def _refuse_save(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "save_state() keeps the optimizer of process 0, which has its own shards alone: save"
+        " ringcomm.parallel.zero.full_state_dict()"
+    )
