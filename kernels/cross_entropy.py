@@ -71,11 +71,9 @@ def index_in_row(token_target, vocab_start, num_classes):
 
 
 @triton.jit
-def target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """z of the target; 0 where it is in another shard."""
-    is_here = target_idx >= 0
-    x = tl.load(base + begin + target_idx, mask=is_here, other=0.0)
-    return tl.where(is_here, logit(x, logit_scale, softcap, HAS_SOFTCAP), 0.0)
+def target_of(base, begin, target_idx):
+    """The target's logit as it is in memory; 0, whose z is 0, where it is in another shard."""
+    return tl.load(base + begin + target_idx, mask=target_idx >= 0, other=0.0)
 
 
 @triton.jit
@@ -155,7 +153,7 @@ def stats_kernel(
         base = base_of(logits, lead)
         begin, num_head, num_bulk = span_of(lead, row, stride, num_classes, VEC)
         target_idx = index_in_row(token_target, vocab_start, num_classes)
-        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        z = logit(target_of(base, begin, target_idx), logit_scale, softcap, HAS_SOFTCAP)
         row_max, row_sum, row_weighted, entropy, argmax = scan_row(
             base, begin, num_classes, num_head, num_bulk, shard_weight, logit_scale, softcap,
             VEC, BLOCK, HAS_SOFTCAP, WANTS_WEIGHTED, WANTS_MORE, "",
@@ -220,7 +218,7 @@ def grad_kernel(
         )  # fmt: skip
         target_idx = index_in_row(token_target, vocab_start, num_classes)
         base = base_of(logits, lead)
-        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        x = target_of(base, begin, target_idx)
         tl.debug_barrier()  # all threads have read it before one overwrites it
         write_gradient(
             base, begin, to_base, to_begin, width, num_classes, num_head, num_bulk,
@@ -228,8 +226,8 @@ def grad_kernel(
             VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, IS_ALIGNED,
         )  # fmt: skip
         write_target(
-            to_base + to_begin, target_idx, z, row_max, prob, smooth, target_part, shard_weight,
-            softcap, HAS_SOFTCAP, SMOOTHS,
+            to_base + to_begin, target_idx, x, row_max, prob, smooth, target_part, shard_weight,
+            logit_scale, softcap, HAS_SOFTCAP, SMOOTHS,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from ringcomm.kernels.cross_entropy import (
     coefficients,
     index_in_row,
     store_stats,
-    target_logit,
+    target_of,
 )
 from ringcomm.kernels.logit_rows import (
     NO_INDEX,
@@ -57,9 +57,10 @@ def differentiate_held_row(
     mask = at < num_bulk
     edge_column, edge_mask = edge_columns(num_head, num_bulk, width, VEC)
     edge_at = base + begin + edge_column
-    z = logit(tl.load(bulk, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-    edge = tl.load(edge_at, mask=edge_mask, other=0.0)
-    edge = logit(edge, logit_scale, softcap, HAS_SOFTCAP)
+    x = tl.load(bulk, mask=mask, other=0.0)
+    z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
+    edge_x = tl.load(edge_at, mask=edge_mask, other=0.0)
+    edge = logit(edge_x, logit_scale, softcap, HAS_SOFTCAP)
     z = tl.where(mask & (column < num_classes), z, float("-inf"))
     edge = tl.where(edge_mask & (edge_column < num_classes), edge, float("-inf"))
     row_max = tl.maximum(tl.max(z, 0), tl.max(edge, 0))
@@ -89,12 +90,12 @@ def differentiate_held_row(
         z_loss, SMOOTHS,
     )  # fmt: skip
     grad = gradient(
-        z, power, column, mask, prob, smooth, weight, softcap, num_classes,
+        x, power, column, mask, prob, smooth, weight, logit_scale, softcap, num_classes,
         HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     edge_grad = gradient(
-        edge, edge_power, edge_column, edge_mask, prob, smooth, weight, softcap, num_classes,
-        HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
+        edge_x, edge_power, edge_column, edge_mask, prob, smooth, weight, logit_scale, softcap,
+        num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     tl.store(bulk, grad.to(base.dtype.element_ty), mask=mask)
     tl.store(edge_at, edge_grad.to(base.dtype.element_ty), mask=edge_mask)
@@ -140,7 +141,7 @@ def stats_and_grad_kernel(
     if is_token & (token_target != ignore_index):
         target_idx = index_in_row(token_target, 0, num_classes)
         # All threads have read it before one overwrites it: the row's reductions stand between.
-        z = target_logit(base, begin, target_idx, logit_scale, softcap, HAS_SOFTCAP)
+        x = target_of(base, begin, target_idx)
         scale = (logit_scale / tl.load(denominator)).to(tl.float32)
         if IS_HELD:
             (
@@ -166,9 +167,10 @@ def stats_and_grad_kernel(
                 VEC, BLOCK, HAS_SOFTCAP, SMOOTHS, HAS_PADDING, True,
             )  # fmt: skip
         write_target(
-            base + begin, target_idx, z, row_max, prob, smooth, target_part, weight, softcap,
-            HAS_SOFTCAP, SMOOTHS,
+            base + begin, target_idx, x, row_max, prob, smooth, target_part, weight, logit_scale,
+            softcap, HAS_SOFTCAP, SMOOTHS,
         )  # fmt: skip
+        z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
         store_stats(stats, row, row_max, row_sum, z, row_weighted, entropy, argmax)
     else:
         if is_token:

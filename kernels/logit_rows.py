@@ -82,6 +82,13 @@ def tanh(x):
 
 
 @triton.jit
+def slope(x, logit_scale, softcap):
+    """The softcap's derivative, sech^2. 1 - tanh^2 would cancel where |x| is large."""
+    power = exp(-2.0 * tl.abs(x.to(tl.float32) * logit_scale / softcap))
+    return 4.0 * power / ((1.0 + power) * (1.0 + power))
+
+
+@triton.jit
 def logit(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """z of what is in memory, in fp32."""
     z = x.to(tl.float32) * logit_scale
@@ -183,13 +190,14 @@ def first_index(found, num_elems):
 
 @triton.jit
 def gradient(
-    z,
+    x,
     power,
     column,
     mask,
     prob,
     smooth,
     weight,
+    logit_scale,
     softcap,
     num_classes,
     HAS_SOFTCAP: tl.constexpr,
@@ -205,8 +213,7 @@ def gradient(
             classes = mask & (column < num_classes)
             grad -= smooth * tl.load(weight + column, mask=classes, other=0.0)
     if HAS_SOFTCAP:
-        capped = z / softcap
-        grad *= 1.0 - capped * capped
+        grad *= slope(x, logit_scale, softcap)
     if HAS_PADDING:
         grad = tl.where(column < num_classes, grad, 0.0)
     return grad
@@ -216,12 +223,13 @@ def gradient(
 def write_target(
     to_row,
     target_idx,
-    z,
+    x,
     row_max,
     prob,
     smooth,
     target,
     weight,
+    logit_scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
     SMOOTHS: tl.constexpr,
@@ -232,7 +240,7 @@ def write_target(
     instructions and a register.
     """
     is_here = target_idx >= 0
-    grad = exp(z - row_max) * prob
+    grad = exp(logit(x, logit_scale, softcap, HAS_SOFTCAP) - row_max) * prob
     if SMOOTHS:
         if weight is None:
             grad -= smooth
@@ -240,8 +248,7 @@ def write_target(
             grad -= smooth * tl.load(weight + target_idx, mask=is_here, other=0.0)
     grad -= target
     if HAS_SOFTCAP:
-        capped = z / softcap
-        grad *= 1.0 - capped * capped
+        grad *= slope(x, logit_scale, softcap)
     tl.debug_barrier()
     tl.store(to_row + target_idx, grad.to(to_row.dtype.element_ty), mask=is_here)
 
@@ -284,7 +291,7 @@ def write_gradient(
         x = tl.load(bulk + at, mask=mask, other=0.0, eviction_policy="evict_first")
         z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
         grad = gradient(
-            z, exp(z - row_max), num_head + at, mask, prob, smooth, weight, softcap,
+            x, exp(z - row_max), num_head + at, mask, prob, smooth, weight, logit_scale, softcap,
             num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
         )  # fmt: skip
         tl.store(to_bulk + at, grad.to(to_base.dtype.element_ty), mask=mask)
@@ -292,7 +299,7 @@ def write_gradient(
     x = tl.load(base + begin + column, mask=mask, other=0.0)
     z = logit(x, logit_scale, softcap, HAS_SOFTCAP)
     grad = gradient(
-        z, exp(z - row_max), column, mask, prob, smooth, weight, softcap,
+        x, exp(z - row_max), column, mask, prob, smooth, weight, logit_scale, softcap,
         num_classes, HAS_SOFTCAP, SMOOTHS, HAS_PADDING,
     )  # fmt: skip
     tl.store(to_base + to_begin + column, grad.to(to_base.dtype.element_ty), mask=mask)

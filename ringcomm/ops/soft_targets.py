@@ -107,6 +107,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             # Not exp(z - lse): logits of 1e4 leave an lse that is 5e-4 off.
             slope = torch.softmax(z, -1) * total[:, None] - wanted
             if options.softcap:
-                slope *= 1 - (z / options.softcap) ** 2
+                # sech^2. 1 - tanh^2 would cancel where logits are large.
+                capped = rows[part].float() * (options.logit_scale / options.softcap)
+                power = torch.exp(-2 * capped.abs())
+                slope *= 4 * power / (1 + power) ** 2
             grad[part] = slope * (grad_losses[part, None] * options.logit_scale)
         return grad, None, None, None

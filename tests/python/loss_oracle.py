@@ -243,3 +243,24 @@ def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
     if options.get("weight") is True:
         options["weight"] = class_weights(options.get("vocab_size", num_columns))
     return options
+
+
+# ---- a softcap in saturation
+
+SATURATED_CAP = 4.0  # a power of two: logits / cap are exact
+
+
+def saturated_logits(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits up to 50 caps from 0, whose z hardly differ, and targets at both ends and at 0."""
+    row = torch.linspace(-50, 50, 1101) * SATURATED_CAP
+    return row.to(dtype).repeat(3, 1), torch.tensor([0, 550, 1100])
+
+
+def assert_saturated(grad: Tensor, logits: Tensor, target: Tensor) -> None:
+    """The gradient of the summed loss, relative to each element's own size."""
+    ratio = logits.double() / SATURATED_CAP
+    probabilities = torch.softmax(SATURATED_CAP * ratio.tanh(), -1)
+    expected = (probabilities - F.one_hot(target, logits.shape[1])) / ratio.cosh().square()
+    rounding = 4e-6 if grad.dtype == torch.float32 else 2**-7  # Triton's interpreter cuts off
+    # Below the smallest normal number results may be 0.
+    torch.testing.assert_close(grad.cpu().double(), expected, rtol=rounding, atol=4e-38)

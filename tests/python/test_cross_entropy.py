@@ -326,6 +326,18 @@ def test_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_the_gradient_of_a_saturated_softcap(dtype: torch.dtype) -> None:
+    """1 - tanh^2 would have lost all digits where a logit is 10 caps from 0."""
+    logits, target = loss_oracle.saturated_logits(dtype)
+    wanted = F.one_hot(target, logits.shape[1]).float()
+    for given in (target, wanted):
+        leaf = logits.clone().requires_grad_()
+        cross_entropy(leaf, given, softcap=loss_oracle.SATURATED_CAP, reduction="sum").backward()
+        assert leaf.grad is not None
+        loss_oracle.assert_saturated(leaf.grad, logits, target)
+
+
 # ---- probabilities as targets
 
 

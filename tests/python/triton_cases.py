@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import loss_oracle
 import pytest
 import torch
 from torch import Tensor
@@ -375,7 +376,25 @@ def bad_input(ops: Any, device: str) -> None:
         )
 
 
-BESIDES = (beyond_32_bits, no_class, wrong_shards, bad_input)
+def saturated(ops: Any, device: str) -> None:
+    """A softcap's gradient, also where it is many powers of ten below the largest."""
+    for dtype in (F32, BF16):
+        values, classes = loss_oracle.saturated_logits(dtype)
+        logits, target = values.to(device, copy=True), classes.to(device)
+        vocab, cap = values.shape[1], loss_oracle.SATURATED_CAP
+        stats = ops.softmax_stats(logits, target, None, 0, vocab, -100, 1.0, cap, False, False)
+        terms = (vocab, -100, 0.0, 0.0, "sum")
+        denominator = ops.cross_entropy_loss(stats, target, None, None, *terms)[2]
+        options = (0, vocab, -100, 1.0, cap, 0.0, 0.0)
+        one = torch.ones([], device=device)
+        grad = ops.cross_entropy_grad(one, logits, target, None, stats, denominator, *options)
+        loss_oracle.assert_saturated(grad, values, classes)
+        in_place = (vocab, -100, 1.0, cap, 0.0, 0.0, "sum", False)
+        ops.cross_entropy_and_grad_(logits, target, None, None, *in_place)
+        loss_oracle.assert_saturated(logits, values, classes)
+
+
+BESIDES = (saturated, beyond_32_bits, no_class, wrong_shards, bad_input)
 NAMES = [*(case.name for case in CASES), *(check.__name__ for check in BESIDES)]
 
 

@@ -45,10 +45,14 @@ using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum 
   return x >= lowest ? bits_as<Fp32>(scaled) : (x < lowest ? Fp32{} : x);
 }
 
+/// e^-2|x|, from which tanh x and its derivative are made.
+[[gnu::always_inline]] inline Fp32 tanh_power(const Fp32& x) {
+  return exp_of((x < 0.0F ? -x : x) * -2.0F);
+}
+
 /// tanh x: by a polynomial where 1 - e^-2|x| would cancel.
-[[gnu::always_inline]] inline Fp32 tanh_of(const Fp32& x) {
+[[gnu::always_inline]] inline Fp32 tanh_of(const Fp32& x, const Fp32& power) {
   const Fp32 magnitude = x < 0.0F ? -x : x;
-  const Fp32 power = exp_of(magnitude * -2.0F);
   const Fp32 large = (1.0F - power) / (1.0F + power);
   const Fp32 square = x * x;
   Fp32 p = multiply_add(all(-5.70498872745e-3F), square, all(2.06390887954e-2F));
@@ -59,17 +63,30 @@ using Word = Vec<std::uint32_t>;  // unsigned: where x is out of range, the sum 
   return magnitude < 0.625F ? small : (x < 0.0F ? -large : large);
 }
 
+/// The derivative of tanh x, sech^2 x. 1 - tanh^2 x would cancel where x is large.
+[[gnu::always_inline]] inline Fp32 tanh_slope(const Fp32& power) {
+  const Fp32 sum = 1.0F + power;
+  return 4.0F * power / (sum * sum);
+}
+
 // ---- one block
 
 struct alignas(64) Block {
   float z[kBlockElems];
 };
 
-/// z of up to kBlockElems elements from `from` on, filled up with `filler` to whole kSumLanes,
-/// whose number it returns.
+/// One vector of a block.
+[[gnu::always_inline]] inline Fp32 vector_of(const Block& block, std::size_t i) {
+  return load_bytes<Fp32>(reinterpret_cast<const char*>(block.z + i));
+}
+
+/// z of up to kBlockElems elements from `from` on, filled up with -infinity to whole kSumLanes,
+/// whose number it returns. With a softcap `slopes`, unless it is null, gets the softcap's
+/// derivatives.
 template <class Array>
 [[gnu::always_inline]] inline std::size_t load_block(const LogitRow& row, const char* from,
-                                                     std::size_t num_elems, Block& block) {
+                                                     std::size_t num_elems, Block& block,
+                                                     Block* slopes = nullptr) {
   std::size_t i = 0;
   for (; num_elems - i >= kLanes; i += kLanes)
     store_bytes(reinterpret_cast<char*>(block.z + i), Array::load(from + i * Array::kElementBytes));
@@ -83,17 +100,15 @@ template <class Array>
     for (i = 0; i < num_elems; ++i) block.z[i] *= row.logit_scale;
   if (row.softcap != 0.0F) {
     for (i = 0; i < padded; i += kLanes) {
-      char* place = reinterpret_cast<char*>(block.z + i);
-      store_bytes(place, tanh_of(load_bytes<Fp32>(place) / row.softcap) * row.softcap);
+      const Fp32 x = vector_of(block, i) / row.softcap;
+      const Fp32 power = tanh_power(x);
+      store_bytes(reinterpret_cast<char*>(block.z + i), tanh_of(x, power) * row.softcap);
+      if (slopes != nullptr)
+        store_bytes(reinterpret_cast<char*>(slopes->z + i), tanh_slope(power));
     }
   }
   for (i = num_elems; i < padded; ++i) block.z[i] = -kInfinity;
   return padded;
-}
-
-/// One vector of a block.
-[[gnu::always_inline]] inline Fp32 vector_of(const Block& block, std::size_t i) {
-  return load_bytes<Fp32>(reinterpret_cast<const char*>(block.z + i));
 }
 
 /// Asks for the lines behind a block while that is computed with: the processor does not look so
@@ -221,17 +236,17 @@ SoftmaxStats stats_of(const LogitRow& given) {
   return stats;
 }
 
-/// The gradients of a block's logits, in place of z. `target` is in the block, or negative.
+/// The gradients of a block's logits, in place of z. `target` is in the block, or negative;
+/// `slopes` as load_block() has filled it.
 template <class Array>
 [[gnu::always_inline]] inline void differentiate(const LogitRow& row, const LogitGrad& grad,
                                                  const char* from, const float* weight,
                                                  std::int64_t target, std::size_t num_elems,
-                                                 Block& block) {
+                                                 Block& block, const Block& slopes) {
   float target_part = 0;
-  if (target >= 0) {
-    const float capped = row.softcap != 0.0F ? block.z[target] / row.softcap : 0.0F;
-    target_part = grad.target * ((1.0F - capped * capped) * row.logit_scale);
-  }
+  if (target >= 0)
+    target_part =
+        grad.target * ((row.softcap != 0.0F ? slopes.z[target] : 1.0F) * row.logit_scale);
   for (std::size_t i = 0; i < num_elems; i += kLanes) {
     if (i % kSumLanes == 0) prefetch<Array>(from, i);
     const Fp32 z = vector_of(block, i);
@@ -243,10 +258,7 @@ template <class Array>
         __builtin_memcpy(&weights, weight + i, (left < kLanes ? left : kLanes) * sizeof(float));
       result = result - weights * grad.smooth;
     }
-    if (row.softcap != 0.0F) {
-      const Fp32 capped = z / row.softcap;
-      result = result * (1.0F - capped * capped);
-    }
+    if (row.softcap != 0.0F) result = result * vector_of(slopes, i);
     store_bytes(reinterpret_cast<char*>(block.z + i), result * row.logit_scale);
   }
   if (target >= 0) block.z[target] -= target_part;
@@ -270,18 +282,18 @@ template <class Array>
 void grad_of(const LogitRow& given, const LogitGrad& given_grad, void* to) {
   const LogitRow row = given;
   const LogitGrad grad = given_grad;
-  Block block;
+  Block block, slopes;
   for (std::size_t begin = 0; begin < row.num_elems; begin += kBlockElems) {
     const std::size_t left = row.num_elems - begin;
     const std::size_t num_elems = left < kBlockElems ? left : kBlockElems;
     const std::size_t offset = begin * Array::kElementBytes;
     const char* from = static_cast<const char*>(row.logits) + offset;
-    load_block<Array>(row, from, num_elems, block);
+    load_block<Array>(row, from, num_elems, block, &slopes);
     const std::int64_t target = row.target_idx - static_cast<std::int64_t>(begin);
     const bool is_here =
         row.target_idx >= 0 && target >= 0 && target < static_cast<std::int64_t>(num_elems);
     differentiate<Array>(row, grad, from, row.weight != nullptr ? row.weight + begin : nullptr,
-                         is_here ? target : -1, num_elems, block);
+                         is_here ? target : -1, num_elems, block, slopes);
     store_block<Array>(block, num_elems, static_cast<char*>(to) + offset);
   }
 }
