@@ -11,8 +11,7 @@ namespace ringcomm {
 /// Collectives of device tensors by kernels in memory that all ranks have mapped.
 class IpcDeviceCarrier final : public DeviceCarrier {
  public:
-  IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine, int rank)
-      : engine_(std::move(engine)), rank_(rank) {}
+  explicit IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine) : engine_(std::move(engine)) {}
 
   const std::string& name() const override { return engine_->description(); }
   Traffic enqueue(const Collective& call, const CallHeader& header,
@@ -31,7 +30,6 @@ class IpcDeviceCarrier final : public DeviceCarrier {
 
  private:
   std::unique_ptr<cuda::Engine> engine_;
-  int rank_;
 };
 
 /// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.

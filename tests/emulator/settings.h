@@ -27,6 +27,8 @@ namespace ringcomm::emulator {
 /// Where it differs from CUDA:
 /// - The host can read and write device memory. A kernel that touches what it must not ends the
 ///   process by a signal, instead of an error that sticks to the context.
+/// - Memory and events that are freed while another process has them open end the process, and a
+///   handle of memory that would hand out other allocations is refused: CUDA leaves both undefined.
 /// - The null stream is one more stream, which synchronizes with no other.
 /// - Blocks resident on a GPU are limited over all streams of one process, not over processes.
 /// - A process that dies with a record of an event outstanding leaves those who wait waiting.

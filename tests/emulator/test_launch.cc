@@ -145,7 +145,7 @@ TEST_CASE("threads of a block meet at its barrier") {
 RINGCOMM_CHILD(rank_that_spins) {
   use_device(0);
   DevicePtr address = 0;
-  MUST(driver().mem_alloc(&address, sizeof(std::uint32_t)) == kSuccess);
+  MUST(driver().mem_alloc(&address, std::size_t{2} << 20) == kSuccess);
   IpcMemHandle handle;
   MUST(driver().ipc_get_mem_handle(&handle, address) == kSuccess);
   const auto limit_ms = from_message<std::uint32_t>(receive_from_parent());

@@ -94,6 +94,8 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
   const bool have_fds =
       std::all_of(places.begin(), places.end(), [](const Place& place) { return place.has_fds; });
   kind_ = have_fds ? HandleKind::kFd : HandleKind::kIpc;
+  share_host_memory(exchange, Leaving::num_bytes(world_size()) + host_bytes);
+  leaving_ = std::make_unique<Leaving>(host_memory_.data(), exchange.rank(), places_);
   try {
     share_staging(exchange);
   } catch (const Unavailable&) {
@@ -102,7 +104,6 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
     kind_ = HandleKind::kIpc;
     share_staging(exchange);
   }
-  share_host_memory(exchange, host_bytes);
   description_ = describe();
 }
 
@@ -166,8 +167,8 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
 }
 
 void DeviceGroup::share_staging(RecordExchange& exchange) {
-  segment_ =
-      std::make_unique<Segment>(exchange, device_, places_, kind_, staging_.layout.num_bytes());
+  segment_ = std::make_unique<Segment>(exchange, device_, places_, kind_,
+                                       staging_.layout.num_bytes(), *leaving_);
   for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
 }
 

@@ -36,8 +36,9 @@ class DeviceGroup {
   HandleKind handle_kind() const { return kind_; }
   /// Blocks that this rank may have on its device at once.
   unsigned most_blocks() const { return blocks_per_rank(facts_); }
-  /// Host memory that all ranks have mapped, zeroed at first.
-  std::byte* host_memory() const { return host_memory_.data(); }
+  /// `host_bytes` of host memory that all ranks have mapped, zeroed at first.
+  std::byte* host_memory() const { return host_memory_.data() + Leaving::num_bytes(world_size()); }
+  Leaving& leaving() const { return *leaving_; }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
   const std::string& description() const { return description_; }
 
@@ -61,6 +62,7 @@ class DeviceGroup {
   };
 
   std::vector<Place> find_places(RecordExchange& exchange);
+  int world_size() const { return facts_.world_size; }
   void read_facts(const std::vector<Place>& places);
   void share_staging(RecordExchange& exchange);
   void share_host_memory(RecordExchange& exchange, std::size_t num_bytes);
@@ -71,10 +73,11 @@ class DeviceGroup {
   DeviceFacts facts_;
   std::vector<RankPlace> places_;
   HandleKind kind_ = HandleKind::kFd;
-  Staging staging_;
-  std::unique_ptr<Segment> segment_;
   std::unique_ptr<MappedHostMemory> control_;
   shm::SharedMemory host_memory_;
+  std::unique_ptr<Leaving> leaving_;  // goes when all is closed
+  Staging staging_;
+  std::unique_ptr<Segment> segment_;
   std::string description_;
 };
 

@@ -44,12 +44,14 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
               .world_size = communicator.world_size(),
               .timeout = timeout},
              std::move(report)) {
-  if (group_.takes_turns()) turns_ = std::make_unique<TurnEvents>(exchange_);
+  if (group_.takes_turns()) 
+    turns_ = std::make_unique<TurnEvents>(exchange_, group_.leaving());
 }
 
 Engine::~Engine() {
   try {
     const ContextGuard guard(group_.device());
+    const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
     collectives_.synchronize();
@@ -97,7 +99,7 @@ void Engine::check_messages(const std::vector<Mail>& messages) const {
   check_batch(messages, group_.most_blocks());
 }
 
-std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
+std::shared_ptr<const DeviceMemory> Engine::lend(std::size_t num_bytes) {
   check_alive();
   if (turns_ != nullptr)
     throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers");
@@ -108,7 +110,7 @@ std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
   const RelaxedCapture relaxed;
   auto segment =
       std::make_shared<Segment>(exchange_, group_.device(), group_.places(), group_.handle_kind(),
-                                std::max<std::size_t>(num_bytes, 1));
+                                std::max<std::size_t>(num_bytes, 1), group_.leaving());
   const auto world_size = static_cast<std::size_t>(communicator_.world_size());
   const std::size_t row_bytes = world_size * sizeof(std::byte*);
   agree(exchange_, attempt([&] {
@@ -127,7 +129,7 @@ std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
           stream.finish();
         }));
   lent_.push_back(segment);
-  return segment;
+  return segment->own();
 }
 
 // Where a buffer lies in lent memory; 0 where it does not.

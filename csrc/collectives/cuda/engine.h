@@ -48,9 +48,9 @@ class Engine {
   /// Messages of which none waits for another, and which check_messages() takes.
   void exchange(const std::vector<Mail>& messages, StreamHandle stream);
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
-  /// lie. Collective; kept as long as this engine. Throws Unavailable, Error,
-  /// std::invalid_argument.
-  std::shared_ptr<const Segment> lend(std::size_t num_bytes);
+  /// lie. Collective; kept as long as this engine, and this rank's part as long as what is
+  /// returned. Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const DeviceMemory> lend(std::size_t num_bytes);
 
   /// Whether what is enqueued there is captured in a graph.
   bool is_captured(StreamHandle stream) const;
