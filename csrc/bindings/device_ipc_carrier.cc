@@ -34,7 +34,7 @@ void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
   engine_->exchange(to_mails(messages), handle_of(stream));
 }
 
-void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) const {
+void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) {
   engine_->check_messages(to_mails(messages));
 }
 
@@ -64,10 +64,9 @@ std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup&
   const c10::DeviceGuard guard(device);
   const std::string who = "ringcomm: group " + group.options.group_name;
   try {
-    return std::make_unique<IpcDeviceCarrier>(
-        cuda::Engine::make(
-            *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
-            [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
+    return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
+        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
+        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;

@@ -30,9 +30,9 @@ Result write_handle(IpcKind kind, int fd, void* handle);
 /// then. `fd` is of the memory, `what` names it.
 void check_not_opened_elsewhere(int fd, const char* what);
 
-/// Opens what another process has written, and marks it as open while the descriptor lives. Errors are CUDA's: kInvalidContext for a handle of this
-/// process, kMapFailed if its maker is gone or has freed it, kNotSupported where IPC is switched
-/// off.
+/// Opens what another process has written, and marks it as open while the descriptor lives. Errors
+/// are CUDA's: kInvalidContext for a handle of this process, kMapFailed if its maker is gone or has
+/// freed it, kNotSupported where IPC is switched off.
 Result open_handle(IpcKind kind, const void* handle, shm::UniqueFd* fd);
 
 }  // namespace ringcomm::emulator

@@ -112,8 +112,7 @@ TEST_CASE("a handle never hands out what shares a piece with other allocations")
 RINGCOMM_CHILD(that_keeps_memory_open) {
   use_device(0);
   DevicePtr address = 0;
-  MUST(driver().ipc_open_mem_handle(&address,
-                                    from_message<IpcMemHandle>(receive_from_parent()),
+  MUST(driver().ipc_open_mem_handle(&address, from_message<IpcMemHandle>(receive_from_parent()),
                                     kIpcLazyPeerAccess) == kSuccess);
   send_to_parent({});
   receive_from_parent();
@@ -158,8 +157,8 @@ TEST_CASE("what is freed while another process has it open ends the one that fre
   for (const bool is_open : {true, false}) {
     ChildProcess owner("that_destroys_an_event");
     EventHandle event = nullptr;
-    REQUIRE(driver().ipc_open_event_handle(
-                &event, from_message<IpcEventHandle>(owner.receive())) == kSuccess);
+    REQUIRE(driver().ipc_open_event_handle(&event, from_message<IpcEventHandle>(owner.receive())) ==
+            kSuccess);
     if (!is_open) CHECK(driver().event_destroy(event) == kSuccess);
     owner.send({});
     CHECK(owner.wait() == (is_open ? -SIGABRT : 0));
