@@ -49,7 +49,7 @@ class DeviceCarrier {
   /// Throws std::invalid_argument where a collective on this stream, or such messages, cannot be
   /// enqueued at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
-  virtual void check_messages(const std::vector<DeviceMessage>&) const {}
+  virtual void check_messages(const std::vector<DeviceMessage>&) {}
   /// Whether its data tells what call it is of, so that calls that differ are found where they
   /// meet.
   virtual bool finds_mismatches() const { return false; }

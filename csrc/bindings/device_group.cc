@@ -153,8 +153,7 @@ void DeviceGroup::lose(const std::vector<at::Tensor>& kept) {
 // And lets go of what is over.
 void DeviceGroup::keep(const std::shared_ptr<DeviceUse>& use) {
   const std::lock_guard lock(mutex_);
-  // Asking for events would break the capture.
-  while (!use->is_captured() && !uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
+  while (!uses_.empty() && uses_.front()->is_over()) uses_.pop_front();
   uses_.push_back(use);
   if (is_aborted_) use->give_up();
 }

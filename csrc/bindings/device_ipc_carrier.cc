@@ -34,7 +34,7 @@ void IpcDeviceCarrier::exchange(const std::vector<DeviceMessage>& messages,
   engine_->exchange(to_mails(messages), handle_of(stream));
 }
 
-void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) const {
+void IpcDeviceCarrier::check_messages(const std::vector<DeviceMessage>& messages) {
   engine_->check_messages(to_mails(messages));
 }
 
@@ -43,8 +43,8 @@ void IpcDeviceCarrier::check_collective(const c10::Stream& stream) const {
 }
 
 DeviceCarrier::LentMemory IpcDeviceCarrier::lend(std::size_t num_bytes) {
-  std::shared_ptr<const cuda::Segment> segment = engine_->lend(num_bytes);
-  return {segment->of(rank_), segment};
+  std::shared_ptr<const cuda::DeviceMemory> memory = engine_->lend(num_bytes);
+  return {memory->data(), memory};
 }
 
 bool IpcDeviceCarrier::is_captured(const c10::Stream& stream) const {
@@ -64,11 +64,9 @@ std::unique_ptr<DeviceCarrier> make_ipc_device_carrier(const DeviceCarrierGroup&
   const c10::DeviceGuard guard(device);
   const std::string who = "ringcomm: group " + group.options.group_name;
   try {
-    return std::make_unique<IpcDeviceCarrier>(
-        cuda::Engine::make(
-            *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
-            [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }),
-        group.rank);
+    return std::make_unique<IpcDeviceCarrier>(cuda::Engine::make(
+        *group.communicator, device.index(), std::min(group.options.timeout, kLongestTimeout),
+        [who](const std::string& error) { LOG(ERROR) << who << " has ended: " << error; }));
   } catch (const cuda::Unavailable& unavailable) {
     reason = unavailable.what();
     return nullptr;

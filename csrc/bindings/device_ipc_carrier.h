@@ -11,8 +11,7 @@ namespace ringcomm {
 /// Collectives of device tensors by kernels in memory that all ranks have mapped.
 class IpcDeviceCarrier final : public DeviceCarrier {
  public:
-  IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine, int rank)
-      : engine_(std::move(engine)), rank_(rank) {}
+  explicit IpcDeviceCarrier(std::unique_ptr<cuda::Engine> engine) : engine_(std::move(engine)) {}
 
   const std::string& name() const override { return engine_->description(); }
   Traffic enqueue(const Collective& call, const CallHeader& header,
@@ -22,7 +21,7 @@ class IpcDeviceCarrier final : public DeviceCarrier {
     engine_->plan(call, header);
   }
   void check_collective(const c10::Stream& stream) const override;
-  void check_messages(const std::vector<DeviceMessage>& messages) const override;
+  void check_messages(const std::vector<DeviceMessage>& messages) override;
   bool finds_mismatches() const override { return true; }
   LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
@@ -31,7 +30,6 @@ class IpcDeviceCarrier final : public DeviceCarrier {
 
  private:
   std::unique_ptr<cuda::Engine> engine_;
-  int rank_;
 };
 
 /// Null, on all ranks alike and with the reason, where the ranks cannot map each other's memory.

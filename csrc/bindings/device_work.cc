@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/device_group.h"
+#include "bindings/driver_device.h"
 #include "bindings/python_errors.h"
 #include "bindings/work.h"
 
@@ -41,7 +42,10 @@ bool DeviceUse::is_over() {
   if (is_captured_) return true;
   std::vector<at::Tensor> freed;  // without the lock
   const std::lock_guard lock(mutex_);
-  if (!is_over_) is_over_ = end_.query();
+  if (!is_over_) {
+    const QueriesInCaptures allowed(stream_.device());
+    is_over_ = end_.query();
+  }
   if (is_over_) freed.swap(tensors_);
   return is_over_;
 }

@@ -90,7 +90,8 @@ bool has_private_sizes(OpKind op) {
 
 std::string describe(const CallHeader& header) {
   std::ostringstream text;
-  text << name_of(header.op) << " #" << header.seq;
+  text << name_of(header.op);
+  if (header.seq != CallHeader::kNoSeq) text << " #" << header.seq;
   if (header.op == OpKind::kBarrier) return text.str();
   text << " (";
   if (is_reduction(header.op)) text << name_of(header.reduction) << ", ";

@@ -100,6 +100,8 @@ struct Collective {
 /// What must be equal on all ranks of a collective, but for the sizes where shares may differ.
 /// Stands in front of the data of its first phase.
 struct CallHeader {
+  static constexpr std::uint64_t kNoSeq =
+      ~std::uint64_t{0};  ///< of a call whose number is not known
   std::uint64_t seq = 0;
   std::uint64_t num_elems = 0;
   std::uint64_t ring_slot_bytes = 0;

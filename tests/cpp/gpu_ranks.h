@@ -106,7 +106,7 @@ class GpuRanks {
   void exchange(int rank, const std::vector<cuda::Mail>& messages) {
     cuda::MailCall call;
     fill(rank, call);
-    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, call);
+    const cuda::LaunchPlan plan = cuda::plan_exchange(messages, 2, call);
     run_kernel(plan.kernel, call, plan.num_blocks, num_threads_);
   }
   void run_case(int rank, const Case& c) {

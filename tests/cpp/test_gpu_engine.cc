@@ -26,6 +26,7 @@ void use_emulator() {
                                 if (write(fd, text.data(), text.size()) < 0) std::abort();
                                 return fd;
                               }());
+    setenv("RINGCOMM_EMULATOR_BOX", std::to_string(getpid()).c_str(), 1);
     setenv("RINGCOMM_CUDA_IMAGE", image.c_str(), 1);
     setenv("RINGCOMM_CUDA_DRIVER", RINGCOMM_EMULATOR, 1);
     return true;

@@ -249,13 +249,37 @@ TEST_CASE("kernels: a message of another size or tag is told to the host of who 
   }
 }
 
-TEST_CASE("kernels: a batch that has no room is refused") {
+TEST_CASE("kernels: a batch that is too large is refused") {
   std::byte byte{};
-  std::vector<cuda::Mail> messages(3, {&byte, 1, 0, 1, true});
-  for (std::size_t i = 0; i < messages.size(); ++i) messages[i].peer = static_cast<std::int16_t>(i);
-  CHECK_THROWS_WITH(cuda::check_batch(messages, 2), doctest::Contains("make several"));
-  messages.resize(129, messages[0]);
-  CHECK_THROWS_WITH(cuda::check_batch(messages, 2), doctest::Contains("128 at most, got 129"));
+  const std::vector<cuda::Mail> messages(129, {&byte, 1, 0, 1, true});
+  CHECK_THROWS_WITH(cuda::check_batch(messages), doctest::Contains("128 at most, got 129"));
+}
+
+// A group of each size on a GPU, one after the other, until there is no room: their blocks fit it
+// together, and leave multiprocessors to what late ranks compute.
+TEST_CASE("kernels: any number of groups leaves room on a GPU") {
+  for (const int num_sms : {2, 8, 20, 132})
+    for (const int per_sm : {1, 2})
+      for (const bool is_on_one_device : {true, false})
+        for (int sharing = is_on_one_device ? 2 : 1; sharing <= 8; ++sharing) {
+          cuda::DeviceFacts facts{.world_size = is_on_one_device ? sharing : 2 * sharing,
+                                  .max_ranks_per_device = sharing,
+                                  .is_on_one_device = is_on_one_device,
+                                  .min_multiprocessors = num_sms,
+                                  .blocks_per_multiprocessor = per_sm};
+          facts.free_seats = cuda::num_seats(num_sms, per_sm);
+          int num_waiting = 0, num_resident = 0;
+          while (const auto num_blocks = static_cast<int>(cuda::blocks_that_fit(facts))) {
+            for (int rank = 0; rank < sharing; ++rank)
+              if (cuda::takes_seats(facts, rank)) facts.free_seats -= num_blocks;
+            num_waiting += num_blocks * (is_on_one_device ? sharing - 1 : sharing);
+            num_resident += num_blocks * sharing;
+          }
+          CHECK(facts.free_seats >= 0);
+          CHECK(num_waiting < num_sms);
+          CHECK(num_resident <= num_sms * per_sm);
+          if (num_sms == 132 && sharing > 1) CHECK(num_waiting > num_sms / 4);
+        }
 }
 
 // Two steps of a kernel on one rank's arrays, and of the host's.

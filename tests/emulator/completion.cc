@@ -29,7 +29,7 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 class SharedCompletion final : public Completion {
  public:
-  explicit SharedCompletion(shm::UniqueFd fd) : fd_(std::move(fd)) {
+  SharedCompletion(shm::UniqueFd fd, bool is_own) : fd_(std::move(fd)), is_own_(is_own) {
     void* mapped =
         mmap(nullptr, sizeof(SharedRecords), PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     records_ = mapped != MAP_FAILED ? static_cast<SharedRecords*>(mapped) : nullptr;
@@ -39,6 +39,7 @@ class SharedCompletion final : public Completion {
   }
   bool is_mapped() const { return records_ != nullptr; }
   int fd() const { return fd_.get(); }
+  bool is_own() const { return is_own_; }
 
   std::uint64_t begin() override { return ++records_->last; }
 
@@ -66,6 +67,7 @@ class SharedCompletion final : public Completion {
 
  private:
   shm::UniqueFd fd_;
+  bool is_own_;  // or another process's
   SharedRecords* records_ = nullptr;
 };
 
@@ -101,7 +103,7 @@ std::uint64_t LocalCompletion::last() {
 std::shared_ptr<Completion> make_shared_completion() {
   shm::UniqueFd fd(memfd_create("ringcomm-emulated-event", MFD_CLOEXEC));
   if (!fd || ftruncate(fd.get(), sizeof(SharedRecords)) != 0) return nullptr;
-  auto made = std::make_shared<SharedCompletion>(std::move(fd));
+  auto made = std::make_shared<SharedCompletion>(std::move(fd), true);
   return made->is_mapped() ? made : nullptr;
 }
 
@@ -111,10 +113,15 @@ Result export_completion(Completion& completion, IpcEventHandle* handle) {
   return write_handle(IpcKind::kEvent, shared->fd(), handle);
 }
 
+void check_not_opened_elsewhere(Completion& completion) {
+  const auto* shared = dynamic_cast<SharedCompletion*>(&completion);
+  if (shared != nullptr && shared->is_own()) check_not_opened_elsewhere(shared->fd(), "an event");
+}
+
 Result import_completion(const IpcEventHandle& handle, std::shared_ptr<Completion>* completion) {
   shm::UniqueFd fd;
   RINGCOMM_TRY(open_handle(IpcKind::kEvent, &handle, &fd));
-  auto made = std::make_shared<SharedCompletion>(std::move(fd));
+  auto made = std::make_shared<SharedCompletion>(std::move(fd), false);
   if (!made->is_mapped()) return kMapFailed;
   *completion = std::move(made);
   return kSuccess;

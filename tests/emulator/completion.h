@@ -38,6 +38,9 @@ class LocalCompletion final : public Completion {
   std::set<std::uint64_t> outstanding_;
 };
 
+/// Ends this process if another has the event open, which this one has made.
+void check_not_opened_elsewhere(Completion& completion);
+
 /// Of an event that processes share: null where the system refuses its memory.
 std::shared_ptr<Completion> make_shared_completion();
 Result export_completion(Completion& completion, IpcEventHandle* handle);

@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
+#include <atomic>
+#include <csignal>
 #include <cstring>
 #include <deque>
 #include <string>
-#include <thread>
 
 #include "emulator/settings.h"
 
@@ -19,7 +19,6 @@ constexpr int kVersion = 13000;
 
 struct Device {
   ContextTag context;
-  BlockSlots slots{settings().num_sms * settings().blocks_per_sm};
 };
 
 std::atomic<bool> is_initialized = false;
@@ -70,17 +69,12 @@ int attribute_value(int attribute, bool* is_known) {
 
 }  // namespace
 
-void BlockSlots::acquire() {
-  for (;;) {
-    int num_free = num_free_.load(std::memory_order_relaxed);
-    while (num_free > 0)
-      if (num_free_.compare_exchange_weak(num_free, num_free - 1, std::memory_order_relaxed))
-        return;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+Result require_initialized() {
+  // Every function comes here, some more than once.
+  static std::atomic<long long> num_calls = 0;
+  if (is_initialized && ++num_calls == settings().dies_at) raise(SIGKILL);
+  return is_initialized ? kSuccess : kNotInitialized;
 }
-
-Result require_initialized() { return is_initialized ? kSuccess : kNotInitialized; }
 
 Result require_device(DeviceOrdinal device) {
   RINGCOMM_TRY(require_initialized());
@@ -104,10 +98,6 @@ bool can_map(DeviceOrdinal device, int physical) {
 
 Context context_of(DeviceOrdinal device) {
   return &devices()[static_cast<std::size_t>(device)].context;
-}
-
-BlockSlots& block_slots(DeviceOrdinal device) {
-  return devices()[static_cast<std::size_t>(device)].slots;
 }
 
 Result api::init(unsigned flags) {
@@ -155,6 +145,8 @@ Result api::device_get_uuid(DeviceUuid* uuid, DeviceOrdinal device) {
   RINGCOMM_TRY(require_device(device));
   if (uuid == nullptr) return kInvalidValue;
   *uuid = {{'e', 'm', 'u', 'l', 'a', 't', 'e', 'd'}};
+  const std::uint32_t box = settings().box;
+  std::memcpy(uuid->bytes + 8, &box, sizeof(box));
   const int physical = physical_device(device);
   std::memcpy(uuid->bytes + 12, &physical, sizeof(physical));
   return kSuccess;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <mutex>
 #include <set>
 
@@ -18,18 +17,6 @@ struct ringcomm::cuda::ContextTag {
 
 namespace ringcomm::emulator {
 
-/// How many blocks a GPU holds at a time: kernels of all streams of the process compete for them.
-/// It orders nothing, so that ThreadSanitizer sees kernels race that no event keeps apart.
-class BlockSlots {
- public:
-  explicit BlockSlots(int num_slots) : num_free_(num_slots) {}
-  void acquire();
-  void release() { num_free_.fetch_add(1, std::memory_order_relaxed); }
-
- private:
-  std::atomic<int> num_free_;
-};
-
 /// kNotInitialized before cuInit, and in a child that was forked after it.
 Result require_initialized();
 /// And that there is a device of this number.
@@ -43,6 +30,5 @@ int physical_device(DeviceOrdinal device);
 bool can_map(DeviceOrdinal device, int physical);
 /// The primary context of a device that exists.
 Context context_of(DeviceOrdinal device);
-BlockSlots& block_slots(DeviceOrdinal device);
 
 }  // namespace ringcomm::emulator

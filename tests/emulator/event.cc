@@ -87,7 +87,10 @@ Result api::event_create(EventHandle* event, unsigned flags) {
 
 Result api::event_destroy(EventHandle event) {
   RINGCOMM_TRY(require_initialized());
-  return Handles<EventTag>::all().remove(event) != nullptr ? kSuccess : kInvalidHandle;
+  const std::shared_ptr<EventTag> removed = Handles<EventTag>::all().remove(event);
+  if (removed == nullptr) return kInvalidHandle;
+  check_not_opened_elsewhere(*removed->completion);
+  return kSuccess;
 }
 
 Result api::event_record(EventHandle handle, StreamHandle stream_handle) {

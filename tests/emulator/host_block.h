@@ -101,6 +101,7 @@ class HostBlock {
   bool claim(std::uint32_t& word) const {
     return __atomic_exchange_n(&word, 1u, __ATOMIC_ACQ_REL) == 0;
   }
+  void unclaim(std::uint32_t& word) const { __atomic_store_n(&word, 0u, __ATOMIC_RELEASE); }
   void publish_word(std::uint32_t& word, std::uint32_t value) const {
     __atomic_store_n(&word, value, __ATOMIC_RELEASE);
   }

@@ -26,9 +26,13 @@ enum class IpcKind : char { kMemory = 'm', kEvent = 'e' };
 /// Writes the handle of this process's memory `fd` to the 64 bytes at `handle`.
 Result write_handle(IpcKind kind, int fd, void* handle);
 
-/// Opens what another process has written. Errors are CUDA's: kInvalidContext for a handle of this
-/// process, kMapFailed if its maker is gone or has freed it, kNotSupported where IPC is switched
-/// off.
+/// Ends this process if another has open what it is about to free: CUDA does not say what happens
+/// then. `fd` is of the memory, `what` names it.
+void check_not_opened_elsewhere(int fd, const char* what);
+
+/// Opens what another process has written, and marks it as open while the descriptor lives. Errors
+/// are CUDA's: kInvalidContext for a handle of this process, kMapFailed if its maker is gone or has
+/// freed it, kNotSupported where IPC is switched off.
 Result open_handle(IpcKind kind, const void* handle, shm::UniqueFd* fd);
 
 }  // namespace ringcomm::emulator

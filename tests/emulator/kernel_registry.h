@@ -27,6 +27,13 @@ struct Kernel {
   void (*run)(const void* parameter, BlockContext& context);
 };
 
+/// The parameter of a kernel that every image has: calls a function of the host.
+struct FunctionCall {
+  static constexpr const char* kName = "emulator_function";
+  void (*function)(void*);
+  void* data;
+};
+
 /// Null where there is none of this name.
 const Kernel* find_kernel(std::string_view name);
 

@@ -10,6 +10,7 @@
 #include <new>
 #include <string_view>
 
+#include "emulator/block_slots.h"
 #include "emulator/capture.h"
 #include "emulator/kernel_registry.h"
 #include "emulator/kernel_turn.h"
@@ -45,6 +46,14 @@ int blocks_per_sm(unsigned block_threads, std::size_t shared_bytes) {
   return std::min({settings().blocks_per_sm, by_threads, by_memory});
 }
 
+/// Runs a function of the host as a kernel would run, where its launch says that it does: torch's
+/// operators.
+void run_function(const void* parameter, BlockContext& context) {
+  const auto& p = *static_cast<const FunctionCall*>(parameter);
+  if (context.thread_idx == 0) p.function(p.data);
+}
+constexpr Kernel kFunction = {FunctionCall::kName, sizeof(FunctionCall), run_function};
+
 /// A launch, copied when it was made.
 struct Grid {
   const Kernel* kernel = nullptr;
@@ -52,6 +61,7 @@ struct Grid {
   DeviceOrdinal device = 0;
   unsigned num_blocks = 0;
   unsigned num_resident = 0;  // at most so many at a time
+  int slots_per_block = 1;
   unsigned num_threads = 0;
 };
 
@@ -83,13 +93,13 @@ void run_thread(const Grid& grid, unsigned block, unsigned thread, BlockState& s
 
 void run_block(const Grid& grid, unsigned block) {
   const auto state = std::make_shared<BlockState>(grid.num_threads);
-  BlockSlots& slots = block_slots(grid.device);
-  slots.acquire();
+  BlockSlots& slots = BlockSlots::of(grid.device);
+  const int slot = slots.acquire(grid.slots_per_block);
   for (unsigned thread = 1; thread < grid.num_threads; ++thread)
     ThreadPool::of_process().start(
         [&grid, state, block, thread] { run_thread(grid, block, thread, *state); });
   run_thread(grid, block, 0, *state);
-  slots.release();
+  slots.release(slot, grid.slots_per_block);
 }
 
 /// Runs as many blocks at a time as may be, each new one when one has ended.
@@ -147,7 +157,7 @@ Result api::module_get_function(Function* function, Module module, const char* n
   if (function == nullptr || name == nullptr) return kInvalidValue;
   const std::shared_ptr<ModuleTag> found = Handles<ModuleTag>::all().find(module);
   if (found == nullptr) return kInvalidHandle;
-  const Kernel* kernel = find_kernel(name);
+  const Kernel* kernel = kFunction.name == std::string_view(name) ? &kFunction : find_kernel(name);
   if (kernel == nullptr) return kNotFound;
   const std::lock_guard lock(found->mutex);
   std::shared_ptr<FunctionTag>& known = found->functions[kernel->name];
@@ -188,8 +198,9 @@ Result api::launch_kernel(Function function, unsigned grid_x, unsigned grid_y, u
   grid.parameter = copy_parameter(parameters[0], found->kernel->param_bytes);
   grid.device = stream->context->device;
   grid.num_blocks = grid_x;
-  grid.num_resident =
-      static_cast<unsigned>(settings().num_sms * blocks_per_sm(block_x, shared_bytes));
+  const int per_sm = blocks_per_sm(block_x, shared_bytes);
+  grid.num_resident = static_cast<unsigned>(settings().num_real_sms * per_sm);
+  grid.slots_per_block = settings().blocks_per_sm / per_sm;
   grid.num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_x);
   return submit(*stream, [grid = std::move(grid)] { run_grid(grid); });
 }

@@ -1,6 +1,7 @@
 // Memory that comes with its address: cuMemAlloc, cuMemHostAlloc, and handles of the former.
 #include <sys/mman.h>
 
+#include <cstdio>
 #include <utility>
 
 #include "emulator/address_space.h"
@@ -13,6 +14,9 @@ namespace ringcomm::emulator {
 namespace {
 
 constexpr unsigned kHostAllocFlags = kHostPortable | kHostDeviceMap | 4;  // 4: write-combined
+
+/// What handles hand out; allocations of other sizes share it with others.
+constexpr std::size_t kSharedGranularity = std::size_t{2} << 20;
 
 /// The address of memory that this process has opened before, counted once more.
 bool reopen(ino_t inode, DevicePtr* address) {
@@ -60,6 +64,7 @@ Result api::mem_free(DevicePtr address) {
   if (address == 0) return kSuccess;
   Piece piece;
   if (!AddressSpace::of_process().remove(address, Origin::kAllocated, &piece)) return kInvalidValue;
+  check_not_opened_elsewhere(piece.memory->fd(), "memory");
   synchronize_context(context);  // as CUDA does before it takes memory away
   unmap_whole(piece.base, piece.num_bytes);
   return kSuccess;
@@ -81,6 +86,13 @@ Result api::ipc_get_mem_handle(IpcMemHandle* handle, DevicePtr address) {
   if (handle == nullptr || !AddressSpace::of_process().find(address, &piece) ||
       piece.origin != Origin::kAllocated)
     return kInvalidValue;
+  if (piece.num_bytes % kSharedGranularity != 0) {
+    std::fprintf(stderr,
+                 "libcuda_emulator: cuIpcGetMemHandle of %zu bytes: CUDA cuts them from 2 MiB that "
+                 "it hands out whole, with what others have in there\n",
+                 piece.num_bytes);
+    return kInvalidValue;
+  }
   return write_handle(IpcKind::kMemory, piece.memory->fd(), handle);
 }
 

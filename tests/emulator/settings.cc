@@ -58,7 +58,11 @@ std::vector<int> visible_devices(int num_devices) {
 Settings read() {
   Settings made;
   made.devices = visible_devices(static_cast<int>(number("RINGCOMM_EMULATOR_DEVICES", 1, 0)));
+  if (const char* box = std::getenv("RINGCOMM_EMULATOR_BOX"); box != nullptr)
+    for (const char letter : std::string_view(box))  // FNV-1a
+      made.box = (made.box ^ static_cast<unsigned char>(letter)) * 0x01000193u;
   made.num_sms = static_cast<int>(number("RINGCOMM_EMULATOR_SMS", made.num_sms, 1));
+  made.num_real_sms = static_cast<int>(number("RINGCOMM_EMULATOR_REAL_SMS", made.num_sms, 1));
   made.blocks_per_sm =
       static_cast<int>(number("RINGCOMM_EMULATOR_BLOCKS_PER_SM", made.blocks_per_sm, 1));
   made.threads_per_block =
@@ -69,6 +73,7 @@ Settings read() {
   made.has_vmm = flag("RINGCOMM_EMULATOR_VMM");
   made.has_ipc = flag("RINGCOMM_EMULATOR_IPC");
   made.has_mps = flag("RINGCOMM_EMULATOR_MPS");
+  made.dies_at = number("RINGCOMM_EMULATOR_DIE_AT", 0, 0);
   made.max_delay_us = static_cast<int>(number("RINGCOMM_EMULATOR_DELAY_US", 0, 0));
   return made;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace ringcomm::emulator {
@@ -13,7 +14,10 @@ namespace ringcomm::emulator {
 ///
 /// With their defaults, RINGCOMM_EMULATOR_...
 /// - DEVICES (1): number of GPUs; CUDA_VISIBLE_DEVICES=1,0 chooses among them and orders
-/// - SMS (2): multiprocessors of each
+/// - BOX (""): the box that the GPUs are in: processes with the same one share them
+/// - SMS (8): multiprocessors of each
+/// - REAL_SMS (as SMS): how many of them run blocks: with less, a control for tests of what counts
+///   on them
 /// - BLOCKS_PER_SM (2): blocks that one can hold at a time, at most
 /// - THREADS (1): real threads that play a block's threads
 /// - MEMORY (8 GiB): bytes that one process can have on one GPU; then out of memory
@@ -22,19 +26,23 @@ namespace ringcomm::emulator {
 /// - IPC (1): 0: the cuIpc functions fail; descriptors of cuMemCreate still travel
 /// - MPS (1): 0: kernels of different processes never run on a GPU at once, so that one that spins
 ///   for another process's never ends
+/// - DIE_AT (0): the call of the driver at which the process kills itself; 0: it does not
 /// - DELAY_US (0): before each step a stream sleeps a random time up to this
 ///
 /// Where it differs from CUDA:
 /// - The host can read and write device memory. A kernel that touches what it must not ends the
 ///   process by a signal, instead of an error that sticks to the context.
+/// - Memory and events that are freed while another process has them open end the process, and a
+///   handle of memory that would hand out other allocations is refused: CUDA leaves both undefined.
 /// - The null stream is one more stream, which synchronizes with no other.
-/// - Blocks resident on a GPU are limited over all streams of one process, not over processes.
 /// - A process that dies with a record of an event outstanding leaves those who wait waiting.
 /// - Nothing keeps a kernel from memory of a GPU whose peer access was not enabled.
 /// - Grids and blocks have one dimension, kernels one parameter.
 struct Settings {
   std::vector<int> devices;  ///< the GPU behind each ordinal
-  int num_sms = 2;
+  std::uint32_t box = 0;     ///< a number made of its name
+  int num_sms = 8;
+  int num_real_sms = 8;
   int blocks_per_sm = 2;
   int threads_per_block = 1;
   std::size_t memory_bytes = std::size_t{8} << 30;
@@ -42,6 +50,7 @@ struct Settings {
   bool has_vmm = true;
   bool has_ipc = true;
   bool has_mps = true;
+  long long dies_at = 0;
   int max_delay_us = 0;
 };
 

@@ -1,4 +1,5 @@
 // Handles of memory and events that go to other processes.
+#include <csignal>
 #include <thread>
 #include <vector>
 
@@ -19,6 +20,10 @@ IpcMemHandle handle_of(const void* address) {
   return handle;
 }
 
+// What can be shared by a handle: whole pieces of 2 MiB.
+constexpr std::size_t kPieceBytes = std::size_t{2} << 20;
+std::int32_t* piece() { return zeros(kPieceBytes / sizeof(std::int32_t)); }
+
 RINGCOMM_CHILD(that_opens_memory) {
   use_device(0);
   const auto handle = from_message<IpcMemHandle>(receive_from_parent());
@@ -31,7 +36,7 @@ RINGCOMM_CHILD(that_opens_memory) {
   DevicePtr base = 0;
   std::size_t num_bytes = 0;
   MUST(driver().mem_get_address_range(&base, &num_bytes, address + 1) == kSuccess);
-  MUST(base == address && num_bytes == 4000);
+  MUST(base == address && num_bytes == kPieceBytes);
   MUST(values(elems_at(address), 1000) == std::vector<std::int32_t>(1000, 9));
   MUST(driver().mem_free(address) == kInvalidValue);  // it is another's
   MUST(driver().ipc_close_mem_handle(address) == kSuccess);
@@ -49,7 +54,7 @@ RINGCOMM_CHILD(that_opens_memory) {
 TEST_CASE("memory of one process is opened in another") {
   use_device(0);
   const StreamHandle stream = new_stream();
-  std::int32_t* data = zeros(1000);
+  std::int32_t* data = piece();
   REQUIRE(launch("toy_add", ToyAdd{data, 1000, 9}, stream) == kSuccess);
   REQUIRE(driver().stream_synchronize(stream) == kSuccess);
   const IpcMemHandle handle = handle_of(data + 10);  // of all of it, wherever it points
@@ -84,7 +89,7 @@ Result open_elsewhere(const IpcMemHandle& handle, const Environment& environment
 
 TEST_CASE("freed memory is not opened, nor without cuIpc, nor of a GPU that is no peer") {
   use_device(1);
-  std::int32_t* data = zeros(10);
+  std::int32_t* data = piece();
   const IpcMemHandle handle = handle_of(data);
   CHECK(open_elsewhere(handle) == kSuccess);
   CHECK(open_elsewhere(handle, {{"RINGCOMM_EMULATOR_IPC", "0"}}) == kNotSupported);
@@ -96,11 +101,86 @@ TEST_CASE("freed memory is not opened, nor without cuIpc, nor of a GPU that is n
   use_device(0);
 }
 
+TEST_CASE("a handle never hands out what shares a piece with other allocations") {
+  use_device(0);
+  IpcMemHandle handle;
+  for (const std::size_t num_bytes : {std::size_t{4}, kPieceBytes - 4, kPieceBytes + 4})
+    CHECK(driver().ipc_get_mem_handle(&handle, address_of(zeros(num_bytes / 4))) == kInvalidValue);
+}
+
+/// Opens what comes, and stays until told to close it.
+RINGCOMM_CHILD(that_keeps_memory_open) {
+  use_device(0);
+  DevicePtr address = 0;
+  MUST(driver().ipc_open_mem_handle(&address, from_message<IpcMemHandle>(receive_from_parent()),
+                                    kIpcLazyPeerAccess) == kSuccess);
+  send_to_parent({});
+  receive_from_parent();
+  MUST(driver().ipc_close_mem_handle(address) == kSuccess);
+  send_to_parent({});
+  receive_from_parent();
+}
+RINGCOMM_CHILD(that_frees_memory) {
+  use_device(0);
+  std::int32_t* data = piece();
+  send_to_parent(as_message(handle_of(data)));
+  receive_from_parent();
+  MUST(driver().mem_free(address_of(data)) == kSuccess);
+}
+RINGCOMM_CHILD(that_destroys_an_event) {
+  use_device(0);
+  const EventHandle event = new_event(kEventDisableTiming | kEventInterprocess);
+  IpcEventHandle handle;
+  MUST(driver().ipc_get_event_handle(&handle, event) == kSuccess);
+  send_to_parent(as_message(handle));
+  receive_from_parent();
+  MUST(driver().event_destroy(event) == kSuccess);
+}
+
+TEST_CASE("what is freed while another process has it open ends the one that frees it") {
+  for (const bool is_open : {true, false}) {
+    ChildProcess owner("that_frees_memory");
+    ChildProcess user("that_keeps_memory_open");
+    user.send(owner.receive());
+    REQUIRE(!user.receive().empty());
+    if (!is_open) {
+      user.send({});
+      REQUIRE(!user.receive().empty());
+    }
+    owner.send({});
+    CHECK(owner.wait() == (is_open ? -SIGABRT : 0));
+    user.send({});
+    user.send({});
+    user.wait();
+  }
+  use_device(0);
+  for (const bool is_open : {true, false}) {
+    ChildProcess owner("that_destroys_an_event");
+    EventHandle event = nullptr;
+    REQUIRE(driver().ipc_open_event_handle(&event, from_message<IpcEventHandle>(owner.receive())) ==
+            kSuccess);
+    if (!is_open) CHECK(driver().event_destroy(event) == kSuccess);
+    owner.send({});
+    CHECK(owner.wait() == (is_open ? -SIGABRT : 0));
+  }
+}
+
+TEST_CASE("memory that a killed process had open may be freed") {
+  ChildProcess owner("that_frees_memory");
+  ChildProcess user("that_keeps_memory_open");
+  user.send(owner.receive());
+  REQUIRE(!user.receive().empty());
+  user.kill();
+  user.wait();
+  owner.send({});
+  CHECK(owner.wait() == 0);
+}
+
 RINGCOMM_CHILD(that_cannot_export) {
   use_device(0);
   IpcMemHandle memory;
   IpcEventHandle event;
-  MUST(driver().ipc_get_mem_handle(&memory, address_of(zeros(1))) == kNotSupported);
+  MUST(driver().ipc_get_mem_handle(&memory, address_of(piece())) == kNotSupported);
   MUST(driver().ipc_get_event_handle(&event, new_event(6)) == kNotSupported);
 }
 
@@ -111,7 +191,7 @@ TEST_CASE("without cuIpc nothing is exported") {
 
 RINGCOMM_CHILD(that_exports_and_stays) {
   use_device(0);
-  send_to_parent(as_message(handle_of(zeros(100))));
+  send_to_parent(as_message(handle_of(piece())));
   receive_from_parent();
 }
 
@@ -153,7 +233,7 @@ RINGCOMM_CHILD(rank_with_events) {
 TEST_CASE("two processes take turns by each other's events, whose hosts only submit") {
   use_device(0);
   ChildProcess other("rank_with_events", {{"RINGCOMM_EMULATOR_DELAY_US", "500"}});
-  std::int32_t* data = zeros(100);
+  std::int32_t* data = piece();
   const EventHandle own = new_event(kEventDisableTiming | kEventInterprocess);
   IpcEventHandle handle;
   REQUIRE(driver().ipc_get_event_handle(&handle, own) == kSuccess);

@@ -145,7 +145,7 @@ TEST_CASE("threads of a block meet at its barrier") {
 RINGCOMM_CHILD(rank_that_spins) {
   use_device(0);
   DevicePtr address = 0;
-  MUST(driver().mem_alloc(&address, sizeof(std::uint32_t)) == kSuccess);
+  MUST(driver().mem_alloc(&address, std::size_t{2} << 20) == kSuccess);
   IpcMemHandle handle;
   MUST(driver().ipc_get_mem_handle(&handle, address) == kSuccess);
   const auto limit_ms = from_message<std::uint32_t>(receive_from_parent());
@@ -174,9 +174,8 @@ RINGCOMM_CHILD(rank_that_signals) {
 
 /// Two ranks on a GPU, up to where the first spins and the second is about to launch.
 struct TwoRanks {
-  TwoRanks(const char* has_mps, std::uint32_t limit_ms)
-      : spins("rank_that_spins", {{"RINGCOMM_EMULATOR_MPS", has_mps}}),
-        signals("rank_that_signals", {{"RINGCOMM_EMULATOR_MPS", has_mps}}) {
+  TwoRanks(const Environment& environment, std::uint32_t limit_ms)
+      : spins("rank_that_spins", environment), signals("rank_that_signals", environment) {
     spins.send(as_message(limit_ms));
     signals.send(spins.receive());
     CHECK(!signals.receive().empty());
@@ -185,8 +184,10 @@ struct TwoRanks {
   ChildProcess signals;
 };
 
-std::uint32_t num_spun_in_vain(const char* has_mps, std::uint32_t limit_ms) {
-  TwoRanks ranks(has_mps, limit_ms);
+const Environment kNoMps = {{"RINGCOMM_EMULATOR_MPS", "0"}};
+
+std::uint32_t num_spun_in_vain(const Environment& environment, std::uint32_t limit_ms) {
+  TwoRanks ranks(environment, limit_ms);
   ranks.signals.send({});
   const auto num_gave_up = from_message<std::uint32_t>(ranks.spins.receive());
   CHECK(ranks.signals.wait() == 0);  // its kernel runs in the end
@@ -196,8 +197,39 @@ std::uint32_t num_spun_in_vain(const char* has_mps, std::uint32_t limit_ms) {
 }
 
 TEST_CASE("kernels of two processes run at once under MPS, and never without") {
-  CHECK(num_spun_in_vain("1", kLimitMs) == 0);
-  CHECK(num_spun_in_vain("0", kShortMs) == 1);
+  CHECK(num_spun_in_vain({}, kLimitMs) == 0);
+  CHECK(num_spun_in_vain(kNoMps, kShortMs) == 1);
+}
+
+TEST_CASE("blocks of all processes share what a GPU holds, whatever it says that it holds") {
+  Environment small = {{"RINGCOMM_EMULATOR_SMS", "1"}, {"RINGCOMM_EMULATOR_BLOCKS_PER_SM", "2"}};
+  CHECK(num_spun_in_vain(small, kLimitMs) == 0);
+  small["RINGCOMM_EMULATOR_BLOCKS_PER_SM"] = "1";
+  CHECK(num_spun_in_vain(small, kShortMs) == 1);
+  small["RINGCOMM_EMULATOR_SMS"] = "2";
+  CHECK(num_spun_in_vain(small, kLimitMs) == 0);
+  small["RINGCOMM_EMULATOR_REAL_SMS"] = "1";
+  CHECK(num_spun_in_vain(small, kShortMs) == 1);
+}
+
+TEST_CASE(
+    "blocks go to different multiprocessors, and one that fills one waits until it is empty") {
+  use_device(0);
+  for (const unsigned num_waiting : {1u, 2u}) {
+    const ToyAwait parameter{flag(), 1, num_waiting == 1 ? kLimitMs : kShortMs, flag(), flag()};
+    const StreamHandle waits = new_stream();
+    check(launch("toy_await", parameter, waits, num_waiting), "launch");
+    while (get(parameter.num_running) < num_waiting) std::this_thread::yield();
+    ToySignal signal{parameter.flag, 1};
+    void* parameters[] = {&signal};
+    const StreamHandle signals = new_stream();
+    check(driver().launch_kernel(toy("toy_signal"), 1, 1, 1, 1, 1, 1, 227 << 10, signals,
+                                 parameters, nullptr),
+          "launch");
+    check(driver().stream_synchronize(signals), "wait");
+    check(driver().stream_synchronize(waits), "wait");
+    CHECK((get(parameter.num_gave_up) > 0) == (num_waiting == 2));
+  }
 }
 
 RINGCOMM_CHILD(streams_without_mps) {
@@ -216,7 +248,7 @@ TEST_CASE("kernels of one process run at once without MPS, too") {
 }
 
 TEST_CASE("a process killed in a kernel gives the GPU back") {
-  TwoRanks ranks("0", kLimitMs);
+  TwoRanks ranks(kNoMps, kLimitMs);
   ranks.spins.kill();
   ranks.signals.send({});
   CHECK(ranks.signals.wait() == 0);

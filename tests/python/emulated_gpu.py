@@ -128,6 +128,11 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     return emugpu
 
 
+def use_box(name: str) -> None:
+    """Before load(): the GPUs are those of the ranks that say the same name, and of no others."""
+    os.environ.setdefault("RINGCOMM_EMULATOR_BOX", name)
+
+
 def with_kernels() -> dict[str, str]:
     """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
     image = TESTS.parent / "build" / "emulated_gpu" / "kernels"
@@ -191,6 +196,7 @@ def _call_on_gpu(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
+    use_box(group[2])
     gpu = load(libraries)
     gpu.set_device(rank % gpu.device_count())
     if group[1] is not None and not dist.is_initialized():

@@ -115,6 +115,7 @@ def _call(
     rank: int, kind: str, group: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     if kind == EMULATED:
+        emulated_gpu.use_box(group[2])
         module: Any = emulated_gpu.load()
         index = rank % module.device_count()
     else:

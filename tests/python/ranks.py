@@ -200,7 +200,12 @@ class Server:
             left.append("the server of the ranks")
         open_sockets = {line.split()[-1] for line in _ringcomm_sockets()}
         left += [f"socket {name}" for name in open_sockets & self.sockets_seen]
-        left += [f"shared memory {path}" for path in Path("/dev/shm").glob("*ringcomm*")]
+        for path in Path("/dev/shm").glob("*ringcomm*"):
+            # Empty files by which ranks share GPUs stay behind ranks that are killed.
+            if path.name.startswith("ringcomm-gpu-") and path.stat().st_size == 0:
+                path.unlink(missing_ok=True)
+            else:
+                left.append(f"shared memory {path}")
         if not left:
             shutil.rmtree(self.folder)
         return left

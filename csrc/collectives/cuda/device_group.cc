@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <mutex>
 #include <new>
 
 #include "collectives/cuda/kernels.h"
@@ -29,41 +27,13 @@ int attribute_of(DeviceOrdinal device, DeviceAttribute attribute) {
   return value;
 }
 
-// Of all groups of this process.
-struct DeviceUses {
-  std::mutex mutex;
-  std::map<DeviceOrdinal, int> num_groups;
-  std::map<DeviceOrdinal, int> most_ranks;
-
-  static DeviceUses& all() {
-    static DeviceUses& uses = *new DeviceUses;  // threads may use it until the process has ended
-    return uses;
-  }
-};
+constexpr const char* kNoMps = "start MPS (nvidia-cuda-mps-control -d) before the ranks";
+constexpr const char* kNoRoom =
+    "other groups have the room that a GPU has for kernels that wait for other ranks: destroy "
+    "groups "
+    "that are no longer used, or use this one first";
 
 }  // namespace
-
-DeviceGroup::Use::Use(DeviceOrdinal device) : device_(device) {
-  DeviceUses& uses = DeviceUses::all();
-  const std::lock_guard lock(uses.mutex);
-  is_first_ = uses.num_groups[device_]++ == 0;
-}
-DeviceGroup::Use::~Use() {
-  DeviceUses& uses = DeviceUses::all();
-  const std::lock_guard lock(uses.mutex);
-  --uses.num_groups[device_];
-}
-int DeviceGroup::Use::num_ranks() const {
-  DeviceUses& uses = DeviceUses::all();
-  const std::lock_guard lock(uses.mutex);
-  return uses.most_ranks[device_];
-}
-void DeviceGroup::Use::note_ranks(int num_ranks) {
-  DeviceUses& uses = DeviceUses::all();
-  const std::lock_guard lock(uses.mutex);
-  int& most = uses.most_ranks[device_];
-  most = std::max(most, num_ranks);
-}
 
 struct DeviceGroup::Place {
   DeviceUuid device = {};
@@ -74,13 +44,12 @@ struct DeviceGroup::Place {
   int blocks_per_multiprocessor = 0;
   bool has_mps = false;
   bool has_fds = false;
-  bool is_first = false;
-  int ranks_on_device = 0;
+  int free_seats = 0;
   Text problem;
 };
 
 DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::size_t host_bytes)
-    : device_(device), use_(device) {
+    : device_(device) {
   if (exchange.world_size() > kMaxRanks)
     throw Unavailable("a group of " + std::to_string(exchange.world_size()) +
                       " ranks is larger than " + std::to_string(kMaxRanks));
@@ -89,11 +58,13 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
   for (const Place& place : places) problems.push_back(place.problem);
   check_problems(problems);
   read_facts(places);
-  use_.note_ranks(facts_.ranks_on_device);
+  take_seats(exchange);
   staging_.layout = make_staging_layout(facts_);
   const bool have_fds =
       std::all_of(places.begin(), places.end(), [](const Place& place) { return place.has_fds; });
   kind_ = have_fds ? HandleKind::kFd : HandleKind::kIpc;
+  share_host_memory(exchange, Leaving::num_bytes(world_size()) + host_bytes);
+  leaving_ = std::make_unique<Leaving>(host_memory_.data(), exchange.rank(), places_);
   try {
     share_staging(exchange);
   } catch (const Unavailable&) {
@@ -102,7 +73,6 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
     kind_ = HandleKind::kIpc;
     share_staging(exchange);
   }
-  share_host_memory(exchange, host_bytes);
   description_ = describe();
 }
 
@@ -112,7 +82,8 @@ std::string DeviceGroup::describe() const {
                 static_cast<double>(staging_.layout.num_bytes()) / (1 << 20));
   return std::string("cuda_ipc by ") + name_of(kind_) + ": " +
          std::to_string(facts_.max_ranks_per_device) + " ranks on a GPU" +
-         (facts_.takes_turns                ? ", taking turns (no MPS)"
+         (facts_.takes_turns
+              ? (why_turns_ == kNoMps ? ", taking turns (no MPS)" : ", taking turns (no room)")
           : facts_.max_ranks_per_device > 1 ? ", side by side"
                                             : "") +
          ", " + std::to_string(staging_.layout.num_blocks) + " blocks, " + megabytes +
@@ -123,8 +94,6 @@ std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchang
   Place mine;
   mine.host_id = RecordText<64>(shm::host_id());
   mine.pid = ::getpid();
-  mine.is_first = use_.is_first();
-  mine.ranks_on_device = use_.num_ranks();
   mine.problem = attempt([&] {
     mine.hub_address = RecordText<112>(shm::ProcessHub::instance().address());
     check(driver().device_get_uuid(&mine.device, device_), "ask the GPU for its name");
@@ -132,6 +101,9 @@ std::vector<DeviceGroup::Place> DeviceGroup::find_places(RecordExchange& exchang
     mine.has_mps = attribute_of(device_, kMpsEnabled) != 0;
     mine.has_fds = best_handle_kind(device_) == HandleKind::kFd;
     mine.blocks_per_multiprocessor = Kernels::of(device_).blocks_per_multiprocessor(kLargestKernel);
+    room_ = std::make_unique<DeviceRoom>(
+        mine.device, num_seats(mine.num_multiprocessors, mine.blocks_per_multiprocessor));
+    mine.free_seats = room_->num_free();
   });
   return exchange.all_gather(mine);
 }
@@ -156,18 +128,42 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
       if (other.pid != place.pid && !(place.has_mps && other.has_mps)) facts_.takes_turns = true;
     }
     facts_.max_ranks_per_device = std::max(facts_.max_ranks_per_device, sharing);
-    facts_.ranks_on_device = std::max({facts_.ranks_on_device, sharing, place.ranks_on_device});
-    facts_.is_first = facts_.is_first && place.is_first;
+    facts_.free_seats = std::min(facts_.free_seats, place.free_seats);
   }
-  if (facts_.min_multiprocessors * facts_.blocks_per_multiprocessor < facts_.max_ranks_per_device &&
-      !facts_.takes_turns)
-    throw Unavailable("a GPU has no room for a block of each of its " +
-                      std::to_string(facts_.max_ranks_per_device) + " ranks");
+  facts_.is_on_one_device = facts_.max_ranks_per_device == facts_.world_size;
+  if (facts_.takes_turns) why_turns_ = kNoMps;
+}
+
+// Seats may go to another group between the look at them and this: all ranks try again, then, with
+// half as many. Where there are none, nothing of the group ever waits in a kernel.
+void DeviceGroup::take_seats(RecordExchange& exchange) {
+  while (!facts_.takes_turns) {
+    const unsigned num_blocks = blocks_that_fit(facts_);
+    if (num_blocks == 0) {
+      facts_.takes_turns = true;
+      why_turns_ = kNoRoom;
+      return;
+    }
+    const bool is_seated =
+        !takes_seats(facts_, exchange.rank()) || room_->take(static_cast<int>(num_blocks));
+    const std::vector<std::uint8_t> are_seated = exchange.all_gather(std::uint8_t{is_seated});
+    if (std::find(are_seated.begin(), are_seated.end(), 0) == are_seated.end()) return;
+    room_->give_all_back();
+    exchange.all_gather(std::uint8_t{0});  // all have given back what they took
+    facts_.free_seats = std::min(facts_.free_seats, room_->num_seats()) / 2;
+  }
+}
+
+unsigned DeviceGroup::take_seats_for_messages() {
+  for (unsigned num_blocks = blocks_per_lane_that_fit(staging_.layout, room_->num_free());
+       num_blocks > 0; num_blocks /= 2)
+    if (room_->take(static_cast<int>(2 * num_blocks))) return num_blocks;
+  return 0;
 }
 
 void DeviceGroup::share_staging(RecordExchange& exchange) {
-  segment_ =
-      std::make_unique<Segment>(exchange, device_, places_, kind_, staging_.layout.num_bytes());
+  segment_ = std::make_unique<Segment>(exchange, device_, places_, kind_,
+                                       staging_.layout.num_bytes(), *leaving_);
   for (int rank = 0; rank < exchange.world_size(); ++rank) staging_.of[rank] = segment_->of(rank);
 }
 

@@ -11,6 +11,7 @@
 #include "device/cuda/control.h"
 #include "device/cuda/staging.h"
 #include "transport/cuda/device_memory.h"
+#include "transport/cuda/device_room.h"
 #include "transport/shm/shared_memory.h"
 
 namespace ringcomm::cuda {
@@ -32,49 +33,41 @@ class DeviceGroup {
   /// Whether kernels of two ranks may never run at the same time, so that none may wait for
   /// another.
   bool takes_turns() const { return facts_.takes_turns; }
+  /// Why, and what to do: the end of an error's text.
+  const std::string& why_turns() const { return why_turns_; }
   const std::vector<RankPlace>& places() const { return places_; }
   HandleKind handle_kind() const { return kind_; }
-  /// Blocks that this rank may have on its device at once.
-  unsigned most_blocks() const { return blocks_per_rank(facts_); }
-  /// Host memory that all ranks have mapped, zeroed at first.
-  std::byte* host_memory() const { return host_memory_.data(); }
+  /// Takes seats for blocks of messages to and from one rank: how many for each direction, 0 where
+  /// the device has none left.
+  unsigned take_seats_for_messages();
+  /// `host_bytes` of host memory that all ranks have mapped, zeroed at first.
+  std::byte* host_memory() const { return host_memory_.data() + Leaving::num_bytes(world_size()); }
+  Leaving& leaving() const { return *leaving_; }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
   const std::string& description() const { return description_; }
 
  private:
   struct Place;  // what a rank says of its device
-  /// That this process has a group on a device, as long as it has.
-  class Use {
-   public:
-    explicit Use(DeviceOrdinal device);
-    ~Use();
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
-    bool is_first() const { return is_first_; }
-    /// The most ranks that any group here has had on the device so far.
-    int num_ranks() const;
-    void note_ranks(int num_ranks);
-
-   private:
-    DeviceOrdinal device_;
-    bool is_first_;
-  };
-
   std::vector<Place> find_places(RecordExchange& exchange);
+  int world_size() const { return facts_.world_size; }
   void read_facts(const std::vector<Place>& places);
+  void take_seats(RecordExchange& exchange);
   void share_staging(RecordExchange& exchange);
   void share_host_memory(RecordExchange& exchange, std::size_t num_bytes);
   std::string describe() const;
 
   DeviceOrdinal device_;
-  Use use_;
   DeviceFacts facts_;
+  std::string why_turns_;
+  /// Seats for blocks of this group's kernels, until those are over.
+  std::unique_ptr<DeviceRoom> room_;
   std::vector<RankPlace> places_;
   HandleKind kind_ = HandleKind::kFd;
-  Staging staging_;
-  std::unique_ptr<Segment> segment_;
   std::unique_ptr<MappedHostMemory> control_;
   shm::SharedMemory host_memory_;
+  std::unique_ptr<Leaving> leaving_;  // goes when all is closed
+  Staging staging_;
+  std::unique_ptr<Segment> segment_;
   std::string description_;
 };
 

@@ -62,12 +62,14 @@ void DeviceWatch::look() {
 }
 
 Activity DeviceWatch::activity_of(std::uint64_t number) const {
-  Activity activity{.op = "a call",
-                    .seq = static_cast<std::int64_t>(number),
-                    .description = "a call on the GPU",
-                    .timeout = subject_.timeout};
+  const bool is_known = number != GroupFrame::kNoNumber;
+  Activity activity{
+      .op = "a call",
+      .seq = is_known ? static_cast<std::int64_t>(number) : -1,
+      .description = is_known ? "a call on the GPU" : "a message or a call of a graph",
+      .timeout = subject_.timeout};
   HeaderWords words;
-  if (!subject_.calls.read(subject_.rank, number, words)) return activity;
+  if (!is_known || !subject_.calls.read(subject_.rank, number, words)) return activity;
   CallHeader header = from_words(words.data());
   header.seq = number;
   activity.op = name_of(header.op);
@@ -92,6 +94,13 @@ void DeviceWatch::look_at_record() {
     subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
   if (stop == kMailDiffers)
     subject_.failure.raise_mismatch(control.peer, describe_mail(control.theirs), activity);
+  if (stop == kOverlap)
+    subject_.failure.raise_mismatch(
+        control.peer,
+        "two calls of this group ran at a time on rank " + std::to_string(control.peer) +
+            ": a replayed graph beside calls on another stream, which nothing orders; put them on "
+            "one stream, or an event between them",
+        activity);
   subject_.failure.raise_stopped(static_cast<Stop>(stop), control.peer, activity);
 }
 

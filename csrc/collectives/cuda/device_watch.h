@@ -8,6 +8,7 @@
 #include "collectives/cuda/call_board.h"
 #include "collectives/failure.h"
 #include "collectives/watch_thread.h"
+#include "device/cuda/call.h"
 #include "device/cuda/control.h"
 #include "transport/membership.h"
 

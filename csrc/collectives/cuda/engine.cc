@@ -1,6 +1,7 @@
 #include "collectives/cuda/engine.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <thread>
@@ -44,16 +45,17 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
               .world_size = communicator.world_size(),
               .timeout = timeout},
              std::move(report)) {
-  if (group_.takes_turns()) turns_ = std::make_unique<TurnEvents>(exchange_);
+  if (group_.takes_turns()) turns_ = std::make_unique<TurnEvents>(exchange_, group_.leaving());
 }
 
 Engine::~Engine() {
   try {
     const ContextGuard guard(group_.device());
+    const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
     collectives_.synchronize();
-    for (auto& [peer, order] : messages_) order.synchronize();
+    for (auto& [peer, messages] : messages_) messages.order.synchronize();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before.
   }
@@ -86,21 +88,31 @@ void Engine::check_collective(StreamHandle stream) const {
   if (turns_ != nullptr && is_captured(stream))
     throw std::invalid_argument(
         "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, whose hosts "
-        "meet in each call; start MPS (nvidia-cuda-mps-control -d) before the ranks");
+        "meet in each call; " +
+        group_.why_turns());
 }
 
-void Engine::check_messages(const std::vector<Mail>& messages) const {
+void Engine::check_messages(const std::vector<Mail>& messages) {
   if (turns_ != nullptr)
-    throw std::invalid_argument(
-        "ranks that take turns on a GPU cannot send and receive there; start MPS "
-        "(nvidia-cuda-mps-control -d) before the ranks");
-  check_batch(messages, group_.most_blocks());
+    throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
+                                group_.why_turns());
+  check_batch(messages);
+  for (const Mail& mail : messages) {
+    unsigned& blocks_per_lane = messages_[mail.peer].blocks_per_lane;
+    if (blocks_per_lane == 0) blocks_per_lane = group_.take_seats_for_messages();
+    if (blocks_per_lane == 0)
+      throw std::invalid_argument(
+          "the GPU has no room left for kernels that wait for messages of rank " +
+          std::to_string(mail.peer) +
+          "; use all_to_all, or destroy groups that are no longer used");
+  }
 }
 
-std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
+std::shared_ptr<const DeviceMemory> Engine::lend(std::size_t num_bytes) {
   check_alive();
   if (turns_ != nullptr)
-    throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers");
+    throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers; " +
+                                group_.why_turns());
   if (lent_.size() == kMaxLentSegments)
     throw std::invalid_argument("a group shares " + std::to_string(kMaxLentSegments) +
                                 " tensors at most; they stay as long as it does");
@@ -108,7 +120,7 @@ std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
   const RelaxedCapture relaxed;
   auto segment =
       std::make_shared<Segment>(exchange_, group_.device(), group_.places(), group_.handle_kind(),
-                                std::max<std::size_t>(num_bytes, 1));
+                                std::max<std::size_t>(num_bytes, 1), group_.leaving());
   const auto world_size = static_cast<std::size_t>(communicator_.world_size());
   const std::size_t row_bytes = world_size * sizeof(std::byte*);
   agree(exchange_, attempt([&] {
@@ -127,7 +139,7 @@ std::shared_ptr<const Segment> Engine::lend(std::size_t num_bytes) {
           stream.finish();
         }));
   lent_.push_back(segment);
-  return segment;
+  return segment->own();
 }
 
 // Where a buffer lies in lent memory; 0 where it does not.
@@ -154,9 +166,11 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header, Stream
     kernel_call.lent_output = input != 0 ? output : 0;
   }
   const std::uint64_t capture = capture_of(stream);
-  kernel_call.launch = num_launches_;
   collectives_.wait(stream, capture);
-  if (capture == 0) calls_.note(num_launches_++, to_words(header));
+  if (capture == 0) {
+    kernel_call.launch = num_launches_;
+    calls_.note(num_launches_++, to_words(header));
+  }
   if (turns_ != nullptr)
     launch_in_turns(plan, kernel_call, stream);
   else
@@ -224,14 +238,16 @@ void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   check_alive();
   const ContextGuard guard(group_.device());
   auto call = new_call<MailCall>();
-  call.launch = num_launches_;
-  const LaunchPlan plan = plan_exchange(messages, call);
-  const std::uint64_t capture = capture_of(stream);
   std::set<int> peers;
   for (const Mail& mail : messages) peers.insert(mail.peer);
-  for (const int peer : peers) messages_[peer].wait(stream, capture);
+  unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
+  for (const int peer : peers)
+    blocks_per_lane = std::min(blocks_per_lane, messages_[peer].blocks_per_lane);
+  const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
+  const std::uint64_t capture = capture_of(stream);
+  for (const int peer : peers) messages_[peer].order.wait(stream, capture);
   kernels_.launch(plan, call, stream);
-  for (const int peer : peers) messages_[peer].note(stream, capture);
+  for (const int peer : peers) messages_[peer].order.note(stream, capture);
   for (const Mail& mail : messages)
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
                         {.sent_bytes = mail.is_send ? mail.num_bytes : 0});

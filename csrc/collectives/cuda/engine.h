@@ -42,15 +42,15 @@ class Engine {
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
   void check_collective(StreamHandle stream) const;
-  void check_messages(const std::vector<Mail>& messages) const;
+  void check_messages(const std::vector<Mail>& messages);
   /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
   /// Messages of which none waits for another, and which check_messages() takes.
   void exchange(const std::vector<Mail>& messages, StreamHandle stream);
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
-  /// lie. Collective; kept as long as this engine. Throws Unavailable, Error,
-  /// std::invalid_argument.
-  std::shared_ptr<const Segment> lend(std::size_t num_bytes);
+  /// lie. Collective; kept as long as this engine, and this rank's part as long as what is
+  /// returned. Throws Unavailable, Error, std::invalid_argument.
+  std::shared_ptr<const DeviceMemory> lend(std::size_t num_bytes);
 
   /// Whether what is enqueued there is captured in a graph.
   bool is_captured(StreamHandle stream) const;
@@ -85,8 +85,13 @@ class Engine {
   std::unique_ptr<MappedHostMemory> lent_row_;  // kept, as giving it back waits for the GPU
   std::uint64_t num_launches_ = 0;
   StreamOrder collectives_;
-  std::map<int, StreamOrder> messages_;  // with each peer
-  std::unique_ptr<TurnEvents> turns_;    // where ranks take turns
+  /// Messages with each peer, and how many blocks they may have each way.
+  struct Conversation {
+    StreamOrder order;
+    unsigned blocks_per_lane = 0;
+  };
+  std::map<int, Conversation> messages_;
+  std::unique_ptr<TurnEvents> turns_;  // where ranks take turns
   std::uint64_t num_turns_ = 0;
 };
 

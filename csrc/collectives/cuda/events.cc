@@ -67,7 +67,7 @@ struct EventRecords {
 
 }  // namespace
 
-TurnEvents::TurnEvents(RecordExchange& exchange)
+TurnEvents::TurnEvents(RecordExchange& exchange, Leaving& leaving)
     : rank_(exchange.rank()),
       peers_(static_cast<std::size_t>(exchange.world_size())),
       is_opened_(peers_.size()) {
@@ -75,7 +75,8 @@ TurnEvents::TurnEvents(RecordExchange& exchange)
   mine.pid = ::getpid();
   mine.problem = attempt([&] {
     for (std::size_t i = 0; i < own_.size(); ++i) {
-      own_[i] = std::make_unique<Event>(kEventDisableTiming | kEventInterprocess);
+      own_[i] = std::make_shared<Event>(kEventDisableTiming | kEventInterprocess);
+      leaving.keep(own_[i]);
       mine.events[i] = own_[i]->get();
       check(driver().ipc_get_event_handle(&mine.handles[i], own_[i]->get()),
             "hand out an event of the GPU");

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "collectives/cuda/leaving.h"
 #include "collectives/cuda/record_exchange.h"
 #include "core/errors.h"
 #include "transport/cuda/driver.h"
@@ -72,8 +73,8 @@ class StreamOrder {
 /// Events of all ranks of a group, two of each in turn, which streams of any of them can wait for.
 class TurnEvents {
  public:
-  /// Collective. Throws Unavailable, with the same reason on all ranks.
-  explicit TurnEvents(RecordExchange& exchange);
+  /// Collective. `leaving` is the group's. Throws Unavailable, with the same reason on all ranks.
+  TurnEvents(RecordExchange& exchange, Leaving& leaving);
   ~TurnEvents();
   TurnEvents(const TurnEvents&) = delete;
   TurnEvents& operator=(const TurnEvents&) = delete;
@@ -85,7 +86,7 @@ class TurnEvents {
 
  private:
   int rank_;
-  std::array<std::unique_ptr<Event>, 2> own_;
+  std::array<std::shared_ptr<Event>, 2> own_;
   std::vector<std::array<EventHandle, 2>> peers_;
   std::vector<bool> is_opened_;
 };

@@ -1,7 +1,6 @@
 #include "collectives/cuda/launch_plan.h"
 
 #include <algorithm>
-#include <set>
 #include <stdexcept>
 
 #include "collectives/cuda/header_words.h"
@@ -17,13 +16,15 @@
 namespace ringcomm::cuda {
 namespace {
 
-constexpr std::size_t kMaxBlocks = 132;
+constexpr int kMaxBlocks = 132;
 // Of a rank with a device of its own: enough for its links, and little of what it computes on.
-constexpr std::size_t kMaxBlocksAlone = 32;
+constexpr int kMaxBlocksAlone = 32;
 constexpr std::uint32_t kRegionBytes = 40 << 10;
-// Ranks' calls of two groups at a time fit a device; with all of its room for one group, two ranks
-// that launch in another order would wait for each other for ever.
-constexpr std::size_t kCallsAtOnce = 2;
+// The first group leaves half of a device's blocks to others.
+constexpr int kShareOfFirst = 2;
+// What a further group takes of the seats that are left, and a pair of ranks for its messages.
+constexpr int kShareOfFurther = 3;
+constexpr int kShareOfMessages = 4;
 constexpr std::size_t kTurnRegionBytes = std::size_t{64} << 20;  // of all blocks together
 // Of an update alone: some loads for each thread, and some blocks for each place on the device.
 constexpr std::size_t kOwnUpdateElems = 8 << 10;
@@ -194,35 +195,48 @@ std::uint64_t digest_of_shares(const Collective& call, int world_size) {
 // Of what goes to one rank, or comes from one.
 int lane_of(const Mail& mail) { return 2 * mail.peer + (mail.is_send ? 1 : 0); }
 
-// While ranks wait for one that is late, its own kernels must find room on the device they share:
-// some fill a multiprocessor, and cannot start where one of ours waits. So the blocks of all but
-// one rank of a call stand on five eighths of the multiprocessors at most, those of calls of
-// further groups, of all ranks that may be at such, on a quarter.
-std::size_t blocks_beside_others(const DeviceFacts& facts) {
-  const auto multiprocessors = static_cast<std::size_t>(facts.min_multiprocessors);
-  const int sharing = facts.max_ranks_per_device;
-  if (facts.is_first) return multiprocessors * 5 / 8 / static_cast<std::size_t>(sharing - 1);
-  const int all = std::max(facts.ranks_on_device, sharing);
-  return multiprocessors / 4 / static_cast<std::size_t>(all - all / sharing);
+// Of a device's ranks, those that take seats.
+int num_payers(const DeviceFacts& facts) {
+  return facts.max_ranks_per_device - (facts.is_on_one_device && facts.world_size > 1 ? 1 : 0);
 }
 
 }  // namespace
 
-unsigned blocks_per_rank(const DeviceFacts& facts) {
-  const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
-  return static_cast<unsigned>(resident / (facts.takes_turns ? 1 : facts.max_ranks_per_device));
+int num_seats(int num_multiprocessors, int blocks_per_multiprocessor) {
+  return std::min(num_multiprocessors * 7 / 8, num_multiprocessors * blocks_per_multiprocessor / 2);
+}
+
+bool takes_seats(const DeviceFacts& facts, int rank) {
+  return num_payers(facts) == facts.max_ranks_per_device || rank != 0;
+}
+
+unsigned blocks_that_fit(const DeviceFacts& facts) {
+  const int seats = num_seats(facts.min_multiprocessors, facts.blocks_per_multiprocessor);
+  const int free = std::min(facts.free_seats, seats);
+  const int payers = num_payers(facts);
+  int most = free / payers;
+  if (facts.max_ranks_per_device == 1) {
+    most = std::min(most, kMaxBlocksAlone);
+  } else {
+    const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
+    most = std::min(most, resident / kShareOfFirst / facts.max_ranks_per_device);
+    // Some kernels of a late rank fill a multiprocessor, so three eighths are left to it.
+    most = std::min(most, facts.min_multiprocessors * 5 / 8 / payers);
+  }
+  if (free < seats) most = std::min(most, free / kShareOfFurther / payers);
+  // Where the shares are less than a block, one does as long as there are seats for it.
+  return static_cast<unsigned>(std::clamp(most, free >= payers ? 1 : 0, kMaxBlocks));
 }
 
 StagingLayout make_staging_layout(const DeviceFacts& facts) {
   const auto world = static_cast<std::size_t>(facts.world_size);
-  std::size_t most_blocks = blocks_per_rank(facts) / kCallsAtOnce;
-  if (!facts.takes_turns)
-    most_blocks = std::min(most_blocks, facts.max_ranks_per_device > 1 ? blocks_beside_others(facts)
-                                                                       : kMaxBlocksAlone);
+  const int resident = facts.min_multiprocessors * facts.blocks_per_multiprocessor;
   StagingLayout layout;
   layout.world_size = static_cast<std::uint32_t>(world);
   layout.num_blocks =
-      static_cast<std::uint32_t>(std::clamp<std::size_t>(most_blocks, 1, kMaxBlocks));
+      facts.takes_turns
+          ? static_cast<std::uint32_t>(std::clamp(resident / kShareOfFirst, 1, kMaxBlocks))
+          : blocks_that_fit(facts);
   // Packets lie with every rank for every rank: their memory grows with the square of the ranks.
   layout.num_packet_blocks = std::min(
       layout.num_blocks, static_cast<std::uint32_t>(std::clamp<std::size_t>(128 / world, 1, 32)));
@@ -235,6 +249,12 @@ StagingLayout make_staging_layout(const DeviceFacts& facts) {
       std::clamp<std::size_t>(32 / (world * world), 1, std::min(8u, layout.num_blocks)));
   layout.mail_slot_bytes = 16 << 10;
   return layout;
+}
+
+unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats) {
+  if (free_seats < 2) return 0;
+  return std::clamp(static_cast<unsigned>(free_seats / kShareOfMessages / 2), 1u,
+                    layout.num_mail_channels);
 }
 
 void plan_header(const Collective& call, const CommunicatorOptions& options,
@@ -339,20 +359,14 @@ std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_b
   return turns_for(num_slices(longest_bytes, move_part_bytes(layout, is_shared)), num_blocks);
 }
 
-void check_batch(const std::vector<Mail>& messages, unsigned most_blocks) {
+void check_batch(const std::vector<Mail>& messages) {
   if (messages.size() > MailCall::kMaxMessages)
     throw std::invalid_argument("a batch of sends and receives on a GPU has " +
                                 std::to_string(MailCall::kMaxMessages) + " at most, got " +
                                 std::to_string(messages.size()) + "; make several of it");
-  std::set<int> lanes;
-  for (const Mail& mail : messages) lanes.insert(lane_of(mail));
-  if (lanes.size() > most_blocks)
-    throw std::invalid_argument(
-        "a GPU that several ranks share has no room for a batch of sends and receives with so many "
-        "ranks at once; make several of it");
 }
 
-LaunchPlan plan_exchange(std::vector<Mail> messages, MailCall& call) {
+LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned blocks_per_lane, MailCall& call) {
   std::stable_sort(messages.begin(), messages.end(),
                    [](const Mail& a, const Mail& b) { return lane_of(a) < lane_of(b); });
   const StagingLayout& layout = call.staging.layout;
@@ -367,7 +381,7 @@ LaunchPlan plan_exchange(std::vector<Mail> messages, MailCall& call) {
     num_channels = std::max(num_channels, MailSlices(layout, messages[i].num_bytes).num_channels);
   }
   call.first_of_lane[num_lanes] = static_cast<std::uint8_t>(messages.size());
-  call.blocks_per_lane = std::clamp(layout.num_blocks / num_lanes, 1u, num_channels);
+  call.blocks_per_lane = std::min(blocks_per_lane, num_channels);
   plan.num_blocks = num_lanes * call.blocks_per_lane;
   return plan;
 }

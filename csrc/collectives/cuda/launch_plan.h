@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -24,22 +25,35 @@ struct LaunchPlan {
 struct DeviceFacts {
   int world_size = 1;
   int max_ranks_per_device = 1;  ///< of this group
-  int ranks_on_device = 1;       ///< of all groups so far
-  bool is_first = true;          ///< the first of the groups that these ranks have on their devices
-  int min_multiprocessors = 1;   ///< of any of the devices
+  bool is_on_one_device = false;
+  int min_multiprocessors = 1;  ///< of any of the devices
   int blocks_per_multiprocessor = 1;
+  /// Of the seats for blocks that wait (DeviceRoom): those that no group has, on any of the
+  /// devices.
+  int free_seats = std::numeric_limits<int>::max();
   /// Ranks take turns on the device, and nothing waits in a kernel: larger pieces, as no cache
   /// keeps them from one turn to the next.
   bool takes_turns = false;
 };
 
-/// How staging is cut: with so many blocks that two calls of all ranks fit all devices at once,
-/// since a block that waits for one that cannot start would wait for ever; and no more than 24 MiB
-/// for all ranks on one device unless they take turns.
+/// Seats of a device for blocks that wait, of all groups: so few that an eighth of the
+/// multiprocessors has none of them, if each block is on one of its own, and that all blocks of all
+/// ranks of all groups fit the device, if each group on one device takes seats as takes_seats()
+/// says.
+int num_seats(int num_multiprocessors, int blocks_per_multiprocessor);
+/// Whether a rank takes seats. Of the ranks of a group on one device rank 0 does not: a call that
+/// all of them are in ends, so those of one are always free to go on.
+bool takes_seats(const DeviceFacts& facts, int rank);
+/// Blocks of one rank's collectives, for which each rank that takes seats takes as many; 0 where
+/// the seats that are free are too few.
+unsigned blocks_that_fit(const DeviceFacts& facts);
+/// How staging is cut: with blocks_that_fit(), or, where ranks take turns, with as many as fit the
+/// device. No more than 24 MiB for all ranks on one device unless they take turns.
 StagingLayout make_staging_layout(const DeviceFacts& facts);
 
-/// Blocks of one rank's kernels that fit its device beside as many of the others there.
-unsigned blocks_per_rank(const DeviceFacts& facts);
+/// Blocks for what goes to another rank, and as many for what comes from it, of `free_seats`: 0
+/// where there are too few.
+unsigned blocks_per_lane_that_fit(const StagingLayout& layout, int free_seats);
 
 /// Fills in algorithm and ring geometry. Only boards can be cut into turns.
 void plan_header(const Collective& call, const CommunicatorOptions& options,
@@ -58,10 +72,10 @@ LaunchPlan plan_own_update(const Collective& call, const void* grad, void* param
 std::uint32_t turns_of_move(const StagingLayout& layout, std::uint64_t longest_bytes,
                             unsigned num_blocks, bool is_shared);
 
-/// Throws std::invalid_argument where a batch of messages is too large for a kernel, or for a
-/// device that `most_blocks` fit at once.
-void check_batch(const std::vector<Mail>& messages, unsigned most_blocks);
-/// Of a batch of one message or more, which has passed that. Fills in messages and lanes.
-LaunchPlan plan_exchange(std::vector<Mail> messages, MailCall& call);
+/// Throws std::invalid_argument where a batch of messages is too large for a kernel.
+void check_batch(const std::vector<Mail>& messages);
+/// Of a batch of one message or more, which has passed that; with `blocks_per_lane` at most. Fills
+/// in messages and lanes.
+LaunchPlan plan_exchange(std::vector<Mail> messages, unsigned blocks_per_lane, MailCall& call);
 
 }  // namespace ringcomm::cuda

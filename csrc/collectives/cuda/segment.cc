@@ -79,9 +79,10 @@ void check_problems(const std::vector<RecordText<256>>& problems) {
 }
 
 Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
-                 const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes)
+                 const std::vector<RankPlace>& places, HandleKind kind, std::size_t num_bytes,
+                 Leaving& leaving)
     : device_(device), num_bytes_(num_bytes), theirs_(places.size()), parts_(places.size()) {
-  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind));
+  const std::vector<Part> parts = exchange.all_gather(make_own(exchange, kind, leaving));
   try {
     std::vector<RecordText<256>> problems;
     for (const Part& part : parts) problems.push_back(part.problem);
@@ -94,6 +95,12 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
           }));
     // Zeroed, signatures too, before anybody uses it.
     agree(exchange, attempt([&] { clear_own(); }));
+  } catch (const Unavailable&) {
+    if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
+    theirs_.clear();
+    exchange.all_gather(0);  // all ranks are here, and none has a part of another's open after this
+    leaving.drop(own_);
+    throw;
   } catch (...) {
     if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
     throw;
@@ -101,7 +108,7 @@ Segment::Segment(RecordExchange& exchange, DeviceOrdinal device,
   if (!offer_key_.empty()) shm::ProcessHub::instance().withdraw(offer_key_);
 }
 
-Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind) {
+Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving) {
   Part part;
   part.problem = attempt([&] {
     own_ = std::make_shared<DeviceMemory>(device_, num_bytes_, kind);
@@ -110,6 +117,7 @@ Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind) {
     parts_[static_cast<std::size_t>(exchange.rank())] = own_->data();
     sign_own(exchange.rank());
     if (kind == HandleKind::kIpc) {
+      leaving.keep(own_);
       part.handle = own_->ipc_handle();
       return;
     }

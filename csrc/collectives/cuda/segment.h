@@ -6,26 +6,22 @@
 #include <string>
 #include <vector>
 
+#include "collectives/cuda/leaving.h"
+#include "collectives/cuda/rank_place.h"
 #include "collectives/cuda/record_exchange.h"
 #include "transport/cuda/device_memory.h"
 #include "transport/shm/unique_fd.h"
 
 namespace ringcomm::cuda {
 
-/// Where a rank is, as far as others need it to map its memory.
-struct RankPlace {
-  DeviceUuid device = {};
-  std::string hub_address;
-  std::int64_t pid = 0;
-};
-
 /// Memory of which every rank of a group has a part on its device, and which all have mapped.
 class Segment {
  public:
-  /// Collective; `num_bytes` may differ from rank to rank. Throws Unavailable, with the same reason
-  /// on all ranks, where the memory cannot be had or mapped, or is not what its owner says.
+  /// Collective; `num_bytes` may differ from rank to rank. `leaving` is the group's. Throws
+  /// Unavailable, with the same reason on all ranks, where the memory cannot be had or mapped, or
+  /// is not what its owner says.
   Segment(RecordExchange& exchange, DeviceOrdinal device, const std::vector<RankPlace>& places,
-          HandleKind kind, std::size_t num_bytes);
+          HandleKind kind, std::size_t num_bytes, Leaving& leaving);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
@@ -33,11 +29,13 @@ class Segment {
   std::byte* of(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
   /// Of this rank's part.
   std::size_t num_bytes() const { return num_bytes_; }
+  /// This rank's part alone, which may outlive the segment.
+  const std::shared_ptr<DeviceMemory>& own() const { return own_; }
 
  private:
   struct Part;  // what a rank says of its own
 
-  Part make_own(RecordExchange& exchange, HandleKind kind);
+  Part make_own(RecordExchange& exchange, HandleKind kind, Leaving& leaving);
   void map(int peer, const RankPlace& place, const Part& part);
   void sign_own(int rank);
   void clear_own();

@@ -17,8 +17,9 @@ namespace ringcomm::cuda {
 /// - thread_idx, num_threads, block_idx, num_blocks: where this thread is.
 /// - sync is the barrier of the block's threads; any is one that tells whether any of them says so.
 /// - store_packet and load_packet move the two words of a Packet, each whole, in no order.
-/// - claim sets a word of device memory to 1, and tells whether it was 0; publish_word makes one of
-///   the control block, and all that this thread wrote before, visible to the host.
+/// - claim sets a word of device memory to 1, and tells whether it was 0; unclaim sets it to 0
+///   again; publish_word makes one of the control block, and all that this thread wrote before,
+///   visible to the host.
 /// - awaited_peer is the rank that stopped() was asked about last, or what note_awaited said since.
 template <class B>
 concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there,
@@ -32,6 +33,7 @@ concept Block = Arch<B> && requires(B block, Packet& packet, const Packet& there
   block.store_packet(packet, std::uint64_t{}, std::uint64_t{});
   block.load_packet(there, word, word);
   { block.claim(flag) } -> std::same_as<bool>;
+  block.unclaim(flag);
   block.publish_word(flag, std::uint32_t{});
   { block.awaited_peer() } -> std::same_as<int>;
   block.note_awaited(int{});

@@ -35,7 +35,9 @@ struct Lent {
 struct GroupFrame {
   Staging staging;
   Control* control = nullptr;
-  std::uint64_t launch = 0;      ///< which of this rank's, to tell them apart
+  /// Which of this rank's collectives, where it is known: not of messages, nor in a graph.
+  static constexpr std::uint64_t kNoNumber = ~std::uint64_t{0};
+  std::uint64_t launch = kNoNumber;
   std::uint64_t timeout_ns = 0;  ///< from the kernel's first wait that is not over at once
   int rank = 0;
   int world_size = 1;

@@ -44,5 +44,7 @@ inline constexpr std::uint32_t kMismatch = 100;
 inline constexpr std::uint32_t kSizesDiffer = 101;
 /// A receive met another message: bytes as two words, tag.
 inline constexpr std::uint32_t kMailDiffers = 102;
+/// Two kernels of this rank used the same part of its staging at a time.
+inline constexpr std::uint32_t kOverlap = 103;
 
 }  // namespace ringcomm::cuda

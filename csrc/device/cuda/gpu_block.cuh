@@ -91,6 +91,9 @@ class GpuBlock {
   __device__ void note_awaited(int peer) { awaited_peer_ = peer; }
 
   __device__ bool claim(std::uint32_t& word) const { return atomicExch_system(&word, 1u) == 0; }
+  __device__ void unclaim(std::uint32_t& word) const {
+    *static_cast<volatile std::uint32_t*>(&word) = 0;
+  }
   __device__ void publish_word(std::uint32_t& word, std::uint32_t value) const {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&word), "r"(value) : "memory");
   }

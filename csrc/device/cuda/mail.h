@@ -83,10 +83,15 @@ RINGCOMM_HD Stop exchange_lane(B& block, const MailCall& call) {
     const MailSlices slices(call.staging.layout, mail.num_bytes);
     for (unsigned channel = first_channel; channel < slices.num_channels;
          channel += call.blocks_per_lane) {
-      // Of the channel's last message a thread may not yet have seen what another has published.
-      block.sync();
+      // Of the channel's last message a thread may not yet have seen what another has published;
+      // end() has them meet.
+      std::uint32_t& busy = call.staging.word_at(
+          call.rank, call.staging.layout.busy_mail_offset(static_cast<std::size_t>(mail.peer),
+                                                          mail.is_send, channel));
+      begin(block, call, busy);
       const Stop stop = mail.is_send ? send_channel(block, call, mail, slices, channel)
                                      : recv_channel(block, call, mail, slices, channel);
+      end(block, busy);
       if (stop != Stop::kNone) return stop;
     }
   }

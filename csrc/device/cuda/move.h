@@ -123,8 +123,7 @@ class Move {
 
 template <bool kIsShared, Block B>
 RINGCOMM_HD void move(B& block, const KernelCall& call) {
-  Move<kIsShared, B> run(block, call);
-  finish(block, call, run.run());
+  run_collective<Move<kIsShared, B>>(block, call);
 }
 
 }  // namespace ringcomm::cuda

@@ -158,6 +158,8 @@ RINGCOMM_HD Stop check_packet_headers(B& block, const KernelCall& call, const Pa
 template <class Element, Block B>
 RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
   const StagingLayout& layout = call.staging.layout;
+  std::uint32_t& busy = call.staging.busy(call.rank, block.block_idx());
+  begin(block, call, busy);
   auto& number = *reinterpret_cast<std::uint64_t*>(call.staging.of[call.rank] +
                                                    layout.packet_calls_offset(block.block_idx()));
   const std::uint64_t calls_before = number;  // no other block's, and of this rank alone
@@ -190,6 +192,7 @@ RINGCOMM_HD void all_reduce_one_shot(B& block, const KernelCall& call) {
   }
   if (stop == Stop::kNone && block.thread_idx() == 0) number = calls_before + 1;
   finish(block, call, stop);
+  end(block, busy);
 }
 
 }  // namespace ringcomm::cuda

@@ -9,13 +9,10 @@
 
 namespace ringcomm::cuda {
 
-/// Tells the host that this kernel has given up, unless another block was faster. Not for
-/// Stop::kAborted, which the host knows.
+/// What one thread of a block does in tell().
 template <Block B>
-RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
-                      const std::uint32_t* theirs = nullptr) {
-  block.sync();
-  if (block.thread_idx() != 0) return;
+RINGCOMM_HD void tell_alone(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
+                            const std::uint32_t* theirs = nullptr) {
   Control& control = *call.control;
   if (block.claim(call.staging.claim(call.rank))) {
     control.peer = peer;
@@ -24,6 +21,28 @@ RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int 
     block.publish_word(control.stop, stop);
   }
   block.publish_word(control.abort, 1);  // for the other blocks of this rank
+}
+
+/// Tells the host that this kernel has given up, unless another block was faster. Not for
+/// Stop::kAborted, which the host knows.
+template <Block B>
+RINGCOMM_HD void tell(B& block, const GroupFrame& call, std::uint32_t stop, int peer,
+                      const std::uint32_t* theirs = nullptr) {
+  block.sync();
+  if (block.thread_idx() == 0) tell_alone(block, call, stop, peer, theirs);
+}
+
+/// Between begin() and end() what `busy` is of is this kernel's alone. Two kernels of a rank that
+/// run at a time would mix their data: a replayed graph beside calls on another stream, which
+/// nothing orders.
+template <Block B>
+RINGCOMM_HD void begin(B& block, const GroupFrame& call, std::uint32_t& busy) {
+  if (block.thread_idx() == 0 && !block.claim(busy)) tell_alone(block, call, kOverlap, call.rank);
+}
+template <Block B>
+RINGCOMM_HD void end(B& block, std::uint32_t& busy) {
+  block.sync();
+  if (block.thread_idx() == 0) block.unclaim(busy);
 }
 
 /// The phases of one call, as a block sees them: its board, and the headings of the first.
@@ -117,11 +136,21 @@ RINGCOMM_HD inline bool does(const KernelCall& call, std::uint32_t step) {
   return call.first_step <= step && step <= call.last_step;
 }
 
-/// The end of every kernel.
+/// Tells the host why this kernel has given up, if it has.
 template <Block B>
 RINGCOMM_HD void finish(B& block, const GroupFrame& call, Stop stop) {
   if (stop != Stop::kNone && stop != Stop::kAborted)
     tell(block, call, static_cast<std::uint32_t>(stop), block.awaited_peer());
+}
+
+/// A block's part of a collective, which `Run` is made for.
+template <class Run, Block B, class... Arguments>
+RINGCOMM_HD void run_collective(B& block, const KernelCall& call, const Arguments&... arguments) {
+  std::uint32_t& busy = call.staging.busy(call.rank, block.block_idx());
+  begin(block, call, busy);
+  Run run(block, call, arguments...);
+  finish(block, call, run.run());
+  end(block, busy);
 }
 
 }  // namespace ringcomm::cuda

@@ -193,9 +193,8 @@ template <class Element, ReduceShape kShape, Block B>
 RINGCOMM_HD void reduce_gather(B& block, const KernelCall& call) {
   using Stored = typename Element::Stored;
   const PlainOwner<Element> owner;
-  ReduceGather<kShape, PlainOwner<Element>, B> run(block, call, sizeof(Stored), sizeof(Stored),
-                                                   owner);
-  finish(block, call, run.run());
+  run_collective<ReduceGather<kShape, PlainOwner<Element>, B>>(block, call, sizeof(Stored),
+                                                               sizeof(Stored), owner);
 }
 
 }  // namespace ringcomm::cuda

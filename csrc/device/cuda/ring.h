@@ -117,8 +117,7 @@ class Ring {
 
 template <class Element, Block B>
 RINGCOMM_HD void all_reduce_ring(B& block, const KernelCall& call) {
-  Ring<Element, B> ring(block, call);
-  finish(block, call, ring.run());
+  run_collective<Ring<Element, B>>(block, call);
 }
 
 }  // namespace ringcomm::cuda

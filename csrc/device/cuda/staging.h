@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/annotations.h"
+#include "core/chunk_layout.h"
 #include "core/cursor.h"
 #include "core/link_protocol.h"
 #include "core/packet_protocol.h"
@@ -50,9 +51,18 @@ struct StagingLayout {
   RINGCOMM_HD constexpr std::size_t packet_calls_offset(std::size_t block) const {
     return ring_offset(num_blocks) + block * kLineBytes;
   }
+  /// Words that say whether a kernel is at it: of each block of collectives, then of each channel
+  /// of messages to a rank, and from one.
+  RINGCOMM_HD constexpr std::size_t busy_offset(std::size_t idx) const {
+    return packet_calls_offset(num_packet_blocks) + idx * sizeof(std::uint32_t);
+  }
+  RINGCOMM_HD constexpr std::size_t busy_mail_offset(std::size_t peer, bool is_send,
+                                                     std::size_t channel) const {
+    return busy_offset(num_blocks + (2 * peer + (is_send ? 1 : 0)) * num_mail_channels + channel);
+  }
   /// A link of those by which `sender` sends to this rank: cursors, then slots.
   RINGCOMM_HD constexpr std::size_t mail_offset(std::size_t sender, std::size_t channel) const {
-    return packet_calls_offset(num_packet_blocks) +
+    return num_slices(busy_mail_offset(world_size, false, 0), kLineBytes) * kLineBytes +
            (sender * num_mail_channels + channel) *
                (sizeof(LinkCursors) + kMailSlots * std::size_t{mail_slot_bytes});
   }
@@ -78,8 +88,12 @@ struct Staging {
   StagingLayout layout;
   std::byte* of[kMaxRanks] = {};
 
-  RINGCOMM_HD std::uint32_t& claim(int rank) const {
-    return *reinterpret_cast<std::uint32_t*>(of[rank]);
+  RINGCOMM_HD std::uint32_t& word_at(int rank, std::size_t offset) const {
+    return *reinterpret_cast<std::uint32_t*>(of[rank] + offset);
+  }
+  RINGCOMM_HD std::uint32_t& claim(int rank) const { return word_at(rank, 0); }
+  RINGCOMM_HD std::uint32_t& busy(int rank, unsigned block) const {
+    return word_at(rank, layout.busy_offset(block));
   }
   RINGCOMM_HD Cursor& published(int rank, unsigned block) const {
     return *reinterpret_cast<Cursor*>(of[rank] + layout.published_offset(block));

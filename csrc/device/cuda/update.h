@@ -156,9 +156,8 @@ RINGCOMM_HD void reduce_update_gather(B& block, const KernelCall& call) {
           OwnGradient{call.inputs[0] + elems.begin_elems * sizeof(typename Grad::Stored)}, elems);
     return;
   }
-  ReduceGather<ReduceShape::kUpdate, Owner, B> run(block, call, sizeof(typename Grad::Stored),
-                                                   sizeof(typename Param::Stored), owner);
-  finish(block, call, run.run());
+  run_collective<ReduceGather<ReduceShape::kUpdate, Owner, B>>(
+      block, call, sizeof(typename Grad::Stored), sizeof(typename Param::Stored), owner);
 }
 
 }  // namespace ringcomm::cuda

@@ -5,6 +5,14 @@
 namespace ringcomm::cuda {
 namespace {
 
+// What the driver cuts smaller allocations of: the handle of one hands out all of its piece, and
+// with it memory of others.
+constexpr std::size_t kIpcGranularity = std::size_t{2} << 20;
+
+std::size_t round_up(std::size_t num_bytes, std::size_t granularity) {
+  return (num_bytes + granularity - 1) / granularity * granularity;
+}
+
 MemAllocationProp prop_of(DeviceOrdinal device) {
   MemAllocationProp prop = {};
   prop.type = kAllocationPinned;
@@ -18,7 +26,7 @@ std::size_t rounded_up(DeviceOrdinal device, std::size_t num_bytes) {
   const MemAllocationProp prop = prop_of(device);
   check(driver().mem_get_allocation_granularity(&granularity, &prop, kGranularityMinimum),
         "ask for the granularity of device memory");
-  return (num_bytes + granularity - 1) / granularity * granularity;
+  return round_up(num_bytes, granularity);
 }
 
 }  // namespace
@@ -42,7 +50,8 @@ DeviceMemory::DeviceMemory(DeviceOrdinal device, std::size_t num_bytes, HandleKi
     : device_(device), num_bytes_(num_bytes), kind_(kind), is_own_(true) {
   const ContextGuard guard(device);
   if (kind == HandleKind::kIpc) {
-    check(driver().mem_alloc(&address_, num_bytes), "allocate staging memory on the GPU");
+    num_bytes_ = round_up(num_bytes, kIpcGranularity);
+    check(driver().mem_alloc(&address_, num_bytes_), "allocate staging memory on the GPU");
     return;
   }
   num_bytes_ = rounded_up(device, num_bytes);
@@ -88,6 +97,7 @@ void DeviceMemory::map() {
 DeviceMemory::~DeviceMemory() {
   try {
     const ContextGuard guard(device_);
+    const RelaxedCapture relaxed;
     release();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before: the memory goes with it.
@@ -119,7 +129,8 @@ IpcMemHandle DeviceMemory::ipc_handle() const {
   return handle;
 }
 
-MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) {
+MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes)
+    : ordinal_(device) {
   const ContextGuard guard(device);
   check(driver().mem_host_alloc(&host_, num_bytes, kHostPortable | kHostDeviceMap),
         "allocate host memory for the GPU");
@@ -129,6 +140,14 @@ MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) 
   device_ = reinterpret_cast<void*>(address);
 }
 
-MappedHostMemory::~MappedHostMemory() { driver().mem_free_host(host_); }
+MappedHostMemory::~MappedHostMemory() {
+  try {
+    const ContextGuard guard(ordinal_);
+    const RelaxedCapture relaxed;
+    driver().mem_free_host(host_);
+  } catch (const Error&) {
+    // The process is ending, and the driver has gone before: the memory goes with it.
+  }
+}
 
 }  // namespace ringcomm::cuda

@@ -68,6 +68,7 @@ class MappedHostMemory {
   void* device() const { return device_; }
 
  private:
+  DeviceOrdinal ordinal_;
   void* host_ = nullptr;
   void* device_ = nullptr;
 };

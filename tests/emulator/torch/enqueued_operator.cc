@@ -169,10 +169,10 @@ bool enqueue_operator(const c10::OperatorHandle& op, Stack* stack) {
   std::vector<Tensor> memory;
   for (const c10::IValue& result : *results)
     memory.push_back(result.toTensor().defined() ? seen_by_host(result.toTensor()) : Tensor());
-  launch_host_function(current_stream(found.device->index()),
-                       [op, operands = *with_tensors(arguments, operand), memory] {
-                         calculate(op, operands, memory);
-                       });
+  launch_operator(current_stream(found.device->index()),
+                  [op, operands = *with_tensors(arguments, operand), memory] {
+                    calculate(op, operands, memory);
+                  });
   torch::jit::drop(*stack, schema.arguments().size());
   for (c10::IValue& result : *results) stack->push_back(std::move(result));
   return true;

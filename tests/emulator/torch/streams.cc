@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "emulator/kernel_registry.h"
 #include "emulator/torch/extra_driver.h"
 #include "emulator/torch/recorded_event.h"
 
@@ -77,6 +78,33 @@ void call_host_function(void* function) {
 void call_host_function_once(void* function) {
   call_host_function(function);
   delete static_cast<HostFunction*>(function);
+}
+
+/// Of a multiprocessor.
+constexpr unsigned kWholeSharedBytes = 227 << 10;
+
+cuda::Function function_kernel(c10::DeviceIndex device) {
+  static auto& mutex = *new std::mutex();
+  static auto& functions = *new std::array<cuda::Function, kMaxDevices>();
+  const std::lock_guard lock(mutex);
+  cuda::Function& function = functions.at(static_cast<std::size_t>(device));
+  if (function != nullptr) return function;
+  const cuda::RelaxedCapture relaxed;  // the first operator may be one that is captured
+  cuda::Module module = nullptr;
+  check(driver().module_load_data(&module, "RINGCOMM-EMULATED"), "load a module");
+  check(driver().module_get_function(&function, module, FunctionCall::kName), "find a kernel");
+  return function;
+}
+
+/// `give` hands the driver a function, and what to call it with.
+template <class Give>
+void launch(c10::Stream stream, HostFunction function, const Give& give) {
+  // A graph may call it at any time.
+  const auto call = is_capturing(stream) ? call_host_function : call_host_function_once;
+  const ContextGuard context(stream.device_index());
+  auto launched = std::make_unique<HostFunction>(std::move(function));
+  give(call, launched.get());
+  launched.release();
 }
 
 }  // namespace
@@ -162,13 +190,19 @@ void wait_for_stream(c10::Stream waiting, c10::Stream stream) {
 }
 
 void launch_host_function(c10::Stream stream, HostFunction function) {
-  // A graph may call it at any time.
-  const auto call = is_capturing(stream) ? call_host_function : call_host_function_once;
-  const ContextGuard context(stream.device_index());
-  auto launched = std::make_unique<HostFunction>(std::move(function));
-  check(extra_driver().launch_host_func(handle_of(stream), call, launched.get()),
-        "launch a host function");
-  launched.release();
+  launch(stream, std::move(function), [&](void (*call)(void*), void* data) {
+    check(extra_driver().launch_host_func(handle_of(stream), call, data), "launch a host function");
+  });
+}
+
+void launch_operator(c10::Stream stream, HostFunction function) {
+  launch(stream, std::move(function), [&](void (*call)(void*), void* data) {
+    FunctionCall parameter{call, data};
+    void* parameters[] = {&parameter};
+    check(driver().launch_kernel(function_kernel(stream.device_index()), 1, 1, 1, 1, 1, 1,
+                                 kWholeSharedBytes, handle_of(stream), parameters, nullptr),
+          "launch an operator");
+  });
 }
 
 }  // namespace ringcomm::emulator

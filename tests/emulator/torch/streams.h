@@ -41,5 +41,7 @@ void wait_for_stream(c10::Stream waiting, c10::Stream stream);
 /// The stream calls `function`, on a thread of its own, and goes on when that returns; what it
 /// throws, the next synchronize() does. A captured one is called with each launch of its graph.
 void launch_host_function(c10::Stream stream, std::function<void()> function);
+/// The same as a kernel that fills a multiprocessor: it waits until one is free of others.
+void launch_operator(c10::Stream stream, std::function<void()> function);
 
 }  // namespace ringcomm::emulator

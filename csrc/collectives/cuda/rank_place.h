@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "transport/cuda/driver_api.h"
+
+namespace ringcomm::cuda {
+
+/// Where a rank is, as far as others need it to map its memory.
+struct RankPlace {
+  DeviceUuid device = {};
+  std::string hub_address;
+  std::int64_t pid = 0;
+};
+
+}  // namespace ringcomm::cuda

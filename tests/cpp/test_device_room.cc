@@ -1,0 +1,85 @@
+// Seats for blocks that wait on a GPU, which groups of all processes share.
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "third_party/doctest/doctest.h"
+#include "transport/cuda/device_room.h"
+
+namespace {
+
+using ringcomm::cuda::DeviceRoom;
+using ringcomm::cuda::DeviceUuid;
+
+// A GPU of this process's own, so that no other test has it.
+DeviceUuid own_device(char number) {
+  DeviceUuid device = {};
+  const pid_t pid = ::getpid();
+  std::memcpy(device.bytes, &pid, sizeof pid);
+  device.bytes[15] = number;
+  return device;
+}
+
+std::string path_of(const DeviceUuid& device) {
+  std::string path = "/dev/shm/ringcomm-gpu-" + std::to_string(::geteuid()) + "-";
+  constexpr const char* kDigits = "0123456789abcdef";
+  for (const char byte : device.bytes) {
+    path += kDigits[static_cast<unsigned char>(byte) >> 4];
+    path += kDigits[byte & 15];
+  }
+  return path;
+}
+
+TEST_CASE("device room: what one has taken no other gets, and what is given back anybody") {
+  const DeviceUuid device = own_device(1);
+  auto first = std::make_unique<DeviceRoom>(device, 7);
+  DeviceRoom second(device, 7);
+  CHECK(first->take(4));
+  CHECK(second.num_free() == 3);
+  CHECK(first->num_free() == 3);
+  CHECK(!second.take(4));
+  CHECK(second.num_free() == 3);  // none, if not all
+  CHECK(second.take(2));
+  CHECK(second.take(1));
+  CHECK(!first->take(1));
+  CHECK(DeviceRoom(own_device(2), 7).num_free() == 7);
+  first.reset();
+  CHECK(second.num_free() == 4);
+  second.give_all_back();
+  CHECK(second.take(7));
+}
+
+TEST_CASE("device room: a killed process has nothing, and the last one leaves no file") {
+  const DeviceUuid device = own_device(3);
+  {
+    DeviceRoom room(device, 5);
+    int ready[2];
+    REQUIRE(::pipe(ready) == 0);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      DeviceRoom theirs(device, 5);
+      const char has_taken = theirs.take(5) ? 1 : 0;
+      if (::write(ready[1], &has_taken, 1) != 1) ::_exit(1);
+      for (;;) ::pause();
+    }
+    char has_taken = 0;
+    REQUIRE(::read(ready[0], &has_taken, 1) == 1);
+    CHECK(has_taken == 1);
+    CHECK(room.num_free() == 0);
+    CHECK(!room.take(1));
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    CHECK(room.take(5));
+    struct stat status = {};
+    CHECK(::stat(path_of(device).c_str(), &status) == 0);
+  }
+  struct stat status = {};
+  CHECK(::stat(path_of(device).c_str(), &status) != 0);
+}
+
+}  // namespace

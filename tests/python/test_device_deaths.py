@@ -1,0 +1,134 @@
+"""A rank that dies at any step of a group on GPUs: all others hear of it, and of which it was.
+
+On emulated GPUs, whose driver kills the process at its n-th call.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from typing import Any
+
+import emugpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+
+import ringcomm
+
+pytestmark = needs_emulated_gpu
+
+GPU = "emugpu"
+WORLD_SIZE, DIES = 3, 1
+# Within 2 s on a machine with nothing else to do; far from the group's time-out on any.
+PATIENCE_S, TIMEOUT_S = 15.0, 50.0
+BOXES = {
+    "two GPUs": {"RINGCOMM_EMULATOR_DEVICES": "2"},
+    "ipc": {"RINGCOMM_EMULATOR_VMM": "0"},
+    "turns": {"RINGCOMM_EMULATOR_MPS": "0"},
+}
+
+
+def go_through_everything(rank: int, in_turns: bool) -> None:
+    group = dist.new_group()
+    small, large = torch.ones(100, device=GPU), torch.ones(100_000, device=GPU)
+    gathered = torch.zeros(WORLD_SIZE * 100, device=GPU)
+    for _ in range(2):
+        dist.all_reduce(small, group=group)
+        dist.all_reduce(large, group=group)
+        dist.all_gather_into_tensor(gathered, small, group=group)
+    if not in_turns:
+        following, previous = (rank + 1) % WORLD_SIZE, (rank - 1) % WORLD_SIZE
+        batch = [
+            dist.P2POp(dist.isend, large, following, group),
+            dist.P2POp(dist.irecv, torch.empty_like(large), previous, group),
+        ]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        shared = ringcomm.empty_shared(100_000, device=GPU, group=group)
+        shared.fill_(1.0)
+        dist.all_reduce(shared, group=group)
+        graph = emugpu.CUDAGraph()
+        with emugpu.graph(graph):
+            dist.all_reduce(small, group=group)
+        graph.replay()
+    dist.barrier(group=group, device_ids=[emugpu.current_device()])
+    dist.destroy_process_group(group)
+    dist.barrier()  # of the hosts: who has died meanwhile is named here
+
+
+def outcome(rank: int, in_turns: bool) -> dict[str, Any]:
+    """The error of this rank, and how long after the death it came."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"pid {rank}", str(os.getpid()))
+    death = os.pidfd_open(int(store.get(f"pid {DIES}"))) if rank != DIES else -1
+    died: list[float] = []
+
+    def watch() -> None:
+        if select.select([death], [], [], TIMEOUT_S)[0]:
+            died.append(time.monotonic())
+
+    if rank != DIES:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        go_through_everything(rank, in_turns)
+        dist.barrier()
+    except ringcomm.RingcommError as error:
+        heard = time.monotonic()
+        while not died and time.monotonic() < heard + PATIENCE_S:
+            time.sleep(0.01)
+        return {
+            "type": type(error).__name__,
+            "rank": error.rank,
+            "text": str(error),
+            "seconds": heard - died[0],
+        }
+    return {"type": "nothing"}
+
+
+def die_at(step: int, how: str) -> list[Any]:
+    env = {**with_kernels(), **BOXES[how]}
+    own = [
+        {**env, **({"RINGCOMM_EMULATOR_DIE_AT": str(step)} if rank == DIES else {})}
+        for rank in range(WORLD_SIZE)
+    ]
+    return run_on_gpus(
+        WORLD_SIZE,
+        outcome,
+        how == "turns",
+        env=own,
+        fresh=True,
+        may_die=[DIES],
+        group_timeout_s=TIMEOUT_S,
+        num_devices=int(env.get("RINGCOMM_EMULATOR_DEVICES", "1")),
+    )
+
+
+def check_deaths(how: str, steps: list[int]) -> None:
+    num_died = 0
+    for step in steps:
+        results = die_at(step, how)
+        num_died += results[DIES] is None
+        for rank, said in enumerate(results):
+            if results[DIES] is not None:  # the step is beyond the last
+                assert said["type"] == "nothing", (step, said)
+            elif rank != DIES:
+                assert said["type"] == "PeerDiedError", (step, said)
+                assert said["rank"] == DIES, (step, said)
+                assert said["seconds"] < PATIENCE_S, (step, said)
+    assert num_died >= len(steps) - 1
+
+
+# Of some 400 calls; those of a group's creation come first.
+@pytest.mark.parametrize("how", BOXES)
+def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str) -> None:
+    check_deaths(how, [5, 40, 150, 230])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BOXES)
+def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
+    check_deaths(how, list(range(1, 400, 7)))

@@ -1,0 +1,156 @@
+"""More groups under way at once than a GPU has room for kernels that wait, on emulated GPUs.
+
+An emulated GPU holds so many blocks of all processes, and an operator of torch fills a
+multiprocessor, so ranks that wait can keep out what a late rank must do first.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import emugpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+
+from ringcomm import _C
+
+pytestmark = needs_emulated_gpu
+
+GPU = "emugpu"
+SLOW_S = 0.5
+
+
+def run(world_size: int, fn: Any, *args: Any, env: Any = None, **options: Any) -> list[Any]:
+    env = {**with_kernels(), **(env or {})}
+    return run_on_gpus(world_size, fn, *args, env=env, fresh=True, **options)
+
+
+def backend(group: Any) -> Any:
+    return group._get_backend(torch.device(GPU))
+
+
+def transport(group: Any) -> str:
+    (name,) = _C.device_transports(backend(group)).values()
+    return str(name)
+
+
+def groups_in_use(num_groups: int) -> list[Any]:
+    groups = [dist.new_group() for _ in range(num_groups)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1, device=GPU), group=group)
+    emugpu.synchronize()
+    return groups
+
+
+def check_late_rank(rank: int, num_groups: int) -> int:
+    """All but one rank wait in all groups; that one computes first. Returns how many take turns."""
+    world_size = dist.get_world_size()
+    groups = groups_in_use(num_groups)
+    numel = 200_000  # a slice for each block of any group
+    for late in range(world_size):
+        tensors = [torch.full((numel,), rank + 1.0, device=GPU) for _ in groups]
+        emugpu.synchronize()
+        dist.barrier()
+        if rank == late:
+            time.sleep(SLOW_S)
+            computed = torch.ones(1000, device=GPU)
+            for _ in range(5):
+                computed = computed * 2
+            assert computed.tolist() == [32.0] * 1000  # before it comes to any group
+        works = []
+        for group, tensor in zip(groups, tensors, strict=True):
+            works.append(dist.all_reduce(tensor, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        for tensor in tensors:
+            assert tensor.tolist() == [world_size * (world_size + 1) / 2] * numel
+    return sum("taking turns" in transport(group) for group in groups)
+
+
+@pytest.mark.parametrize(("world_size", "num_groups"), [(2, 6), (3, 4)])
+def test_groups_under_way_at_once_leave_room_for_a_late_rank(
+    world_size: int, num_groups: int
+) -> None:
+    (num_in_turns,) = set(run(world_size, check_late_rank, num_groups))
+    assert 0 < num_in_turns < num_groups
+
+
+def check_hang(rank: int) -> str:
+    try:
+        check_late_rank(rank, 4)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> None:
+    """The control of the test above: where blocks are not counted right, the late rank hangs."""
+    said = run(2, check_hang, env={"RINGCOMM_EMULATOR_REAL_SMS": "6"}, group_timeout_s=3.0)
+    assert all("3000 ms" in text for text in said), said
+
+
+def check_refusals(rank: int) -> None:
+    groups = groups_in_use(6)
+    (last,) = groups[-1:]
+    assert "taking turns (no room)" in transport(last)
+    x = torch.ones(10, device=GPU)
+    with pytest.raises(ValueError, match=r"other groups have the room .* destroy groups"):
+        dist.isend(x, 1 - rank, group=last)
+    with pytest.raises(ValueError, match=r"no room left .* messages of rank \d; use all_to_all"):
+        dist.isend(x, 1 - rank, group=groups[0])
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph), pytest.raises(ValueError, match=r"take turns .* destroy groups"):
+        dist.all_reduce(x, group=last)
+    dist.all_reduce(x, group=last)  # they have ended nothing
+    emugpu.synchronize()
+    dist.barrier()
+    for group in groups[1:]:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    work = dist.isend(x, 1 - rank, group=groups[0])
+    received = torch.zeros(10, device=GPU)
+    dist.recv(received, 1 - rank, group=groups[0])
+    assert work is not None
+    work.wait()
+    assert received.tolist() == [2.0] * 10
+    dist.barrier()
+    again = groups_in_use(1)
+    assert "side by side" in transport(again[0])
+
+
+def test_what_has_no_room_is_refused_until_groups_are_destroyed() -> None:
+    run(2, check_refusals)
+
+
+def check_overlap(rank: int) -> str:
+    x = torch.ones(1000, device=GPU)
+    y = torch.ones(1000, device=GPU)
+    dist.all_reduce(x)
+    emugpu.synchronize()
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        dist.all_reduce(x)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 runs both"])
+        time.sleep(SLOW_S)
+    else:
+        with emugpu.stream(emugpu.Stream()):
+            graph.replay()
+        time.sleep(SLOW_S)
+        store.set("rank 0 runs both", "yes")
+    try:
+        for _ in range(50):
+            dist.all_reduce(y)
+            time.sleep(0.05)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_replay_beside_a_call_on_another_stream_is_an_error() -> None:
+    for said in run(2, check_overlap, group_timeout_s=10.0):
+        assert "two calls of this group ran at a time on rank 0" in said, said

@@ -1,0 +1,110 @@
+"""Groups on GPUs that ranks leave at different times, or by dying, on emulated GPUs.
+
+The emulator ends a process that frees memory or an event that another process has open.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import emugpu
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+
+import ringcomm
+
+pytestmark = needs_emulated_gpu
+
+GPU = "emugpu"
+BY_IPC = {"RINGCOMM_EMULATOR_VMM": "0"}
+IN_TURNS = {"RINGCOMM_EMULATOR_MPS": "0"}
+LATE_S = 1.0
+
+
+def run(fn: Any, *args: Any, env: dict[str, str], world_size: int = 2, **options: Any) -> list[Any]:
+    env = {**with_kernels(), **env}
+    return run_on_gpus(world_size, fn, *args, env=env, fresh=True, **options)
+
+
+def use(group: Any) -> None:
+    tensor = torch.ones(100_000, device=GPU)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [dist.get_world_size()] * 100_000
+
+
+def check_leaving(rank: int, late: int) -> float:
+    """Returns how long the group's end took, of all ranks but the late one."""
+    group = dist.new_group()
+    use(group)
+    dist.barrier()
+    if rank == late:
+        time.sleep(LATE_S)
+    begin = time.monotonic()
+    dist.destroy_process_group(group)
+    use(None)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("env", [BY_IPC, IN_TURNS], ids=["ipc", "turns"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_free_what_others_have_open_when_those_have_closed_it(
+    env: dict[str, str], late: int
+) -> None:
+    run(check_leaving, late, env=env)
+
+
+def check_shared_tensors(rank: int) -> None:
+    """A tensor that peers use where it is outlives the group on one rank."""
+    group = dist.new_group()
+    tensor = ringcomm.empty_shared(100_000, device=GPU, group=group)
+    tensor.fill_(1.0)
+    dist.all_reduce(tensor, group=group)
+    if rank == 1:
+        del tensor
+    dist.destroy_process_group(group)
+    if rank == 0:
+        assert tensor.tolist() == [2.0] * 100_000
+        del tensor
+    use(None)
+
+
+def test_a_shared_tensor_outlives_its_group() -> None:
+    run(check_shared_tensors, env=BY_IPC)
+
+
+def check_death(rank: int) -> float:
+    use(None)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("env", [BY_IPC, IN_TURNS], ids=["ipc", "turns"])
+def test_what_a_killed_rank_had_open_is_freed_at_once(env: dict[str, str]) -> None:
+    took_s, _ = run(check_death, env=env, may_die=[1], group_timeout_s=60.0)
+    assert took_s < 4.0  # the patience with ranks that live is 5 s
+
+
+def check_kept_open(rank: int) -> None:
+    group = dist.new_group()
+    use(group)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.destroy_process_group(group)  # gives up waiting, and frees nothing
+        emugpu.synchronize()
+        store.set("rank 0 has left", "yes")
+    else:
+        store.wait(["rank 0 has left"])
+        dist.destroy_process_group(group)
+    use(None)
+
+
+def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
+    run(check_kept_open, env=BY_IPC)
