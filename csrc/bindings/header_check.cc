@@ -22,7 +22,7 @@ struct Check {
   cuda::HeaderWords mine;
   std::vector<cuda::HeaderWords> all;
 
-  void run(Communicator::Steps& steps, int rank) {
+  void run(Communicator::Steps& steps) {
     const void* input = mine.data();
     std::vector<void*> outputs;
     for (cuda::HeaderWords& words : all) outputs.push_back(words.data());
@@ -35,9 +35,9 @@ struct Check {
       if (all[peer] == mine) continue;
       CallHeader theirs = cuda::from_words(all[peer].data());
       theirs.seq = header.seq;
-      steps.raise_mismatch(
-          name_of(header.op), static_cast<int>(peer),
-          describe_difference(static_cast<int>(peer), theirs, rank, describe(header)));
+      steps.raise_mismatch(name_of(header.op), static_cast<int>(peer),
+                           describe_difference(static_cast<int>(peer), theirs, name_of(header.op)),
+                           describe(header));
     }
   }
 };
@@ -50,8 +50,7 @@ void check_header(const std::shared_ptr<Communicator>& communicator, const CallH
   check->header = header;
   check->mine = words_of(header);
   check->all.resize(static_cast<std::size_t>(communicator->world_size()));
-  const int rank = communicator->rank();
-  communicator->submit([check, rank](Communicator::Steps& steps) { check->run(steps, rank); },
+  communicator->submit([check](Communicator::Steps& steps) { check->run(steps); },
                        {.timeout = timeout, .is_interrupted = {}},
                        [ended = std::move(ended)](const std::exception_ptr& error) {
                          if (error != nullptr) ended();

@@ -111,10 +111,16 @@ std::string describe(const CallHeader& header) {
   return text.str();
 }
 
-std::string describe_difference(int peer, const CallHeader& theirs, int rank,
-                                const std::string& ours) {
-  return "rank " + std::to_string(peer) + " called " + describe(theirs) + " where rank " +
-         std::to_string(rank) + " called " + ours;
+std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op) {
+  std::string text = "rank " + std::to_string(peer) + " called " + describe(theirs) + " instead";
+  // A rank that has run out of batches makes the next phase's call, often a barrier, where DDP
+  // broadcasts buffers or reduces gradients on the others.
+  const bool is_phase_start = our_op == name_of(OpKind::kBarrier) ||
+                              our_op == name_of(OpKind::kBroadcast) ||
+                              theirs.op == OpKind::kBarrier || theirs.op == OpKind::kBroadcast;
+  if (is_phase_start && our_op != name_of(theirs.op))
+    text += "; did the ranks run different numbers of batches?";
+  return text;
 }
 
 }  // namespace ringcomm

@@ -133,8 +133,9 @@ bool has_private_sizes(OpKind op);
 
 /// "all_reduce #118 (sum, bfloat16, 8388608 bytes, two_shot)"
 std::string describe(const CallHeader& header);
-/// "rank 1 called broadcast #7 (...) where rank 0 called all_reduce #7 (...)"
-std::string describe_difference(int peer, const CallHeader& theirs, int rank,
-                                const std::string& ours);
+/// "rank 1 called broadcast #7 (...) instead", for a message that has named this rank's call, which
+/// is an `our_op`. Where one of the two calls is a barrier or a broadcast and the other is not,
+/// asks about the likely cause.
+std::string describe_difference(int peer, const CallHeader& theirs, const std::string& our_op);
 
 }  // namespace ringcomm

@@ -196,7 +196,7 @@ void Communicator::execute(const Collective& call, const WaitLimits& limits) {
         mismatched.peer,
         !mismatched.difference.empty()
             ? mismatched.difference
-            : describe_difference(mismatched.peer, mismatched.theirs, rank_, describe(header)),
+            : describe_difference(mismatched.peer, mismatched.theirs, name_of(header.op)),
         activity());
   } catch (const std::exception& error) {
     // Out of memory, most likely. Wherever this rank has stopped, the others have gone on.
@@ -223,11 +223,12 @@ void Communicator::Steps::run(const Collective& call) {
   communicator_.execute(call, limits_);
 }
 
-void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference) {
+void Communicator::Steps::raise_mismatch(const char* op, int peer, const std::string& difference,
+                                         std::string description) {
   const auto seq = static_cast<std::int64_t>(communicator_.num_run_) - 1;
+  if (description.empty()) description = std::string(op) + " #" + std::to_string(seq);
   communicator_.failure_->raise_mismatch(
-      peer, difference,
-      {.op = op, .seq = seq, .description = std::string(op) + " #" + std::to_string(seq)});
+      peer, difference, {.op = op, .seq = seq, .description = std::move(description)});
 }
 
 void Communicator::count(OpKind op, const Traffic& traffic) {

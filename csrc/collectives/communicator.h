@@ -36,9 +36,10 @@ class Communicator {
    public:
     /// Runs a collective to its end. Throws Error.
     void run(const Collective& call);
-    /// `peer` called `op` with other arguments than this rank; `difference` says both. Ends the
-    /// group.
-    [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference);
+    /// `peer` called `op` with other arguments than this rank, whose call is `description` (empty:
+    /// the name of `op` and the number of the last call). Ends the group.
+    [[noreturn]] void raise_mismatch(const char* op, int peer, const std::string& difference,
+                                     std::string description = {});
 
    private:
     friend class Communicator;

@@ -106,6 +106,10 @@ def test_different_calls(world_size: int, name: str) -> None:
             assert DIFFERENT[name][2] in error["text"]
             assert DIFFERENT[name][3] in error["text"]
             assert f"ringcomm rank {rank}/{world_size}" in error["text"]
+            own_call = error["text"].split(": ")[1]
+            assert "gave up" in error["text"] or error["text"].count(own_call) == 1, error
+            is_hinted = "did the ranks run different numbers of batches?" in error["text"]
+            assert is_hinted == (name in ("barrier", "collective")), error
             assert error["rank"] in range(world_size)
             assert error["pid"] > 0
 

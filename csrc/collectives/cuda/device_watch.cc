@@ -87,8 +87,7 @@ void DeviceWatch::look_at_record() {
     CallHeader theirs = from_words(control.theirs);
     theirs.seq = control.launch;
     subject_.failure.raise_mismatch(
-        control.peer,
-        describe_difference(control.peer, theirs, subject_.rank, activity.description), activity);
+        control.peer, describe_difference(control.peer, theirs, activity.op), activity);
   }
   if (stop == kSizesDiffer)
     subject_.failure.raise_mismatch(control.peer, describe_sizes(control.theirs), activity);
@@ -130,8 +129,8 @@ void DeviceWatch::compare_calls() {
       CallHeader header = from_words(theirs.data());
       header.seq = num_compared_;
       const Activity activity = activity_of(num_compared_);
-      subject_.failure.raise_mismatch(
-          peer, describe_difference(peer, header, subject_.rank, activity.description), activity);
+      subject_.failure.raise_mismatch(peer, describe_difference(peer, header, activity.op),
+                                      activity);
     }
   }
 }
