@@ -249,9 +249,8 @@ def train_compiled(rank: int, stage: int) -> None:
         torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_compiled_model(stage: int) -> None:
-    run_ranks(2, train_compiled, stage)
+def test_a_compiled_model() -> None:
+    run_ranks(1, train_compiled, 2)
 
 
 # ---- memory, however weights are grouped
