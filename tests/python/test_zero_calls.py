@@ -314,7 +314,9 @@ def check_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"added.weight was added or replaced"):
         sharded.step()
     del model.added
-    with pytest.raises(RuntimeError, match=r"param.grad of a weight that zero.shard\(\) has sharded"):
+    with pytest.raises(
+        RuntimeError, match=r"param.grad of a weight that zero.shard\(\) has sharded"
+    ):
         model.to(torch.float64)
     sharded.zero_grad()
     model.to(torch.float64)
