@@ -132,14 +132,9 @@ def sent_of_weights(
         arguments["offload_weights"] = True
     else:
         arguments["param_dtype"] = _param_dtype(job)
-    once = zero.predict_traffic(model, optimizer, system.stage, **arguments)
-    if system.stage == 3:
-        return num_micro_batches * once
-    if system.stage == 1:
-        return once
-    shards = zero.predict_memory(model, optimizer, 2, **arguments).gradients
-    gathered = (world_size - 1) * shards
-    return gathered + num_micro_batches * (once - gathered)
+    return zero.predict_traffic(
+        model, optimizer, system.stage, num_backwards=num_micro_batches, **arguments
+    )
 
 
 def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
@@ -161,16 +156,17 @@ def _of_infinity(part: RankPart, job: Job, world_size: int) -> Kept:
     memory = zero.predict_memory(model, optimizer, 3, world_size=world_size, offload_weights=True)
     shard = -(-part.num_elems // world_size)
     states, weights = shard * job.state_bytes, shard * job.itemsize
+    gradients = 4 * shard  # zero.shard() accumulates and reduces in float32
     return Kept(
         memory.parameters,
         memory.gradients,
         0,
         memory.buffers + min(_chunk_bytes(job), states),
-        elsewhere=states + 2 * weights,
+        elsewhere=states + weights + gradients,
         # States and weights both ways. Weights come for both passes; a gradient goes and comes
         # back, for the next one to be added or for the update.
         streamed=2 * states + 2 * weights,
-        streamed_each=4 * weights,
+        streamed_each=2 * weights + 2 * gradients,
     )
 
 

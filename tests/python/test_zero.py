@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -60,13 +61,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("world_size", "backend"),
-    [(1, "ringcomm"), (2, "ringcomm"), (3, "ringcomm"), (4, "ringcomm"), (2, "gloo")],
-)
+WORLDS = [(1, "ringcomm"), (2, "ringcomm"), (3, "ringcomm"), (4, "ringcomm"), (2, "gloo")]
+KINDS = ["momentum", "adamw"]
+
+
+def every_pair() -> list[tuple[int, str, int, str, str]]:
+    """Any two of world, stage, optimizer and case are together somewhere."""
+    found = []
+    for i, case in enumerate(CASES):
+        for j, (world_size, backend) in enumerate(WORLDS):
+            kind = KINDS[(i + j + j // 3) % 2]
+            found.append((world_size, backend, 1 + (i + j) % 3, kind, case))
+    return found
+
+
+def test_every_pair_is_there() -> None:
+    rows = [((w, b), s, k, c) for w, b, s, k, c in every_pair()]
+    values = [WORLDS, [1, 2, 3], KINDS, list(CASES)]
+    for i, j in itertools.combinations(range(4), 2):
+        found = {(row[i], row[j]) for row in rows}
+        assert found == set(itertools.product(values[i], values[j]))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(("world_size", "backend", "stage", "kind", "case"), every_pair())
 def test_steps_are_those_of_one_process(
     world_size: int, backend: str, stage: int, kind: str, case: str
 ) -> None:

@@ -100,7 +100,7 @@ def check_overflow(rank: int, stage: int, where: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     after = optimizer.state_dict()
     assert optimizer.loss_scale == scale / 2
-    assert str(after["shards"]) == str(state["shards"])
+    assert str(after["state"]) == str(state["state"])
     train(model, optimizer, rank, 2, range(3, 4))
     assert not torch.equal(weights(model)[where], before[where])
 
@@ -108,7 +108,7 @@ def check_overflow(rank: int, stage: int, where: str) -> None:
 def check_overflow_of_a_loss(rank: int) -> None:
     model, optimizer = make(3, "adamw", loss_scale="dynamic")
     train(model, optimizer, rank, 2, range(2))
-    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["shards"])
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
     scale = optimizer.loss_scale
     x, y = batch(2, rank, 2)
     optimizer.scale(loss_of(model, x, y * (float("inf") if rank == 1 else 1))).backward()
@@ -116,7 +116,7 @@ def check_overflow_of_a_loss(rank: int) -> None:
     optimizer.zero_grad()
     assert optimizer.loss_scale == scale / 2
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-    assert str(optimizer.state_dict()["shards"]) == str(state)
+    assert str(optimizer.state_dict()["state"]) == str(state)
     train(model, optimizer, rank, 2, range(3, 4))
     assert not torch.equal(weights(model)["first.weight"], before["first.weight"])
 
@@ -164,7 +164,8 @@ def check_statistics(rank: int, world_size: int, stage: int) -> None:
         for key, entry in ringcomm.stats().items()
         if key[0] == "all_reduce"
     )
-    assert num_all_reduces == 2
+    # Which gradients there are, at stages 1 and 2; sums; the largest.
+    assert num_all_reduces == (2 if stage == 3 else 3)
     assert before[1] == len(grads)
     assert found.grad_norm == pytest.approx(float(grads.double().norm()), rel=1e-5)
     assert found.grad_max == pytest.approx(float(grads.abs().max()), rel=1e-5)
@@ -277,6 +278,7 @@ def check_errors(rank: int) -> None:
         (model, torch.optim.SGD([model.scale]), {"stage": 1}, ValueError, "in no group"),
         (model, sgd, {"stage": 1, "bucket_bytes": 0}, ValueError, "bucket_bytes is positive"),
         (model, sgd, {"stage": 1, "param_dtype": torch.int8}, ValueError, "param_dtype is None"),
+        (model, sgd, {"stage": 1, "reduce_dtype": torch.bfloat16}, ValueError, "reduce_dtype is"),
         (model, sgd, {"stage": 1, "loss_scale": -1.0}, ValueError, "loss_scale is None"),
         (model, sgd, {"stage": 1, "clip_grad_norm": 0}, ValueError, "clip_grad_norm is a positive"),
         (model, sgd, {"stage": 2, "units": []}, ValueError, "at stage 3 alone"),
@@ -298,8 +300,8 @@ def check_errors(rank: int) -> None:
     sharded = zero.shard(model, sgd, 1)
     with pytest.raises(ValueError, match="is sharded already"):
         zero.shard(model, sgd, 1)
-    with pytest.raises(ValueError, match="load_full_state_dict"):
-        sharded.load_state_dict(make_optimizer(Net(), "sgd").state_dict())
+    with pytest.raises(ValueError, match="parameter groups of"):
+        sharded.load_state_dict(torch.optim.SGD(Net().parameters()).state_dict())
     with pytest.raises(ValueError, match=r"before zero.shard\(\)"):
         sharded.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     state = sharded.state_dict()
@@ -312,6 +314,11 @@ def check_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=r"added.weight was added or replaced"):
         sharded.step()
     del model.added
+    with pytest.raises(
+        RuntimeError, match=r"param.grad of a weight that zero.shard\(\) has sharded"
+    ):
+        model.to(torch.float64)
+    sharded.zero_grad()
     model.to(torch.float64)
     with pytest.raises(ValueError, match="has moved since"):
         sharded.step()

@@ -74,7 +74,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
                 )
 
     def _agree(self) -> bool:
-        self._passes.hooks.collect_all()
+        self._passes.hooks.collect()
         mine = [bucket.has_gradient(param) for param, bucket in self._bucket_of.items()]
         mine += [bucket.is_fresh for bucket in self._buckets]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))

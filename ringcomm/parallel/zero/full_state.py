@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 
 
@@ -26,7 +28,7 @@ def full_state_dict(optimizer: ZeroOptimizer, *, rank0_only: bool = False) -> di
     by_number = {}
     for param in optimizer.all_params():
         state = {
-            key: whole.cpu() if hasattr(whole, "cpu") else whole
+            key: whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
             for key, whole in optimizer.whole_state(param)
             if keeps
         }

@@ -150,7 +150,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._operands.drop_grad(self._shard_of[param])
 
     def _agree(self) -> bool:
-        self._hooks.collect_all()
+        self._hooks.collect()
         return self._operands.has_grads
 
     def _reduce(self) -> None:

@@ -79,25 +79,22 @@ class GradientHooks:
         """Makes `param.grad` ready for autograd to add to it."""
         if isinstance(param.grad, ShardedGradient):
             param.grad = None
-        elif param.grad is None and (taker := self._taker()) is not None:
+        elif (taker := self._taker()) is not None:  # None or another gradient, by the user
             taker.drop_gradient(param)
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Takes `param.grad` if it has values, and drops what was taken if it is None."""
-        grad, taker = param.grad, self._taker()
-        if taker is None:
-            return
-        if grad is None:
-            taker.drop_gradient(param)
-        elif not isinstance(grad, ShardedGradient):
+    def after(self, param: nn.Parameter) -> None:
+        """Takes what autograd has left."""
+        if (taker := self._taker()) is not None and param.grad is not None:
             with torch.no_grad():
-                taker.take_gradient(param, grad)
+                taker.take_gradient(param, param.grad)
             param.grad = self._placeholders[param]
 
-    def collect_all(self) -> None:
-        """collect() of all weights: what a user has put there, or set to None."""
+    def collect(self) -> None:
+        """Takes what users have put in place of gradients, and drops those that they set to None."""
         for param in self._placeholders:
-            self.collect(param)
+            if not isinstance(param.grad, ShardedGradient):
+                self.before(param)
+                self.after(param)
 
 
 def _before(
@@ -114,7 +111,7 @@ def _before(
 def _after(told: weakref.ref[GradientHooks]) -> Callable[[Tensor], None]:
     def arrived(param: Any) -> None:
         if (hooks := told()) is not None:
-            hooks.collect(param)
+            hooks.after(param)
 
     return arrived
 

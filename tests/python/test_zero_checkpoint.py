@@ -1,0 +1,345 @@
+"""zero.shard() with torch.distributed.checkpoint, rank 0's states, and the meta device."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_models import STAGES, STEPS, Net, batch, loss_of, make, make_optimizer, train, weights
+
+from ringcomm.parallel import offload, zero
+
+KINDS = ["momentum", "adamw"]
+
+
+def continue_alone(values: dict[str, Tensor], kind: str, state: Any) -> dict[str, Tensor]:
+    """torch's own optimizer in one process, from a whole state by names."""
+    model = Net()
+    optimizer = make_optimizer(model, kind)
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=values, optim_state_dict=state, options=options
+    )
+    for step in range(2, STEPS):
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], *, is_exact: bool) -> None:
+    for name, value in expected.items():
+        if is_exact:
+            assert torch.equal(found[name], value), name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
+
+
+# ---- get_state_dict, set_state_dict
+
+
+def by_torch(rank: int, stage: int, kind: str, options: dict[str, Any]) -> Any:
+    """Between two sharded runs: in parts, flat, whole on all ranks, whole from rank 0."""
+    model, optimizer = make(stage, kind, **options)
+    train(model, optimizer, rank, 2, range(2))
+    whole_only = StateDictOptions(full_state_dict=True)
+    on_cpu = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    ways = [(None, None), (flat, flat), (whole_only, whole_only), (on_cpu, from_0)]
+    saved = []
+    for save, _ in ways:
+        states = get_state_dict(model, optimizer, options=save)
+        saved.append([_copied(state) for state in states])
+    assert (len(saved[3][1]) > 0) == (rank == 0)
+    train(model, optimizer, rank, 2, range(2, STEPS))
+    expected = weights(model)
+    for (_, load), (values, state) in zip(ways, saved, strict=True):
+        again, resumed = make(stage, kind, **options)
+        set_model_state_dict(again, _copied(values), options=load)
+        set_optimizer_state_dict(again, resumed, _copied(state), options=load)
+        train(again, resumed, rank, 2, range(2, STEPS))
+        check(weights(again), expected, is_exact=True)
+    assert all(isinstance(v, DTensor) for v in _tensors(saved[0][1]["state"]) if v.dim() > 0)
+    return saved[3], expected
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_copied(v) for v in value]
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, dict):
+        return [tensor for v in value.values() for tensor in _tensors(v)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "options"),
+    [
+        (1, "adamw", {}),
+        (2, "momentum", {}),
+        (3, "adamw", {}),
+        (3, "momentum", {}),
+        (2, "adamw", {"param_dtype": torch.bfloat16, "loss_scale": "dynamic"}),
+    ],
+)
+def test_get_and_set_state_dict(stage: int, kind: str, options: dict[str, Any]) -> None:
+    results = run_ranks(2, by_torch, stage, kind, options)
+    (values, state), expected = results[0]
+    if not options:
+        check(continue_alone(values, kind, state), expected, is_exact=False)
+
+
+# ---- saved and loaded by torch.distributed.checkpoint
+
+
+def save_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = make(stage, "adamw")
+    train(model, optimizer, rank, world_size, range(2))
+    values, state = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+    train(model, optimizer, rank, world_size, range(2, STEPS))
+    return weights(model)
+
+
+def load_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = make(stage, "adamw")
+    values, state = get_state_dict(model, optimizer)
+    given = {"model": values, "optimizer": state}
+    dcp.load(given, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"]
+    )
+    train(model, optimizer, rank, world_size, range(2, STEPS))
+    return weights(model)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 1), (2, 1)), ((2, 2), (3, 3)), ((3, 3), (2, 1)), ((2, 3), (1, 2))]
+)
+def test_checkpoints_go_between_ranks_and_stages(
+    saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "step2"
+    expected = run_ranks(saved[0], save_dcp, *saved, folder)[0]
+    for found in run_ranks(loaded[0], load_dcp, *loaded, folder):
+        check(found, expected, is_exact=saved == loaded)
+    # And into torch's own optimizer.
+    model = Net()
+    plain = make_optimizer(model, "adamw")
+    values, state = get_state_dict(model, plain)
+    given = {"model": values, "optimizer": state}
+    dcp.load(given, checkpoint_id=folder, no_dist=True)
+    check(continue_alone(given["model"], "adamw", given["optimizer"]), expected, is_exact=False)
+
+
+# ---- files of each rank, and steps of its own for each weight
+
+
+def save_per_rank(rank: int, stage: int, folder: Path) -> None:
+    model, optimizer = make(stage, "adamw")
+    train(model, optimizer, rank, 2, range(1))
+    values = weights(model)
+    torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
+    train(model, optimizer, rank, 2, range(1, STEPS))
+    model_again = Net()
+    model_again.load_state_dict(values)
+    again, resumed = make(stage, "adamw", model=model_again)
+    resumed.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+    train(again, resumed, rank, 2, range(1, STEPS))
+    check(weights(again), weights(model), is_exact=True)
+    other = torch.load(folder / f"{1 - rank}.pt", weights_only=True)
+    with pytest.raises(ValueError, match=f"is of rank {1 - rank} of 2, and this is rank {rank}"):
+        resumed.load_state_dict(other)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_for_each_rank(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, save_per_rank, stage, tmp_path)
+
+
+def load_unequal_steps(rank: int, stage: int, state: Any, values: dict[str, Tensor]) -> Any:
+    model = Net()
+    model.load_state_dict(values)
+    _, optimizer = make(stage, "adamw", model=model)
+    zero.load_full_state_dict(optimizer, state)
+    train(model, optimizer, rank, 2, range(1))
+    return weights(model), zero.full_state_dict(optimizer)
+
+
+def test_each_weight_has_its_number_of_steps() -> None:
+    """Of a state in which they differ: torch's, with a weight that was frozen at first."""
+    model = Net()
+    optimizer = make_optimizer(model, "adamw")
+    for step in range(4):
+        loss_of(model, *batch(step)).backward()
+        if step < 3:
+            model.blocks[1].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    state, values = optimizer.state_dict(), weights(model)
+    results = {s: run_ranks(2, load_unequal_steps, s, state, values)[0] for s in STAGES}
+    loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    for found, full in results.values():
+        check(found, weights(model), is_exact=False)
+        steps = {number: float(s["step"]) for number, s in full["state"].items()}
+        assert steps == {n: float(s["step"]) for n, s in optimizer.state_dict()["state"].items()}
+        assert set(steps.values()) == {2.0, 5.0}
+
+
+# ---- whole states on rank 0 alone
+
+
+class LiveElems(TorchDispatchMode):
+    """The most elements of new tensors that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        out = func(*args, **(kwargs or {}))
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        if type(out) is not Tensor or is_view:
+            return out
+        if (address := out.untyped_storage().data_ptr()) not in self._seen:
+            num_elems = out.untyped_storage().nbytes() // 4
+            self._seen.add(address)
+            self.live += num_elems
+            self.most = max(self.most, self.live)
+            weakref.finalize(out.untyped_storage(), self._gone, address, num_elems)
+        return out
+
+    def _gone(self, address: int, num_elems: int) -> None:
+        self._seen.discard(address)
+        self.live -= num_elems
+
+
+def gather_to_rank0(rank: int, stage: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
+    options: dict[str, Any] = {}
+    if stage == 4:
+        stage, options = 3, {"offload_weights": True}
+        optimizer = offload.AdamW(model.parameters(), 0.01)
+    sharded = zero.shard(model, optimizer, stage, **options)
+    model(torch.randn(2, 64)).sum().backward()
+    sharded.step()
+    with LiveElems() as count:
+        found = zero.full_state_dict(sharded, rank0_only=True)
+    everywhere = zero.full_state_dict(sharded)
+    if rank != 0:
+        assert found == {}
+        assert count.most <= 3 * 64 * 64  # a weight, its padded rows, this rank's part
+    else:
+        assert str(found) == str(everywhere)
+        assert count.most >= 2 * 8 * 64 * 64
+    return None
+
+
+@pytest.mark.parametrize("stage", [*STAGES, 4])
+def test_whole_states_on_rank_0_alone(stage: int) -> None:
+    run_ranks(2, gather_to_rank0, stage)
+
+
+# ---- the meta device
+
+
+class Normed(nn.Module):
+    """Buffers, a module of buffers alone, and a weight that two units share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+        self.norm = nn.BatchNorm1d(8)
+        self.turns = Turns()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.turns.angles
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.angles.is_meta:
+            self.angles.copy_(torch.arange(8.0))
+
+
+def from_meta(rank: int, world_size: int) -> Any:
+    """Values by reset_parameters(), rank 0's; then a whole state from rank 0."""
+    with torch.device("meta"):
+        model = Normed()
+    torch.manual_seed(7 + rank)
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 3)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert not any(tensor.is_meta for tensor in tensors)
+    first = _copied(weights(model))
+    model(torch.ones(4, 8)).square().sum().backward()
+    optimizer.step()
+    torch.manual_seed(3)
+    whole = Normed()
+    state = whole.state_dict() if rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    check(weights(model), weights(whole), is_exact=True)
+    assert torch.equal(model.turns.angles, torch.arange(8.0))
+    return first
+
+
+def test_stage_3_from_the_meta_device() -> None:
+    results = [first for n in (1, 2, 3) for first in run_ranks(n, from_meta, n)]
+    for first in results:
+        check(first, results[0], is_exact=True)
+    assert results[0]["layers.1.weight"].std() > 0.05
+
+
+def refuse_meta(rank: int) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        odd, linear = Odd(), nn.Linear(2, 2)
+    for stage in (1, 2):
+        with pytest.raises(ValueError, match="weight is on the meta device.*: use stage 3"):
+            zero.shard(linear, torch.optim.SGD(linear.parameters()), stage)
+    with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
+        zero.shard(odd, torch.optim.SGD(odd.parameters()), 3)
+    dist.barrier()
+
+
+def test_what_the_meta_device_lacks() -> None:
+    run_ranks(2, refuse_meta)

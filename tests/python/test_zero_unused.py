@@ -1,0 +1,320 @@
+"""zero.shard(): weights without a gradient, in some backward passes, on some ranks, or on none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zero_models import live_bytes, weights
+
+import ringcomm
+from ringcomm.parallel import offload, zero
+
+WIDTH, NUM_TOWERS, STEPS, NUM_MICRO_BATCHES = 6, 4, 4, 3
+BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
+NEVER = NUM_TOWERS - 1
+
+
+class Towers(nn.Module):
+    """A stem, towers of which each call runs some, and a head; the last tower never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.towers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_TOWERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, used: list[int], reentrant: bool = False) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        for i in used:
+            tower: Any = self.towers[i]
+            y = checkpoint(tower, x, use_reentrant=True) if reentrant else tower(x)
+            x = x + torch.tanh(y)
+        out: Tensor = self.head(x) * self.scale if used else x.square()
+        return out
+
+
+def used_by(step: int, part: int, rank: int) -> list[int]:
+    """Other towers on each rank, in each backward pass; tower 2 on rank 1 alone; sometimes none."""
+    found = [i for i in range(2) if (step + 2 * part + 3 * i + rank) % 3]
+    if rank == 1 and step % 2 and part == 1:
+        found.append(2)
+    return found
+
+
+def rows(step: int, part: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def make_optimizer(model: Any, kind: str) -> torch.optim.Optimizer:
+    """Biases first, without weight decay; they alternate with matrices in the model."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() == 2]},
+    ]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1)
+    if kind == "amsgrad":
+        return torch.optim.AdamW(groups, 0.01, weight_decay=0.1, amsgrad=True)
+    if kind == "offload":
+        return offload.AdamW(groups, 0.01, weight_decay=0.1)
+    return torch.optim.SGD(groups, 0.05, momentum=0.9, dampening=0.5, weight_decay=0.1)
+
+
+def backward(model: Any, step: int, part: int, rank: int, reentrant: bool = False) -> None:
+    x = rows(step, part, rank).requires_grad_()
+    model(x, used_by(step, part, rank), reentrant).square().sum().backward()
+
+
+def train_alone(world_size: int, kind: str, clip: float | None) -> tuple[dict[str, Tensor], Any]:
+    """One process: the mean of the ranks' gradients with zeros, None where no rank has one."""
+    model = Towers()
+    optimizer = make_optimizer(model, "adamw" if kind == "offload" else kind)
+    for step in range(STEPS):
+        of_ranks = []
+        for rank in range(world_size):
+            optimizer.zero_grad()
+            for part in range(NUM_MICRO_BATCHES):
+                backward(model, step, part, rank)
+            of_ranks.append([param.grad for param in model.parameters()])
+        for param, *grads in zip(model.parameters(), *of_ranks, strict=True):
+            there = [grad for grad in grads if grad is not None]
+            param.grad = sum(there) / world_size if there else None  # type: ignore[assignment]
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return weights(model), optimizer.state_dict()["state"]
+
+
+def train(
+    rank: int, stage: int, kind: str, clip: float | None, reentrant: bool
+) -> tuple[dict[str, Tensor], Any]:
+    model = Towers()
+    sharded = zero.shard(
+        model, make_optimizer(model, kind), stage, bucket_bytes=BUCKET_BYTES, clip_grad_norm=clip
+    )
+    for step in range(STEPS):
+        for part in range(NUM_MICRO_BATCHES):
+            backward(model, step, part, rank, reentrant)
+        sharded.step()
+        sharded.zero_grad()
+    return weights(model), zero.full_state_dict(sharded)["state"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "stage", "kind", "clip", "reentrant"),
+    [
+        (2, "ringcomm", 2, "momentum", None, False),
+        (2, "ringcomm", 1, "adamw", None, False),
+        (3, "ringcomm", 2, "adamw", 0.5, False),
+        (2, "gloo", 2, "adamw", None, True),
+        (2, "gloo", 1, "momentum", 0.5, True),
+        (3, "ringcomm", 1, "amsgrad", None, False),
+        (2, "ringcomm", 2, "amsgrad", None, True),
+        (2, "ringcomm", 2, "offload", None, False),
+        (2, "ringcomm", 1, "offload", 0.5, False),
+        (1, "ringcomm", 2, "adamw", None, False),
+    ],
+)
+def test_as_one_process_that_averages(
+    world_size: int, backend: str, stage: int, kind: str, clip: float | None, reentrant: bool
+) -> None:
+    """Accumulated, with momentum and weight decay, whatever each rank leaves out."""
+    expected, expected_state = train_alone(world_size, kind, clip)
+    results = run_ranks(world_size, train, stage, kind, clip, reentrant, backend=backend)
+    for found, state in results:
+        assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-5)
+        # What no rank has ever had a gradient of has no state; the others' steps are their own.
+        assert state.keys() == expected_state.keys()
+        for number, wanted in expected_state.items():
+            assert state[number].keys() == wanted.keys()
+            if "step" in wanted:
+                assert state[number]["step"] == wanted["step"]
+    assert f"towers.{NEVER}.weight" in expected
+
+
+def count_calls(rank: int, reentrant: bool) -> None:
+    """Every backward pass makes as many reductions as there are buckets."""
+    model = Towers()
+    sharded: Any = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
+
+    def num_reductions() -> int:
+        stats = ringcomm.stats().items()
+        return sum(entry["num_calls"] for key, entry in stats if key[0] == "reduce_scatter")
+
+    for part in range(4):
+        before = num_reductions()
+        backward(model, 1, part, rank, reentrant and part > 1)
+        assert num_reductions() - before == len(sharded._buckets)
+    # The same graph twice, and a part of the weights.
+    loss = model(rows(0, 0, rank), [0, 1]).sum()
+    for inputs in (None, [model.stem.weight]):
+        before = num_reductions()
+        loss.backward(retain_graph=True, inputs=inputs)
+        assert num_reductions() - before == len(sharded._buckets)
+    before = num_reductions()
+    torch.autograd.grad(loss, [model.stem.weight])
+    assert num_reductions() == before
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_pass_reduces_each_bucket_once(reentrant: bool) -> None:
+    run_ranks(2, count_calls, reentrant)
+
+
+# ---- what is dropped, and what is put there by hand
+
+
+def break_and_go_on(rank: int, forgets: bool) -> None:
+    """A backward pass that raises half-way, on all ranks; then the step is done again."""
+    model, other = Towers(), Towers()
+    sharded = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
+    plain = make_optimizer(other, "sgd")
+    hook = model.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator, return-value]
+    with pytest.raises(ZeroDivisionError):
+        model(rows(0, 0, 0), [0, 1]).sum().backward()
+    hook.remove()
+    grads = [model.head.weight.grad is None, model.stem.weight.grad is None]
+    assert grads == [False, True]
+    if forgets:
+        sharded.zero_grad()
+    else:  # the half that had come counts, as in torch
+        hook = other.towers[0].weight.register_hook(lambda _: 1 / 0)  # type: ignore[operator, return-value]
+        with pytest.raises(ZeroDivisionError):
+            other(rows(0, 0, 0), [0, 1]).sum().backward()
+        hook.remove()
+    for net, optimizer in ((model, sharded), (other, plain)):
+        for _ in range(2):
+            net(rows(0, 1, 0), [0, 1]).sum().backward()
+        optimizer.step()
+    for name, value in weights(other).items():
+        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_after_a_backward_pass_that_failed(forgets: bool) -> None:
+    run_ranks(2, break_and_go_on, forgets)
+
+
+def drop_and_give(rank: int, stage: int) -> None:
+    """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
+    model, other = Towers(), Towers()
+    sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
+    plain = make_optimizer(other, "momentum")
+    for net, optimizer in ((model, sharded), (other, plain)):
+        net(rows(0, 0, 0), [0]).sum().backward()
+        net.zero_grad()
+        net(rows(0, 1, 0), [0]).sum().backward()
+        net.head.weight.grad = None
+        net.stem.weight.grad = None
+        net.stem.weight.grad = torch.ones_like(net.stem.weight)
+        net(rows(0, 2, 0), [1]).sum().backward()
+        net.towers[0].bias.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in weights(other).items():
+        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_by_hand(stage: int) -> None:
+    run_ranks(2, drop_and_give, stage)
+
+
+def train_compiled(rank: int, stage: int) -> None:
+    model, other = Towers(), Towers()
+    sharded = zero.shard(model, make_optimizer(model, "sgd"), stage, bucket_bytes=BUCKET_BYTES)
+    plain = make_optimizer(other, "sgd")
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    for step in range(2):
+        for part in range(2):  # of other sizes, compiled while gradients wait
+            x = rows(step, part, 0)[: 2 + part]
+            for net in (compiled, other):
+                net(x, [part]).square().sum().backward()
+        for optimizer in (sharded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in weights(other).items():
+        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model() -> None:
+    run_ranks(1, train_compiled, 2)
+
+
+# ---- memory, however weights are grouped
+
+
+class Deep(nn.Module):
+    """Layers with biases, a norm each, and one that is not used, in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x) if i != 4 else x
+        return x
+
+
+def watch_memory(rank: int, order: Callable[[Any, Any], list[Any]]) -> None:
+    model = Deep()
+    params = list(model.parameters())
+    decay = {"params": [p for p in params if p.dim() == 2]}
+    no_decay = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(order(decay, no_decay))
+    options: Any = {"bucket_bytes": 3 * 64 * 66 * 4}
+    expected = zero.predict_memory(model, optimizer, 2, world_size=2, rank=rank, **options)
+    sharded: Any = zero.shard(model, optimizer, 2, **options)
+    assert len(sharded._buckets) <= 4
+    peak = 0
+
+    def look(_: Tensor) -> None:
+        nonlocal peak
+        shards = sum(b.shard_grad.nbytes for b in sharded._buckets if b.shard_grad is not None)
+        whole = live_bytes([*(p.grad for p in params if p.grad is not None)])
+        peak = max(peak, whole + live_bytes(sharded.gradient_tensors()) - shards)
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(look)
+    for _ in range(2):
+        model(torch.randn(4, 64)).sum().backward()
+    assert peak == pytest.approx(expected.buffers, rel=0.05)
+    assert live_bytes(sharded.gradient_tensors()) == pytest.approx(expected.gradients, rel=0.05)
+    assert expected.buffers == pytest.approx(options["bucket_bytes"], rel=0.05)
+    gc.collect()
+
+
+def decay_first(decay: Any, no_decay: Any) -> list[Any]:
+    return [decay, no_decay]
+
+
+def no_decay_first(decay: Any, no_decay: Any) -> list[Any]:
+    return [no_decay, decay]
+
+
+def by_layer(decay: Any, no_decay: Any) -> list[Any]:
+    """A group for each weight, the first layers first."""
+    pairs = zip(decay["params"], no_decay["params"][::3], strict=True)
+    rest = [p for i, p in enumerate(no_decay["params"]) if i % 3]
+    return [*({"params": list(pair)} for pair in pairs), {"params": rest}]
+
+
+@pytest.mark.parametrize("order", [decay_first, no_decay_first, by_layer])
+def test_one_bucket_of_whole_gradients_in_any_order_of_groups(order: Any) -> None:
+    run_ranks(2, watch_memory, order)
