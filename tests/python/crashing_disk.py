@@ -99,12 +99,14 @@ class Disk:
         self._now = State(dict(self.before.files), dict(self.before.names))
         self._of_fd: dict[int, int] = {}  # -1: the folder
         self._fails_at, self._code, self._num_calls = fails_at, code, 0
-        for name in ("open", "write", "replace", "unlink", "ftruncate", "posix_fallocate"):
+        for name in ("open", "close", "write", "replace", "unlink", "ftruncate", "posix_fallocate"):
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._wrap("sync", getattr(os, name)))
         find = file_store._shared_engine
-        monkeypatch.setattr(file_store, "_shared_engine", lambda *a: RecordingEngine(self, find(*a)))
+        monkeypatch.setattr(
+            file_store, "_shared_engine", lambda *a: RecordingEngine(self, find(*a))
+        )
 
     def mark(self, mark: Any) -> None:
         self._log(Op("mark", mark=mark))
@@ -112,6 +114,11 @@ class Disk:
     def _wrap(self, name: str, real: Any) -> Any:
         def call(first: Any, *rest: Any, **options: Any) -> Any:
             is_path = not isinstance(first, int)
+            if name == "close":
+                self._of_fd.pop(first, None)
+                return real(first)
+            if name == "open" and rest[0] & os.O_TMPFILE == os.O_TMPFILE:
+                return real(first, *rest, **options)  # a crash leaves nothing of it
             if is_path and Path(first) != self.folder and Path(first).parent != self.folder:
                 return real(first, *rest, **options)
             if not is_path and first not in self._of_fd:
@@ -187,7 +194,7 @@ class RecordingEngine:
         self._disk, self._real = disk, real
 
     def start(self, is_write: bool, fd: int, address: int, num_bytes: int, offset: int) -> Any:
-        if is_write:
+        if is_write and fd in self._disk._of_fd:
             if self._disk.fails_now():
                 return FailedTransfer(self._disk._code)
             self._disk.wrote(fd, offset, ctypes.string_at(address, num_bytes))

@@ -184,8 +184,9 @@ def test_every_operation_fails_once(code: int, tmp_path: Path) -> None:
                         run.step()
                     break
                 except OSError as error:
-                    assert str(folder) in str(error)
-                    assert error.errno == code
+                    failure = error
+                assert str(folder) in str(failure)
+                assert failure.errno == code
                 if run is not None and code == errno.ENOSPC:
                     with contextlib.suppress(OSError):  # some tensors are to be put again
                         run.commit()

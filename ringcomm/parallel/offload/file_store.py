@@ -355,6 +355,23 @@ class FileStore:
             self._dirty, self._failed = {}, {}
             self._load(previous)
 
+    def clear(self) -> None:
+        """Removes all tensors and commits.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        self._check_open()
+        for key in list(self._pending):
+            self._settle(key)
+        with self._naming("clearing"):
+            for generation in (self.generation, self.generation - 1):
+                self._files.forget(generation)
+            self._files.sync()
+            self._dirty, self._failed = {}, {}
+            self._load(Index())
+            os.ftruncate(self._fd, 0)
+
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
         """Gives errors of the file system the path."""
