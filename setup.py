@@ -21,6 +21,9 @@ import buildconfig
 import cuda_kernels
 import setuptools
 
+# torch does not ask for it, and its collectives of objects do not work without.
+NUMPY = "numpy>=1.26"
+
 # An sdist and the list of build requirements come before torch is asked for.
 NEEDS_NO_TORCH = ("sdist", "egg_info", "clean", "--name", "--version", "--help")
 
@@ -111,7 +114,7 @@ def dynamic_metadata() -> "dict[str, object]":
     """Returns version, requirements and extension, as far as the command at hand needs them."""
     version = buildconfig.public_version()
     if any(word in sys.argv for word in NEEDS_NO_TORCH):
-        return {"version": version, "install_requires": ["torch>=2.11"]}
+        return {"version": version, "install_requires": ["torch>=2.11", NUMPY]}
     if buildconfig.parse_version(setuptools.__version__) < (64, 0):
         raise buildconfig.BuildProblem(
             f"setuptools >= 64 is needed, installed is {setuptools.__version__}: "
@@ -126,7 +129,7 @@ def dynamic_metadata() -> "dict[str, object]":
     return {
         "version": version + suffix,
         # c10d's classes change from minor to minor: a binary serves exactly one.
-        "install_requires": [f"torch=={minor}.*"],
+        "install_requires": [f"torch=={minor}.*", NUMPY],
         "ext_modules": [make_extension()],
         "cmdclass": {"build_ext": make_build_ext()},
     }

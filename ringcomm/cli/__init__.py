@@ -21,6 +21,9 @@ from typing import NoReturn
 
 __all__ = ["OneLineParser", "main", "modules_of", "run"]
 
+# Packages that communicating does not need.
+_WANTED_FOR = {"matplotlib": "--plot needs", "rich": "tables need"}
+
 
 class OneLineParser(argparse.ArgumentParser):
     """Says in one line what is wrong; `--help` says the rest."""
@@ -61,11 +64,12 @@ def run(argv: list[str]) -> int:
     try:
         status: int = options.run(options)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[
-            0
-        ] != "rich":  # which tables need, and communicating does not
+        package = (error.name or "").partition(".")[0]
+        if package not in _WANTED_FOR:
             raise
-        options.parser.error("tables need the package rich: pip install rich")
+        options.parser.error(
+            f"{_WANTED_FOR[package]} the package {package}: pip install {package}"
+        )
     return status
 
 

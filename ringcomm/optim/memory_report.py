@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -70,25 +69,21 @@ class MemoryReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(
-            caption="MiB, predicted; measured below. Parts at their largest, which is not the same"
-            " moment, so that a peak is less than their sum.",
-            caption_justify="left",
-        )
-        table.add_column("step", no_wrap=True)
-        for header in (*_COLUMNS, "RSS"):
-            table.add_column(header, justify="right", no_wrap=True)
+        rows = [("step", *_COLUMNS, "RSS")]
         for step in self.steps:
-            table.add_row(step.name, *_row(step.predicted, None))
+            rows.append((step.name, *_row(step.predicted, None)))
             if step.measured is not None:
-                table.add_row("", *_row(step.measured, step.rss_bytes), style="dim")
-        console = Console(file=io.StringIO(), width=140, color_system=None)
-        console.print(table)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
+                rows.append(("", *_row(step.measured, step.rss_bytes)))
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [
+            "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in rows
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        lines.append(
+            "MiB, predicted; measured below. Parts at their largest, which is not the same moment,"
+            " so that a peak is less than their sum."
+        )
+        return "\n".join(lines)
 
 
 def _row(parts: Parts, rss_bytes: int | None) -> list[str]:

@@ -233,21 +233,28 @@ class WeightShards:
 
     # ---- state dicts
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state_dict() of the model with whole weights, in memory of the CPU, on every rank.
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The state_dict() of the model with whole weights, in memory of the CPU.
 
         Gathers one unit at a time. Tied weights are one tensor, under all of their names.
 
+        Args:
+            rank0_only: rank 0 of the group has it, the others return {}.
+
         Collective: one call for each unit.
         """
+        is_kept = not rank0_only or self.group.rank() == 0
         state = self._freed_state_dict()
         copies: dict[nn.Parameter, Tensor] = {}
         for unit in self.units:
             was_full = unit.is_full
             unit.gather()
-            copies.update((param, _cpu_copy(param)) for param in unit.params)
+            if is_kept:
+                copies.update((param, _cpu_copy(param)) for param in unit.params)
             if not was_full:
                 unit.free()
+        if not is_kept:
+            return {}
         return {name: self._copied(value, copies) for name, value in state.items()}
 
     @staticmethod

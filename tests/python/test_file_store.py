@@ -254,21 +254,6 @@ def test_a_killed_process_leaves_its_last_commit(engine: str, tmp_path: Path) ->
         store.close()
 
 
-def test_a_crash_between_the_renames_leaves_the_older_name(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
-    store.put("a", values(10, 1))
-    store.commit({"step": 1})
-    store.close()
-    (tmp_path / "index.json").rename(tmp_path / "index.previous.json")
-    (tmp_path / "index.draft.json").write_text("{")
-    store = FileStore(tmp_path)
-    assert store.info == {"step": 1}
-    store.put("a", values(10, 2))
-    store.commit({"step": 2})
-    store.close()
-    assert torch.equal(read(FileStore(tmp_path), "a"), values(10, 2))
-
-
 # ---- what fails
 
 
@@ -281,8 +266,8 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data has 5000 bytes and its index 24576: .*truncated"):
         FileStore(tmp_path)
     for text in ("{", "[]", '{"format": 7}', '{"format": 1}'):
-        (tmp_path / "index.json").write_text(text)
-        with pytest.raises(ValueError, match=r"index.json is damaged .* empty folder"):
+        (tmp_path / "index.1.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index.1.json is damaged .* empty folder"):
             FileStore(tmp_path)
 
 
@@ -315,6 +300,36 @@ def test_a_store_waits_for_the_writes_of_the_one_before(tmp_path: Path) -> None:
     closing.join(timeout=30)
     assert again.info == {"step": 1}
     again.close()
+
+
+def test_a_forked_child_neither_uses_the_store_nor_holds_its_folder(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("a", values(10, 1)).wait()
+    store.commit({"step": 1})
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with pytest.raises(ValueError, match="closed, or was opened before a fork"):
+                store.put("a", values(10, 2))
+            os.close(tell)
+            os.read(told, 1)  # until the parent has seen that the folder is free
+            status = 0
+        finally:
+            os._exit(status)
+    try:
+        store.close()
+        with pytest.raises(ValueError, match="is closed"):
+            store.put("a", values(10, 2))
+        again = FileStore(tmp_path)
+        assert torch.equal(read(again, "a"), values(10, 1))
+        again.close()
+    finally:
+        os.close(tell)
+        os.close(told)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 class FailingTransfer:
@@ -480,7 +495,7 @@ def test_the_index_is_json_that_people_can_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.put("a", torch.zeros(2, 3))
     store.commit({"step": 5})
-    found = json.loads((tmp_path / "index.json").read_text(encoding="utf-8"))
+    found = json.loads((tmp_path / "index.1.json").read_text(encoding="utf-8"))
     assert found["info"] == {"step": 5}
     assert found["entries"]["a"] == {
         "dtype": "float32",

@@ -115,15 +115,25 @@ def offloaded_plain(model: nn.Module, kind: str, **options: Any) -> Any:
     return offload.SGD(model.parameters(), 1e-2, 0.9 if kind == "momentum" else 0.0, **options)
 
 
-def test_written_16_bit_weights_replace_their_masters() -> None:
+@pytest.mark.parametrize("written", [3.0, float("nan")])
+def test_written_16_bit_weights_replace_their_own_masters(written: float) -> None:
+    """Only theirs: the masters beside them keep what the weights' 16 bits do not show."""
+    torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False).to(torch.bfloat16)
-    optimizer = offload.SGD(model.parameters(), 0.5)
-    for value in (1.0, 2.0):
-        with torch.no_grad():
-            model.weight.fill_(value)
+    expected = model.weight.detach().float()
+    optimizer = offload.SGD(model.parameters(), 1e-3)
+    for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                model.weight[0, 1] = written
+            expected[0, 1] = written
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-        assert torch.equal(model.weight.detach(), torch.full([3, 3], value - 0.5).bfloat16())
+        expected -= 1e-3
+        master = optimizer.state_of(model.weight)["master"]
+        torch.testing.assert_close(master, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+        rounded = expected.to(torch.bfloat16)
+        torch.testing.assert_close(model.weight.detach(), rounded, equal_nan=True)
 
 
 # ---- sharded

@@ -66,6 +66,9 @@ def run(options: argparse.Namespace) -> int:
     from ringcomm.bench.screen import table_of
     from ringcomm.bench.systems import SYSTEMS, Systems, run_rank
 
+    if options.plot:
+        import matplotlib  # noqa: F401 - or an error before minutes of measuring
+
     systems = Systems(
         world_size=options.world_size,
         names=options.systems or list(SYSTEMS),

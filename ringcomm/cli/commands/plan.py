@@ -168,9 +168,5 @@ def _draw(plans: Any, options: argparse.Namespace) -> None:
 
     try:
         draw(plans, options.plot, options.top)
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        options.parser.error("--plot needs matplotlib: pip install matplotlib")
     except (OSError, ValueError) as error:
         options.parser.error(f"--plot: {error}")

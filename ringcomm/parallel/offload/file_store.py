@@ -5,11 +5,13 @@ What ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, section 5) keeps 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned, is_aligned
-from ringcomm.parallel.offload.store_file import lock_file, open_file
+from ringcomm.parallel.offload.store_file import lock_file, make_folder, open_file
 from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
 
 __all__ = ["FileStore", "Transfer"]
@@ -118,23 +120,28 @@ class FileStore:
             )
         self.path = Path(path)
         self.engine, self._engine = _find_engine(engine, queue_depth, block_bytes)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self._keeps = keep
         self._fd, self.is_direct = open_file(
             self.path / "data" if keep else self.path, keep, direct
         )
         self._pending: dict[str, Transfer] = {}
         self._close = weakref.finalize(self, _finish, self._fd, self._pending)
-        try:
-            lock_file(self._fd)
-        except OSError as error:
-            self._close()
-            raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
+        _stores.add(self)
         self.read_bytes = self.written_bytes = 0
         self._failed: dict[str, OSError] = {}  # writes, until the next of the same name
         self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
         self._files = IndexFiles(self.path)
-        self._load((self._files.read() if keep else None) or Index())
+        try:
+            lock_file(self._fd)
+            index = self._files.recover() if keep else None
+            self._load(index or Index())
+        except BlockingIOError as error:
+            self.close()
+            raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
+        except BaseException:
+            self.close()
+            raise
 
     def _load(self, index: Index) -> None:
         self._index = index
@@ -146,11 +153,12 @@ class FileStore:
         self._end = max(ends, default=0)
         found = os.fstat(self._fd).st_size
         if found < self._end:
-            self.close()
             raise ValueError(
                 f"{self.path / 'data'} has {found} bytes and its index {self._end}: it was"
                 " truncated. Begin in an empty folder"
             )
+        if found > self._end > 0:  # tensors that were never committed
+            os.ftruncate(self._fd, self._end)
 
     # ---- tensors
 
@@ -196,6 +204,7 @@ class FileStore:
                 CPU.
             OSError: there is no room (ENOSPC).
         """
+        self._check_open()
         if tensor.device.type != "cpu":
             raise ValueError(f"a FileStore takes tensors of the CPU, got one of {tensor.device}")
         self._settle(key)
@@ -204,7 +213,11 @@ class FileStore:
         _check_same(key, entry, tensor)
         if self._keeps and key not in self._dirty:
             if not self._dirty:
-                self._files.forget_previous()
+                # Before anything is written over the commit before the last. Also where that is
+                # gone already: an earlier sync may have failed.
+                with self._naming("writing"):
+                    self._files.forget(self.generation - 1)
+                    self._files.sync()
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
         source = tensor.detach().contiguous()
         memory = source
@@ -226,6 +239,7 @@ class FileStore:
             ValueError: `out` is something else.
             OSError: the last write of this name failed.
         """
+        self._check_open()
         if key not in self._index.entries:
             raise KeyError(f"{self.path} has no tensor {key!r}")
         entry = self._index.entries[key]
@@ -293,48 +307,104 @@ class FileStore:
             info: anything that JSON takes, such as the step.
 
         Raises:
-            ValueError: the store was made with keep=False.
-            OSError: a write failed, and has not been made good by another put(); the last commit
-                stays.
+            ValueError: the store was made with keep=False, or is closed.
+            OSError: a write failed, and has not been made good by another put(); the index could
+                not be written (ENOSPC: free space and commit again). The last commit stays.
         """
+        self._check_open()
         if not self._keeps:
             raise ValueError("a FileStore with keep=False has nothing to commit")
         for key in list(self._pending):
             self._settle(key)
         if self._failed:
             raise next(iter(self._failed.values()))
-        os.fdatasync(self._fd)
-        entries = {
-            key: dataclasses.replace(entry, current=self._dirty.get(key, entry.current))
-            for key, entry in self._index.entries.items()
-        }
-        index = Index(self._index.generation + 1, dict(info or {}), entries)
-        self._files.write(index)
-        self._index, self._dirty = index, {}
+        with self._naming(f"commit {self.generation + 1}"):
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                # The kernel may drop what it could not write: the next fdatasync would succeed.
+                text = f"{self.path} could not be synced: {os.strerror(error.errno or 0)}"
+                self._failed = dict.fromkeys(self._dirty, OSError(error.errno, text))
+                raise
+            entries = {
+                key: dataclasses.replace(entry, current=self._dirty.get(key, entry.current))
+                for key, entry in self._index.entries.items()
+            }
+            index = Index(self.generation + 1, dict(info or {}), entries)
+            self._files.write(index)
+            # Before sync(), which may fail: a process that opens the folder finds this commit.
+            self._index, self._dirty = index, {}
+            self._files.sync()
 
     def roll_back(self) -> None:
         """Goes back to the commit before the last: for ranks of which one has crashed before its.
 
         Raises:
             ValueError: it is no more: tensors have been put since the last.
+            OSError: the file system failed.
         """
-        previous = self._files.read_previous()
+        self._check_open()
+        previous = self._files.read_previous(self.generation)
         if previous is None:
             raise ValueError(f"{self.path} has no commit before {self.generation} any more")
         for key in list(self._pending):
             self._settle(key)
-        self._files.restore_previous()
-        self._dirty, self._failed = {}, {}
-        self._load(previous)
+        with self._naming("going back"):
+            self._files.forget(self.generation)
+            self._files.sync()
+            self._dirty, self._failed = {}, {}
+            self._load(previous)
+
+    def clear(self) -> None:
+        """Removes all tensors and commits.
+
+        Raises:
+            OSError: the file system failed.
+        """
+        self._check_open()
+        for key in list(self._pending):
+            self._settle(key)
+        with self._naming("clearing"):
+            for generation in (self.generation, self.generation - 1):
+                self._files.forget(generation)
+            self._files.sync()
+            self._dirty, self._failed = {}, {}
+            self._load(Index())
+            os.ftruncate(self._fd, 0)
+
+    @contextlib.contextmanager
+    def _naming(self, what: str) -> Iterator[None]:
+        """Gives errors of the file system the path."""
+        try:
+            yield
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise OSError(code, f"{what} at {self.path}: {os.strerror(code)}") from error
+
+    def _check_open(self) -> None:
+        if self._fd < 0:
+            raise ValueError(
+                f"the FileStore at {self.path} is closed, or was opened before a fork: each process"
+                " opens its own"
+            )
 
     def close(self) -> None:
         """Waits for what is under way, and lets the folder go; a second call does nothing."""
+        if self._fd < 0:
+            return
         for key in list(self._pending):
             self._settle(key)
         for error in self._failed.values():
             _log.warning("ringcomm: %s", error)
         self._failed = {}
         self._close()
+        self._fd = -1  # the number may be another file's from now on
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the folder is locked until the last copy of the file is closed."""
+        if self._close.detach() is not None:
+            os.close(self._fd)
+        self._fd = -1
 
 
 def _finish(fd: int, pending: dict[str, Transfer]) -> None:
@@ -344,6 +414,16 @@ def _finish(fd: int, pending: dict[str, Transfer]) -> None:
     pending.clear()
     os.close(fd)
 
+
+_stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for store in list(_stores):
+        store._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 # The stores of a process share their engines, whose threads have stacks. Weakly: the last ends it.
 _engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDictionary()

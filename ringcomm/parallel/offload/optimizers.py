@@ -163,9 +163,11 @@ class _Offloaded(torch.optim.Optimizer):
         on_host = weights.to("cpu")
         grad = grads[chunk.begin : chunk.end].to("cpu")
         master = state.get("master")
-        if master is not None and not torch.equal(master.to(on_host.dtype), on_host):
-            # It is new, or somebody has written the weights, such as a loaded state_dict.
-            master.copy_(on_host)
+        if master is not None:
+            # All are new at the first step. Later those that were written, as by load_state_dict().
+            is_written = master.to(on_host.dtype) != on_host
+            if is_written.any():
+                master[is_written] = on_host[is_written].float()
         ops.optimizer_update_(
             on_host, grad, state, optimizer=chunk.rule, step=chunk.step, grad_scale=grad_scale
         )

@@ -1,4 +1,4 @@
-"""The file in which a FileStore has its tensors."""
+"""The folder of a FileStore, and the file in it that has the tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ import time
 from pathlib import Path
 
 _LOCK_WAIT_S = 5.0
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and its parents, if they are not there, so that they outlast a power cut."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder outlast a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:

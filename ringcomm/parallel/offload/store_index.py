@@ -1,7 +1,8 @@
-"""What a FileStore has where: an index that is replaced as a whole, and the one before it."""
+"""Where a FileStore has its tensors: the index of the last commit, and the one before it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ringcomm.parallel.offload.store_file import sync_folder
 
 FORMAT = 1
 
@@ -85,62 +88,67 @@ class Index:
 
 
 class IndexFiles:
-    """The index and the one before it, in a folder; either is there whole or not at all."""
+    """The indices of the last commit and of the one before it, in a folder.
+
+    Two files take turns, by the generation's parity. A commit is one rename over the older file, so
+    the newer one never disappears, and each file is complete or absent.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._current = folder / "index.json"
-        self._previous = folder / "index.previous.json"
 
-    def read(self) -> Index | None:
-        """The last one; None in a folder without.
+    def recover(self) -> Index | None:
+        """The last commit's index, None if there is none; removes what a killed commit has left.
 
         Raises:
-            ValueError: the file is damaged.
+            ValueError: a file is damaged.
         """
-        # A process that ended between the two renames of write() has left the older name only.
-        for path in (self._current, self._previous):
-            if path.exists():
-                return _read(path)
-        return None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._draft)
+        found = [self._read(generation) for generation in (0, 1)]
+        return max(
+            (index for index in found if index is not None),
+            key=lambda index: index.generation,
+            default=None,
+        )
 
-    def read_previous(self) -> Index | None:
-        """The one before the last, while its tensors are still there."""
-        return _read(self._previous) if self._previous.exists() else None
+    def read_previous(self, generation: int) -> Index | None:
+        """The index before the one of `generation`, as long as its tensors are still there."""
+        return self._read(generation - 1)
 
     def write(self, index: Index) -> None:
-        """Replaces the index: on disk when this returns."""
-        draft = self._folder / "index.draft.json"
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(index.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        if self._current.exists():
-            self._current.replace(self._previous)
-        draft.replace(self._current)
-        self._sync_folder()
-
-    def forget_previous(self) -> None:
-        """Before its tensors are written over."""
-        if self._previous.exists():
-            self._previous.unlink()
-            self._sync_folder()
-
-    def restore_previous(self) -> None:
-        """Makes the one before the last the last."""
-        self._previous.replace(self._current)
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        """Makes an index the last one: after a kill, not after a power cut before sync()."""
+        text = memoryview(index.to_json().encode())
+        fd = os.open(self._draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
+            while text:
+                text = text[os.write(fd, text) :]
             os.fsync(fd)
         finally:
             os.close(fd)
+        os.replace(self._draft, self._path(index.generation))
 
+    def forget(self, generation: int) -> None:
+        """Removes an index, if it is there; its tensors may be written over after sync()."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(generation))
 
-def _read(path: Path) -> Index:
-    try:
-        return Index.from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): begin in an empty folder") from error
+    def sync(self) -> None:
+        """Makes what write() and forget() did outlast a power cut."""
+        sync_folder(self._folder)
+
+    @property
+    def _draft(self) -> Path:
+        return self._folder / "index.draft.json"
+
+    def _path(self, generation: int) -> Path:
+        return self._folder / f"index.{generation % 2}.json"
+
+    def _read(self, generation: int) -> Index | None:
+        path = self._path(generation)
+        try:
+            return Index.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): begin in an empty folder") from error

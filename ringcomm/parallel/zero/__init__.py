@@ -88,7 +88,8 @@ def shard(
             on the meta device: each unit then gets its values by reset_parameters() when it is
             sharded. It may be of 16 bits, and has float32 masters. With a path, every step ends in
             a commit.
-        resume: with offload_weights go on after the last step whose files are complete.
+        resume: with offload_weights go on after the last step whose files are complete; from the
+            first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
             ranks; without loss_scale, what is not finite is an error. This and loss_scale take two
             all_reduces, of 24 and 4 bytes.

@@ -31,7 +31,8 @@ from ringcomm.parallel.zero.state_rows import join_rows
 class ZeroInfinity(ZeroOptimizer):
     """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
 
-    Every step ends in a commit, so that files hold the last complete step, whatever happens.
+    The constructor, every step and every load of weights or states end in a commit. Files hold the
+    last commit, whatever happens.
     Weights below 64 KiB stay in memory.
     """
 
@@ -62,7 +63,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._tier.close()
             self._grads.close()
             raise
-        self._home = WeightHome(self._tier, is_filled=self.num_steps > 0)
+        self._home = WeightHome(self._tier, is_filled=options.resume)
         found = list(default_units(model) if units is None else units)
         self._weights = WeightShards(
             model, group, units=[*found, *tiles_of(model)], home=self._home
@@ -77,31 +78,40 @@ class ZeroInfinity(ZeroOptimizer):
             {**g, "params": [self._shard_of[p] for p in g["params"]]} for g in self.param_groups
         ]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
-        if self.num_steps:
+        if options.resume:
             self._resume()
+        else:
+            self._commit()
         self._hooks = GradientHooks(self._shard_of, self)
 
     # ---- files from before
 
     def _find_steps(self, tier: Tier) -> int:
-        """The step to go on after, the same on all ranks. Collective."""
+        """The step to go on after, whose commit is the last one on all ranks now. Collective."""
         store = tier.store if isinstance(tier, FileTier) else None
-        mine = int(store.info.get("num_steps", 0)) if store is not None else 0
+        # All ranks make the same commits: a generation is the same state everywhere.
+        mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
         everyone: list[Any] = [None] * self.group.size()
         dist.all_gather_object(everyone, mine, group=self.group)
-        least, most = min(everyone), max(everyone)
-        if most > 0 and not self.options.resume:
+        (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
+        if most_steps > 0 and not self.options.resume:
             raise ValueError(
-                f"the files are of a run that came to step {most}: resume=True goes on with it,"
-                " or give another folder"
+                f"the files are of a run that came to step {most_steps}: resume=True goes on with"
+                " it, or give another folder"
             )
-        if self.options.resume and least == 0:
-            raise ValueError(f"there is nothing to resume; the ranks' steps are {everyone}")
+        if not self.options.resume:
+            if store is not None:
+                store.clear()  # of a run that ended before its first step did
+            return 0
+        if least == 0:
+            rank = everyone.index(min(everyone))
+            raise ValueError(f"there is nothing to resume on rank {rank}")
         if most - least > 1:
-            raise ValueError(f"the ranks' files are of different runs: their steps are {everyone}")
-        if mine > least and store is not None:
+            steps = [found[1] for found in everyone]
+            raise ValueError(f"the ranks' files are of different runs: their steps are {steps}")
+        if store is not None and store.generation > least:
             store.roll_back()
-        return least
+        return int(num_steps)
 
     def _resume(self) -> None:
         assert isinstance(self._tier, FileTier)
@@ -114,12 +124,12 @@ class ZeroInfinity(ZeroOptimizer):
                 loan = self._tier.fetch(f"packed.{i}")
                 unit.packed_row.copy_(loan.wait())
                 self._tier.give_back(loan, is_written=False)
-        self._inner.steps.update(zip(self._shard_of.values(), info["steps"], strict=True))
+        steps = zip(self._shard_of.values(), info["steps"], strict=True)
+        self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
             self._scale.load(info["loss_scale"])
 
     def _commit(self) -> None:
-        self.num_steps += 1
         if not isinstance(self._tier, FileTier):
             return
         for i, unit in enumerate(self._weights.units):
@@ -128,7 +138,7 @@ class ZeroInfinity(ZeroOptimizer):
                 loan = self._tier.new(f"packed.{i}", row.numel(), row.dtype)
                 loan.wait().copy_(row)
                 self._tier.give_back(loan, is_written=True)
-        steps = [self._inner.steps.get(shard, 0) for shard in self._shard_of.values()]
+        steps = [self._inner.steps.get(shard) for shard in self._shard_of.values()]
         self._tier.commit(
             {
                 "num_steps": self.num_steps,
@@ -137,6 +147,14 @@ class ZeroInfinity(ZeroOptimizer):
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
+
+    def _wait_for_commits(self) -> None:
+        """Collective. To be called before writing what no collective of a step comes before.
+
+        Writing ends the commit before the last, which is the last one of a rank that is killed now.
+        """
+        if isinstance(self._tier, FileTier):
+            dist.barrier(self.group)
 
     # ---- gradients
 
@@ -187,6 +205,7 @@ class ZeroInfinity(ZeroOptimizer):
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
         self._inner.update(factor)
+        self.num_steps += 1
         self._commit()
 
     def close(self) -> None:
@@ -215,14 +234,21 @@ class ZeroInfinity(ZeroOptimizer):
         """Of the small weights of each unit, which stay in memory and are written at each step."""
         return [unit.packed_row.numel() for unit in self._weights.units]
 
-    def full_model_state_dict(self) -> dict[str, Any]:
-        """The model's state_dict() with whole weights, in memory, on every rank. Collective."""
-        return self._weights.full_state_dict()
+    def full_model_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The model's state_dict() with whole weights, in memory of the CPU. Collective.
+
+        Args:
+            rank0_only: rank 0 of the group has it. The others return {}, and hold one unit's
+                weights at a time.
+        """
+        return self._weights.full_state_dict(rank0_only=rank0_only)
 
     def load_full_model_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes one. See WeightShards.load_full_state_dict()."""
+        """Takes one. See WeightShards.load_full_state_dict(). Collective: a barrier."""
         self._home.forget_ahead()
+        self._wait_for_commits()
         self._weights.load_full_state_dict(state)
+        self._commit()
 
     # ---- state
 
@@ -267,3 +293,9 @@ class ZeroInfinity(ZeroOptimizer):
             else:
                 mine[key] = value
         self._inner.set_state_of(self._shard_of[param], mine)
+
+    def _states_come(self) -> None:
+        self._wait_for_commits()
+
+    def _states_taken(self) -> None:
+        self._commit()

@@ -1,0 +1,154 @@
+"""ZeroInfinity after kills and power cuts at every operation on its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crashing_disk import Disk, crashes
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ringcomm.parallel import offload, zero
+
+
+def make(folder: Path, seed: int, **options: Any) -> tuple[nn.Module, zero.ZeroInfinity]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(130, 130), nn.Tanh(), nn.Linear(130, 3))
+    own = offload.AdamW(model.parameters(), 1e-2, to="nvme", path=folder, chunk_elems=10_000)
+    optimizer = zero.shard(model, own, 3, offload_weights=True, **options)
+    assert isinstance(optimizer, zero.ZeroInfinity)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: zero.ZeroInfinity) -> None:
+    generator = torch.Generator().manual_seed(optimizer.num_steps)
+    model(torch.randn(4, 130, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(optimizer: zero.ZeroInfinity) -> list[Tensor]:
+    states = zero.full_state_dict(optimizer)["state"]
+    found = [*optimizer.full_model_state_dict().values()]
+    return found + [value for number in states for value in states[number].values()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def job(folder: Path, disk: Disk | None) -> dict[int, list[Tensor]]:
+    """By commit what there is after it: at first, after loads and after two steps."""
+    after: dict[int, list[Tensor]] = {}
+
+    def commit_done() -> None:
+        after[len(after) + 1] = values(optimizer)
+        if disk is not None:
+            disk.mark(len(after))
+
+    model, optimizer = make(folder, 0)
+    commit_done()
+    loaded = {key: value + 1 for key, value in optimizer.full_model_state_dict().items()}
+    optimizer.load_full_model_state_dict(loaded)
+    commit_done()
+    step(model, optimizer)
+    commit_done()
+    optimizer.load_state_dict(optimizer.state_dict())
+    commit_done()
+    step(model, optimizer)
+    commit_done()
+    optimizer.close()
+    return after
+
+
+def crash_everywhere(rank: int, folder: Path) -> int:
+    (folder / "run" / "rank0of1").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(folder / "run" / "rank0of1", patch)
+        after = job(folder / "run", disk)
+    disk.check_is_complete()
+    seen: set[int] = set()
+    for count, state in crashes(disk.before, disk.ops, every_loss=False):
+        done = [op.mark for op in disk.ops[:count] if op.kind == "mark"]
+        last = max(done, default=0)
+        what = hash((last, repr(sorted(state.contents().items()))))
+        if what in seen:
+            continue
+        seen.add(what)
+        place = folder / f"{len(seen)}"
+        place.mkdir()
+        state.write(place / "rank0of1")
+        if not any("index" in name and "draft" not in name for name in state.names):
+            assert last == 0
+            with pytest.raises(ValueError, match="nothing to resume on rank 0"):
+                make(place, 1, resume=True)
+            _, optimizer = make(place, 0)
+            assert same(values(optimizer), after[1])
+        else:
+            model, optimizer = make(place, 1, resume=True)
+            found = values(optimizer)
+            assert same(found, after[max(last, 1)]) or same(found, after[min(last + 1, 5)])
+            while optimizer.num_steps < 2 and same(found, after[3]):
+                step(model, optimizer)
+                assert same(values(optimizer), after[5])
+        optimizer.close()
+    return len(seen)
+
+
+def test_crashes_of_weights_loads_and_steps(tmp_path: Path) -> None:
+    (num_states,) = run_ranks(1, crash_everywhere, tmp_path)
+    assert num_states > 40
+
+
+# ---- ranks that are a commit apart
+
+
+def train_to(
+    rank: int, folder: Path, num_steps: int, resume: bool = False
+) -> tuple[int, list[Tensor]]:
+    model, optimizer = make(folder, 0, resume=resume)
+    begun = optimizer.num_steps
+    while optimizer.num_steps < num_steps:
+        step(model, optimizer)
+    found = values(optimizer)
+    optimizer.close()
+    return begun, found
+
+
+@pytest.mark.parametrize("last_step", [1, 3])
+def test_a_rank_that_is_a_step_ahead_goes_back(last_step: int, tmp_path: Path) -> None:
+    """From step 1 as well: step 0 are the weights that the job began with."""
+    expected = run_ranks(2, train_to, tmp_path / "whole", 4)
+    run_ranks(2, train_to, tmp_path / "files", last_step)
+    store = offload.FileStore(tmp_path / "files" / "rank1of2")
+    store.roll_back()
+    store.close()
+    found = run_ranks(2, train_to, tmp_path / "files", 4, True)
+    for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert begun == last_step - 1
+        assert same(mine, theirs)
+
+
+def begin_again(rank: int, folder: Path) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(200, 200)
+    own = offload.SGD(model.parameters(), to="nvme", path=folder)
+    optimizer = zero.shard(model, own, 3, offload_weights=True)
+    assert isinstance(optimizer, zero.ZeroInfinity)
+    found = [*optimizer.full_model_state_dict().values()]
+    optimizer.close()
+    return found
+
+
+def test_files_without_a_step_are_replaced(tmp_path: Path) -> None:
+    """A job that failed before its first step may begin again, with another model."""
+    run_ranks(2, train_to, tmp_path, 0)
+    torch.manual_seed(0)
+    expected = [*nn.Linear(200, 200).state_dict().values()]
+    for found in run_ranks(2, begin_again, tmp_path):
+        assert same(found, expected)
+    with pytest.raises(AssertionError, match="of another model"):
+        run_ranks(2, train_to, tmp_path, 1, True)
