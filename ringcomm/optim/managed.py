@@ -21,6 +21,7 @@ from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
 from ringcomm.optim.spent_gradient import SpentGradient
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.model_axes import axes_of, tied_over_stages
 from ringcomm.parallel.tensor.splits import refuse_decisions, split_params
 
 _NO_BACKWARD = -1  # torch's id of no graph task
@@ -191,8 +192,16 @@ class ModelWeights:
 
     def check_decisions(self, optimizer: str, known: Container[nn.Parameter]) -> None:
         """Raises ValueError where other ranks have other gradients to decide by, not known of."""
-        if self._model is not None:
-            refuse_decisions(self._model, optimizer, known)
+        if self._model is None:
+            return
+        refuse_decisions(self._model, optimizer, known)
+        stages = axes_of(self._model).stages
+        if stages is not None and stages.size() > 1:
+            raise ValueError(
+                f"clip_grad_norm and loss_scale of {optimizer} would go by the gradients of this"
+                " rank's stages of the pipeline alone: leave them out, or use zero.shard() with"
+                " its clip_grad_norm= and loss_scale="
+            )
 
     def check_ranks(
         self,
@@ -258,6 +267,11 @@ class ModelWeights:
         """Raises ValueError for a parameter that cannot be managed."""
         if self._model is not None and param not in self._names:
             raise ValueError(f"{name} is none of the model's")
+        if self._model is not None and param in tied_over_stages(self._model):
+            raise ValueError(
+                f"{name} is shared by stages of a pipeline, which sum its gradients behind the"
+                " backward pass: train it by an optimizer that keeps gradients"
+            )
         if not param.requires_grad:
             raise ValueError(f"{name} does not require grad, and can have no hook: leave it out")
         if not param.is_floating_point():

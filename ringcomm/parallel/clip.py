@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["clip_grad_norm_", "total_norm"]
+__all__ = ["clip_grad_norm_", "over_all_ranks", "total_norm"]
 
 
 @torch.no_grad()
@@ -49,20 +50,16 @@ def clip_grad_norm_(
     Collective: an all_gather of 16 bytes a rank for each group of a mesh dimension, of tensor
     parallelism, of experts and of stages; 32 for tensor-parallel groups of experts in parts.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is 2, another positive number or infinity, got {norm_type}")
     if isinstance(model, torch.optim.Optimizer) and hasattr(model, "clip_grad_norm_"):
-        options = {} if norm_type == 2.0 else {"norm_type": norm_type}
-        norm: Tensor = model.clip_grad_norm_(
-            max_norm, error_if_nonfinite=error_if_nonfinite, **options
-        )
-        return norm
+        return _clip_by_optimizer(model, max_norm, norm_type, error_if_nonfinite)
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise TypeError(
             "clip_grad_norm_ takes the model or its Pipeline, which know what other ranks have;"
             f" got a {type(model).__name__}"
         )
-    if not norm_type > 0:
-        raise ValueError(f"norm_type is 2, another positive number or infinity, got {norm_type}")
     axes = axes_of(module)
     grads = {param: param.grad for param in module.parameters() if param.grad is not None}
     norm = total_norm(axes, {param: _own(grad) for param, grad in grads.items()}, norm_type)
@@ -72,6 +69,19 @@ def clip_grad_norm_(
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads.values()]
     for of_kind in _by_kind(parts):
         torch._foreach_mul_(of_kind, factor.to(of_kind[0].device))
+    return norm
+
+
+def _clip_by_optimizer(
+    optimizer: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    if norm_type != 2:
+        raise ValueError(
+            f"{type(optimizer).__name__} clips by the 2-norm, got norm_type={norm_type}"
+        )
+    norm: Tensor = optimizer.clip_grad_norm_(max_norm)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
     return norm
 
 
@@ -92,59 +102,72 @@ def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float =
     Collective: as clip_grad_norm_().
     """
     is_max = norm_type == math.inf
-    pools = _own_pools(axes, grads, norm_type)
+    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
+    by_held: dict[Held, list[Tensor]] = {}
+    for param, held in axes.held.items():
+        if param in grads:
+            by_held.setdefault(held, []).append(grads[param])
+    own = {}
+    for held, of_held in by_held.items():
+        power = _power(of_held, norm_type, device)
+        num = torch.full_like(power, len(of_held))
+        own[held] = torch.stack([num, power] if is_max else [power, num])
+    zeros = torch.zeros(2, dtype=torch.float64, device=device)
+    total = over_all_ranks(axes, own, zeros, num_sums=1 if is_max else 2)
+    num_grads, power = (total[0], total[1]) if is_max else (total[1], total[0])
+    # A rank that has a gradient need not look, and so does not wait for its device.
+    if not grads and not num_grads:
+        raise RuntimeError(
+            "no rank has a gradient to clip: call backward() before. An optimizer that takes"
+            " gradients in the backward pass, such as Lomo, clips by its option clip_grad_norm"
+        )
+    return power if is_max else power ** (1 / norm_type)
+
+
+def over_all_ranks(
+    axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int
+) -> Tensor:
+    """Sums and maxima over the whole model, in which every element counts once.
+
+    Args:
+        axes: of the model.
+        own: rows of this rank's elements, by where the others are: `num_sums` sums, then maxima.
+        zeros: a row of nothing: float64, one dimension.
+        num_sums: see above.
+
+    Returns:
+        A row with the same bits on all ranks: everything is added in rank order.
+
+    Collective: an all_gather of a row, or of a few, over each group of the axes.
+    """
+    pools: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    of_params = (held.groups for held in axes.held.values())
+    for groups in [(), *((group,) for group in axes.groups), *of_params]:
+        for idx in range(len(groups) + 1):
+            pools.setdefault(groups[idx:], zeros)
+    for held, row in own.items():
+        share = torch.cat([row[:num_sums] / held.num_copies, row[num_sums:]])
+        pools[held.groups] = _joined([pools[held.groups], share], num_sums)
     for group in axes.groups:
         # The same pools in the same order on all ranks of the group: they have the same modules,
         # but for a group of experts, which is last, so that it has one pool.
         mine = [rest for rest in pools if rest[:1] == (group,)]
         rows = _gathered(torch.stack([pools[rest] for rest in mine]), group)
         for rest, row in zip(mine, rows.unbind(1), strict=True):
-            pools[rest[1:]] = _joined([pools[rest[1:]], *row], is_max)
+            pools[rest[1:]] = _joined([pools[rest[1:]], *row], num_sums)
     total = pools[()]
     if axes.stages is not None and axes.stages.size() > 1:
-        total = _joined([*_gathered(total, axes.stages)], is_max)
-    # A rank that has a gradient need not look, and so does not wait for its device.
-    if not grads and not total[1]:
-        raise RuntimeError(
-            "no rank has a gradient to clip: call backward() before. An optimizer that takes"
-            " gradients in the backward pass, such as Lomo, clips by its option clip_grad_norm"
-        )
-    return total[0] if is_max else total[0] ** (1 / norm_type)
+        total = _joined([*_gathered(total, axes.stages)], num_sums)
+    return total
 
 
-def _own_pools(
-    axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float
-) -> dict[tuple[dist.ProcessGroup, ...], Tensor]:
-    """This rank's sums, by the groups that are still to be summed over.
-
-    Each is the sum of |g|^p (or the largest |g|), and the number of gradients in it.
-    """
-    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
-    by_held: dict[Held, list[Tensor]] = {}
-    for param, held in axes.held.items():
-        of_held = by_held.setdefault(held, [])
-        if param in grads:
-            of_held.append(grads[param])
-    pools = {}
-    for groups in [(), *((group,) for group in axes.groups), *(held.groups for held in by_held)]:
-        for idx in range(len(groups) + 1):
-            pools[groups[idx:]] = torch.zeros(2, dtype=torch.float64, device=device)
-    is_max = norm_type == math.inf
-    for held, of_held in by_held.items():
-        own = _power(of_held, norm_type, device)
-        own = own if is_max else own / held.num_copies
-        pair = torch.stack([own, torch.full_like(own, len(of_held))])
-        pools[held.groups] = _joined([pools[held.groups], pair], is_max)
-    return pools
-
-
-def _joined(pairs: list[Tensor], is_max: bool) -> Tensor:
-    """One of several pairs, added in this order, so that the bits are the same on all ranks."""
-    first, *others = pairs
-    for other in others:
-        norm = torch.maximum(first[0], other[0]) if is_max else first[0] + other[0]
-        first = torch.stack([norm, first[1] + other[1]])
-    return first
+def _joined(rows: list[Tensor], num_sums: int) -> Tensor:
+    """One of several rows, added in this order, so that the bits are the same on all ranks."""
+    found, *others = rows
+    for row in others:
+        largest = torch.maximum(found[num_sums:], row[num_sums:])
+        found = torch.cat([found[:num_sums] + row[:num_sums], largest])
+    return found
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:

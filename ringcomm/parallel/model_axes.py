@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.expert.model_experts import split_experts
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
-__all__ = ["Axes", "Held", "StagePart", "axes_of"]
+__all__ = ["Axes", "Held", "StagePart", "axes_of", "tied_over_stages"]
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
@@ -34,6 +34,8 @@ class StagePart(nn.Module):
 
     Attributes:
         is_counted_elsewhere: whether an earlier rank of the pipeline has the same parameter.
+        tied: this rank's parameters that other ranks of the pipeline have as well. Their gradients
+            are complete when Pipeline.step() returns.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
@@ -41,12 +43,16 @@ class StagePart(nn.Module):
         self.group = group
         self.tensor_groups = tensor_groups_of(blocks)
         self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
+        self.tied: frozenset[nn.Parameter] = frozenset()
 
     def own(
-        self, blocks: Iterable[nn.Module], is_counted_elsewhere: Callable[[nn.Parameter], bool]
+        self,
+        blocks: Iterable[nn.Module],
+        tied: Iterable[nn.Parameter],
+        is_counted_elsewhere: Callable[[nn.Parameter], bool],
     ) -> None:
         """Marks this rank's blocks, so that axes_of() of some of them alone is refused."""
-        self.is_counted_elsewhere = is_counted_elsewhere
+        self.tied, self.is_counted_elsewhere = frozenset(tied), is_counted_elsewhere
         for block in blocks:
             _part_of_block[block] = weakref.ref(self)
 
@@ -132,6 +138,11 @@ def axes_of(model: nn.Module) -> Axes:
         held[param] = Held(tuple(group for group in groups if group.size() > 1), num_copies)
     order = [*mesh_groups, *tensor_groups, *(layer.group for layer in layers)]
     return Axes(held, tuple(dict.fromkeys(order)), part.group if part else None)
+
+
+def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Weights of a pipeline's part whose gradients are summed when Pipeline.step() returns."""
+    return model.tied if isinstance(model, StagePart) else frozenset()
 
 
 def _stage_part_of(model: nn.Module) -> StagePart | None:

@@ -140,13 +140,16 @@ class Pipeline:
         tied = find_tied([[named[name] for name in own] for own in names_of], rank)
         self.tied = TiedWeights(tied, self.group)
         self.tied.copy_from_first()
-        self.module.own(self._own.values(), self.tied.is_counted_elsewhere)
         self._given = weakref.ref(blocks) if isinstance(blocks, nn.Module) else None
         modules = {
             stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)
             for stage in self.plan.stages_of(rank)
         }
+        name_of = {param: name for name, param in self.module.named_parameters()}
         wrapped = modules if wrap is None else {s: wrap(m) for s, m in modules.items()}
+        new = dict(self.module.named_parameters())
+        self.tied.replace({param: new[name] for param, name in name_of.items()})
+        self.module.own(self._own.values(), self.tied.params, self.tied.is_counted_elsewhere)
         self._check_wrapped(wrapped.values())
         self._runner = Runner(
             self.plan,

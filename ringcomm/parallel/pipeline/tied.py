@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["TiedWeights", "find_tied"]
 
@@ -24,6 +25,15 @@ class TiedWeights:
     ) -> None:
         self._ranks_of = dict(ranks_of)
         self._group = group
+
+    @property
+    def params(self) -> frozenset[nn.Parameter]:
+        """This rank's weights that others have as well."""
+        return frozenset(self._ranks_of)
+
+    def replace(self, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Goes on with other parameters, such as the DTensors that fully_shard makes of them."""
+        self._ranks_of = {new[param]: ranks for param, ranks in self._ranks_of.items()}
 
     def is_counted_elsewhere(self, param: nn.Parameter) -> bool:
         """Whether a rank before this one has it."""
@@ -54,10 +64,14 @@ class TiedWeights:
         for param, ranks in self._ranks_of.items():
             if not param.requires_grad:
                 continue
-            mine = torch.zeros_like(param) if param.grad is None else param.grad
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            # Data-parallel ranks of other stages have the same part of a DTensor.
+            mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
             first, *others = self._exchange(mine, ranks)
-            total, earlier = sum(others, start=first.clone()), before[param]
-            param.grad = total if earlier is None else earlier.add_(total)
+            mine.copy_(sum(others, start=first.clone()))
+            if (earlier := before[param]) is not None:
+                param.grad = earlier.add_(param.grad)
 
     def _exchange(self, mine: Tensor, ranks: Sequence[int]) -> list[Tensor]:
         """Everybody's, in the order of ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ class BackwardPasses:
     reduced inside of the pass when it is complete, or when a gradient of a later bucket comes and
     the pass will not reach the weights that it lacks; the others at the end of the pass. A gradient
     that comes after its bucket was reduced waits in the bucket's buffer for the next pass, or for
-    the step, where the ranks agree on the buckets with such gradients.
+    the step, where the ranks agree on the buckets with such gradients. So do gradients of `late`
+    weights, see GradientHooks.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, reduces: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], late: Collection[nn.Parameter], *, reduces: bool
+    ) -> None:
         self._buckets, self._reduces = buckets, reduces
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
-        self.hooks = GradientHooks(self._index, self)
+        self.hooks = GradientHooks(self._index, self, late)
         # The bucket that is to be reduced next.
         self._next = 0
         # Graph tasks that call _task_ended().
@@ -71,7 +74,8 @@ class BackwardPasses:
             if expected and expected[0] == task and not bucket.has_arrived(expected[1]):
                 return
             for param in bucket.missing:
-                if torch._C._will_engine_execute_node(self.hooks.nodes[param]):
+                node = self.hooks.nodes.get(param)
+                if node is not None and torch._C._will_engine_execute_node(node):
                     self._expected = task, param
                     return
             self._reduce_next()

@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.model_axes import StagePart, axes_of
 from ringcomm.parallel.materialize import check_can_materialize
 from ringcomm.parallel.tensor.regions import summed_over
-from ringcomm.parallel.tensor.splits import refuse_decisions
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded
 from ringcomm.parallel.zero.options import ShardOptions
@@ -41,8 +41,13 @@ def check_model(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
     refuse_experts(model, "zero.shard")
+    if isinstance(model, StagePart) and not is_flat:
+        raise ValueError(
+            "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
+            " take stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
+        )
     if options.clip_grad_norm is not None or options.loss_scale is not None:
-        refuse_decisions(model, "zero.shard")
+        axes_of(model)  # raises for a piece of a pipeline
     names = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params:

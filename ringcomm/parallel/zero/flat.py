@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
 from ringcomm.parallel.flat_collectives import device_of, gather_parts, takes_uneven
+from ringcomm.parallel.model_axes import tied_over_stages
 from ringcomm.parallel.update_rules import Rule
 from ringcomm.parallel.zero.backward_passes import BackwardPasses
 from ringcomm.parallel.zero.bucket import Bucket
@@ -53,7 +54,9 @@ class FlatZeroOptimizer(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype, set(self._bucket_of))
         self._updates = ShardUpdates(optimizer, self.param_groups, self._buckets)
-        self._passes = BackwardPasses(self._buckets, reduces=stage == 2)
+        self._passes = BackwardPasses(
+            self._buckets, tied_over_stages(model), reduces=stage == 2
+        )
         # What all ranks know of this step, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
@@ -92,10 +95,12 @@ class FlatZeroOptimizer(ZeroOptimizer):
                 bucket.free_buffer()
         self._due = []
 
-    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
         for bucket in self._buckets:
             if bucket.shard_grad is not None:
-                yield bucket.shard, bucket.shard_grad
+                for param in bucket.params:
+                    place = bucket.place_in_shard(param)
+                    yield param, bucket.shard[place], bucket.shard_grad[place]
 
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:

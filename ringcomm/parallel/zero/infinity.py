@@ -174,13 +174,11 @@ class ZeroInfinity(ZeroOptimizer):
     def _reduce(self) -> None:
         """The backward pass has reduced all."""
 
-    def _shards_with_grads(self) -> Iterator[Tensor]:
-        return (shard for shard in self._shard_of.values() if self._operands.has_grad(shard))
-
-    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for shard in self._shards_with_grads():
-            yield self._operands.read(shard)
-            self._operands.give_back(shard)
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        for param, shard in self._shard_of.items():
+            if self._operands.has_grad(shard):
+                yield param, *self._operands.read(shard)
+                self._operands.give_back(shard)
 
     def _scale_gradients(self, factor: float) -> None:
         self._operands.scale_grads(factor)

@@ -6,6 +6,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.loss_scale import LossScale, clip_factor
-from ringcomm.parallel.tensor.splits import refuse_decisions
+from ringcomm.parallel.model_axes import Axes, axes_of
 from ringcomm.parallel.zero.checks import check_unchanged
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.state_rows import check_rows, cut_rows, mesh_of
@@ -109,7 +110,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             gradients.
 
         Raises:
-            ValueError: max_norm is not positive; or layers are tensor-parallel.
+            ValueError: max_norm is not positive.
             RuntimeError: without a loss scale, the norm is not finite. No weight has been written,
                 and the gradients are dropped. With one they are left for step() to skip.
 
@@ -117,8 +118,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is positive, got {max_norm!r}")
-        if (model := self._model()) is not None:
-            refuse_decisions(model, "zero.shard")
         found = self.statistics()
         if math.isfinite(found.grad_norm):
             with torch.no_grad():
@@ -157,9 +156,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         device: torch.device = next(params).device
         return device
 
+    @cached_property
+    def _axes(self) -> Axes:
+        """Who has the other elements of what _shards() yields."""
+        model = self._model()
+        assert model is not None
+        axes = axes_of(model)
+        # DTensors, as at stage 3, say themselves how they are sharded.
+        is_flat = not any(isinstance(param, DTensor) for param in self.all_params())
+        return axes.sharded_over(self.group) if is_flat else axes
+
     def _look(self) -> Statistics:
         self._reduce()
-        found = reduce_statistics(self._shards(), self._device(), self.group)
+        found = reduce_statistics(self._shards(), self._axes, self._device())
         scale = self.loss_scale
         return found._replace(grad_norm=found.grad_norm / scale, grad_max=found.grad_max / scale)
 
@@ -201,12 +210,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _scale_gradients(self, factor: float) -> None:
         """Multiplies reduced gradients."""
-        if grads := [grad for _, grad in self._shards()]:
+        if grads := [grad for _, _, grad in self._shards()]:
             torch._foreach_mul_(grads, factor)
 
     @abstractmethod
-    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's shards of weights, with their reduced gradients."""
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """Weights, this rank's elements of them, and of their reduced gradients."""
 
     @abstractmethod
     def _update(self, factor: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -60,12 +60,19 @@ class GradientTaker(Protocol):
 class GradientHooks:
     """Gives each gradient to `taker` when autograd has made it, and leaves a ShardedGradient.
 
-    The taker and the hooks live as long as the taker: they refer to it weakly.
+    The taker and the hooks live as long as the taker: they refer to it weakly. Gradients of `late`
+    parameters are ordinary ones until collect(), since somebody adds to them behind autograd.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], taker: GradientTaker) -> None:
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        taker: GradientTaker,
+        late: Collection[nn.Parameter] = (),
+    ) -> None:
         self._taker = weakref.ref(taker)
-        self._placeholders = {param: ShardedGradient(param) for param in params}
+        self._late = list(late)
+        self._placeholders = {p: ShardedGradient(p) for p in params if p not in late}
         # They are kept, since autograd would make others, without hooks, for the next graph.
         self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
         told = weakref.ref(self)
@@ -95,6 +102,11 @@ class GradientHooks:
             if not isinstance(param.grad, ShardedGradient):
                 self.before(param)
                 self.after(param)
+        taker = self._taker()
+        for param in self._late:
+            if taker is not None and param.grad is not None:
+                taker.take_gradient(param, param.grad)
+                param.grad = None
 
 
 def _before(

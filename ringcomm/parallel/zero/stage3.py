@@ -58,14 +58,14 @@ class Zero3(ZeroOptimizer):
     def _reduce(self) -> None:
         """The backward pass has reduced all."""
 
-    def _shards(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
         for param in self._params():
             if param.grad is not None:
-                yield _local(param.detach()), _local(param.grad)
+                yield param, _local(param.detach()), _local(param.grad)
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return [grad for _, grad in self._shards()]
+        return [grad for _, _, grad in self._shards()]
 
     def state_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
@@ -75,7 +75,7 @@ class Zero3(ZeroOptimizer):
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
         if factor != 1:
-            torch._foreach_mul_([grad for _, grad in self._shards()], factor)
+            torch._foreach_mul_([grad for _, _, grad in self._shards()], factor)
         self._inner.step()
 
     def _forget_gradients(self) -> None:

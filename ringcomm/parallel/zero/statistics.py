@@ -6,12 +6,17 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from ringcomm.parallel.clip import over_all_ranks
+from ringcomm.parallel.model_axes import Axes, Held
 
 
 class Statistics(NamedTuple):
     """Of all weights of all ranks, gradients as reduced and before clipping.
+
+    On a mesh these are the whole model's: every element counts once, over data, tensor and pipeline
+    parallelism.
 
     Attributes:
         grad_norm: the 2-norm of all gradients; NaN or inf where one is.
@@ -27,28 +32,46 @@ class Statistics(NamedTuple):
 
 
 def reduce_statistics(
-    shards: Iterable[tuple[Tensor, Tensor]], device: torch.device, group: dist.ProcessGroup
+    parts: Iterable[tuple[nn.Parameter, Tensor, Tensor]], axes: Axes, device: torch.device
 ) -> Statistics:
-    """From this rank's pairs (weights, gradient). Collective: one SUM and one MAX all_reduce."""
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    largest = torch.zeros(1, dtype=torch.float32, device=device)
-    for shard, grad in shards:
-        if shard.numel() == 0:
+    """The statistics of this rank's parts of weights, and of their gradients.
+
+    Args:
+        parts: a parameter, and this rank's elements of it and of its gradient.
+        axes: who has the other elements.
+        device: of the parts.
+
+    Collective: an all_gather of 32 bytes a rank over each group of the axes.
+    """
+    zeros = torch.zeros(4, dtype=torch.float64, device=device)
+    own: dict[Held, Tensor] = {}
+    for param, weights, grad in parts:
+        held = axes.held.get(param)
+        if held is None or grad.numel() == 0:  # a tied weight that an earlier stage counts
             continue
-        sums[0] += _square_sum(grad)
-        sums[1] += grad.numel() - torch.isfinite(grad).sum()
-        sums[2] += _square_sum(shard)
-        largest = torch.maximum(largest, grad.abs().max().float())
-    # A MAX may pass over NaN.
-    largest = torch.where(largest.isnan(), torch.full_like(largest, torch.inf), largest)
-    dist.all_reduce(sums, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    squares, num_not_finite, param_squares = sums.tolist()
+        row = _row_of(weights, grad)
+        before = own.get(held, zeros)
+        own[held] = torch.cat([before[:3] + row[:3], torch.maximum(before[3:], row[3:])])
+    found = over_all_ranks(axes, own, zeros, num_sums=3)
+    squares, num_not_finite, param_squares, grad_max = found.tolist()
     return Statistics(
         grad_norm=squares**0.5,
-        grad_max=float(largest),
+        grad_max=grad_max,
         num_not_finite=round(num_not_finite),
         param_norm=param_squares**0.5,
+    )
+
+
+def _row_of(weights: Tensor, grad: Tensor) -> Tensor:
+    """Squares of a gradient, how many elements are not finite, squares of weights, the maximum."""
+    largest = grad.abs().max().double()
+    return torch.stack(
+        [
+            _square_sum(grad),
+            (grad.numel() - torch.isfinite(grad).sum()).double(),
+            _square_sum(weights),
+            torch.where(largest.isnan(), torch.full_like(largest, torch.inf), largest),
+        ]
     )
 
 

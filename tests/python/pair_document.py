@@ -1,0 +1,67 @@
+"""Writes docs/pairs.md, the tables of pairs as the tests run them: python tests/python/pair_document.py"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from pair_model import TOLERANCES
+from pair_runs import TABLES, world_size
+from pair_table import Condition, Table
+
+PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
+
+HEAD = """# Which features work together
+
+<!-- Written by tests/python/pair_document.py; tests/python/test_pairs.py compares. -->
+
+Every feature is tested together with every other one. A training run with both either makes the steps of one
+process, or raises an error that names what does not go together. `tests/python/test_pairs.py` trains a small language
+model in each case, and compares the change of all weights with that of one process that has all rows and
+float32 masters: it differs by less than {tolerances} of its norm. All ranks end with equal bits.
+
+The first value of each feature is the plain one. What is not listed under "Refused" equals one process.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    tolerances = ", ".join(
+        f"{value:g} ({str(dtype).removeprefix('torch.')})" for dtype, value in TOLERANCES.items()
+    )
+    parts = [HEAD.format(tolerances=tolerances)]
+    parts += [_section(name, table) for name, (table, _, _) in TABLES.items()]
+    return "\n".join(parts)
+
+
+def _section(name: str, table: Table) -> str:
+    cases, refusals = table.covering(), table.refusals()
+    lines = [
+        f"## {name}",
+        "",
+        f"{len(cases)} cases on {world_size(name)} ranks hold all pairs; {len(refusals)} cases are"
+        " refused.",
+        "",
+        "| feature | values |",
+        "|---|---|",
+        *(f"| {axis} | {' · '.join(values)} |" for axis, values in table.axes.items()),
+        "",
+        "Refused:",
+        "",
+        "| together | error | instead |",
+        "|---|---|---|",
+    ]
+    for refused in table.refused:
+        late = ", in the first step()" if refused.is_late else ""
+        lines.append(f"| {_words(refused.when)} | {refused.error}{late} | {refused.instead} |")
+    return "\n".join([*lines, ""])
+
+
+def _words(when: Condition) -> str:
+    return "; ".join(f"{axis}: {' or '.join(values)}" for axis, values in when.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,308 @@
+"""The table of pairs of meshes: tensor, pipeline, expert and data parallelism, and a case's steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pair_lomo import load_weights, whole
+from pair_model import CLIP_NORM, DTYPES, SCALE, Net, local_of, micro_batches, params_in_groups
+from pair_table import Case, Meaningless, Refused, Table
+from pair_zero import torch_optimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.nn import (
+    ColumnParallelLinear,
+    MixtureOfExperts,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ringcomm.optim import Lomo
+from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor, zero
+
+WORLD_SIZE = 4
+# The ranks of a row share a model; those of a column have the same part of it.
+DATA_RANKS = {
+    "tensor 2 x data 2": 2,
+    "pipeline 2 x data 2": 2,
+    "pipeline 2 x tensor 2": 1,
+    "experts 2 x data 4": 4,
+    "experts 4 x data 4": 4,
+}
+
+TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2")
+PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2")
+EXPERTS = ("experts 2 x data 4", "experts 4 x data 4")
+ZERO = ("zero 1", "zero 2", "zero 3")
+OF_TORCH = ("optimizer", "DDP", "fully_shard")
+
+TABLE = Table(
+    axes={
+        "mesh": tuple(DATA_RANKS),
+        "trained by": (*OF_TORCH, *ZERO, "Lomo"),
+        "optimizer": ("sgd", "adamw"),
+        "dtype": ("float32", "bfloat16 weights"),
+        "accumulation": ("1", "3"),
+        # Not torch.nn.utils.clip_grad_norm_, which cannot be kept from counting one rank's part.
+        "clipping": ("none", "function", "option"),
+        "loss scale": ("none", "fixed", "dynamic"),
+        "weights": ("plain", "frozen", "tied"),
+        "groups": ("one", "no decay first"),
+        "recompute": ("no", "yes"),
+        "resume": ("no", "same ranks"),
+        "backend": ("ringcomm", "gloo"),
+    },
+    refused=(
+        Refused(
+            {"mesh": EXPERTS, "trained by": (*ZERO, "Lomo")},
+            "ValueError",
+            "experts of its own",
+            "an optimizer of torch, and expert.average_gradients()",
+        ),
+        Refused(
+            {"mesh": PIPELINE, "trained by": ("zero 3",)},
+            "ValueError",
+            "which a pipeline does not call",
+            "stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
+        ),
+        Refused(
+            {"mesh": TENSOR, "trained by": ("Lomo",), "clipping": ("option",)},
+            "ValueError",
+            "of tensor parallelism alone",
+            "splits= for the layers in parts, or another optimizer",
+        ),
+        Refused(
+            {"mesh": TENSOR, "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
+            "ValueError",
+            "of tensor parallelism alone",
+            "splits= for the layers in parts, or another optimizer",
+        ),
+        Refused(
+            {"mesh": PIPELINE[:1], "trained by": ("Lomo",), "clipping": ("option",)},
+            "ValueError",
+            "stages of the pipeline alone",
+            "zero.shard",
+        ),
+        Refused(
+            {"mesh": PIPELINE[:1], "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
+            "ValueError",
+            "stages of the pipeline alone",
+            "zero.shard",
+        ),
+        Refused(
+            {"mesh": PIPELINE, "trained by": ("Lomo",), "weights": ("tied",)},
+            "ValueError",
+            "shared by stages",
+            "zero.shard at stage 1 or 2",
+        ),
+        Refused(
+            {"trained by": ("Lomo",), "clipping": ("function",)},
+            "RuntimeError",
+            "clip_grad_norm=",
+            "the option clip_grad_norm= of Lomo",
+            is_late=True,
+        ),
+        Refused(
+            {"trained by": ("zero 3",), "dtype": ("bfloat16 weights",)},
+            "ValueError",
+            "float32",
+            "float32 weights and param_dtype=torch.bfloat16",
+        ),
+    ),
+    meaningless=(
+        Meaningless({"trained by": OF_TORCH, "clipping": ("option",)}),
+        Meaningless({"trained by": OF_TORCH, "loss scale": ("fixed", "dynamic")}),
+        Meaningless({"trained by": ("Lomo",), "optimizer": ("adamw",)}),
+    ),
+)
+
+
+def oracle(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """What makes the same steps in one process."""
+    if case["trained by"] == "Lomo":
+        return torch.optim.SGD(groups, 0.2, weight_decay=0.01)
+    return torch_optimizer(case, groups)
+
+
+class Mesh:
+    """The groups of a case that this rank is in."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        rows = [dist.new_group([first, first + 1]) for first in (0, 2)]
+        columns = [dist.new_group([first, first + 2]) for first in (0, 1)]
+        alone = [dist.new_group([r]) for r in range(WORLD_SIZE)]
+        everyone = dist.group.WORLD
+        row, column = rows[rank // 2], columns[rank % 2]
+        self.tensor = row if "tensor" in name else None
+        self.pipeline: dist.ProcessGroup | None = None
+        if name == "pipeline 2 x data 2":
+            self.pipeline = row
+        if name == "pipeline 2 x tensor 2":
+            self.pipeline = column
+        self.experts: dist.ProcessGroup | None = None
+        self.replicas: dist.ProcessGroup | None = None
+        if name == "experts 2 x data 4":
+            self.experts, self.replicas = row, column
+        if name == "experts 4 x data 4":
+            self.experts = everyone
+        self.data = {1: alone[rank], 2: column, 4: everyone}[DATA_RANKS[name]]
+        self.data_rank = self.data.rank()
+
+
+def split_in_tensor_parallel(model: Net, group: dist.ProcessGroup) -> None:
+    """Megatron's split of a model's layers."""
+    is_tied = model.head.weight is model.embedding.weight
+    model.embedding = VocabParallelEmbedding.from_embedding(model.embedding, group=group)
+    for block in model.blocks:
+        block.up = ColumnParallelLinear.from_linear(block.up, group=group)
+        block.down = RowParallelLinear.from_linear(block.down, group=group)
+    model.head = ColumnParallelLinear.from_linear(model.head, group=group, gathers=True)
+    if is_tied:
+        model.head.weight = model.embedding.weight
+
+
+class Training:
+    """One case, from its start or from a checkpoint, on a mesh of all ranks."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
+        self.case = case
+        self.mesh = mesh = Mesh(case["mesh"], dist.get_rank())
+        model = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
+        if case["dtype"].endswith("weights"):
+            model.to(DTYPES[case["dtype"]])
+        if mesh.tensor is not None:
+            split_in_tensor_parallel(model, mesh.tensor)
+        if mesh.experts is not None:
+            for block in model.blocks:
+                block.mixture = MixtureOfExperts.from_experts(
+                    block.mixture.router,
+                    list(block.mixture.experts),
+                    group=mesh.experts,
+                    replica_group=mesh.replicas,
+                )
+        self.pipe: pipeline.Pipeline | None = None
+        self.model: nn.Module = model
+        self.wrapped: nn.Module = model
+        if mesh.pipeline is not None:
+            self._make_pipeline(model, mesh.pipeline)
+        else:
+            if case["trained by"] == "DDP":
+                expert.ignore_in_ddp(model)
+                self.wrapped = DistributedDataParallel(model, process_group=mesh.data)
+            if case["trained by"] == "fully_shard":
+                self._fully_shard()
+        self.optimizer = self._make_optimizer()
+
+    def _make_pipeline(self, model: Net, group: dist.ProcessGroup) -> None:
+        blocks: dict[str, nn.Module] = {"embedding": model.embedding}
+        blocks |= {f"blocks.{i}": block for i, block in enumerate(model.blocks)}
+        blocks |= {"norm": model.norm, "head": model.head}
+
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(logits.float(), targets)
+
+        def wrap(stage: nn.Module) -> nn.Module:
+            if self.case["trained by"] == "DDP":
+                return DistributedDataParallel(stage, process_group=self.mesh.data)
+            mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
+            return fully_shard(stage, mesh=mesh)
+
+        self.pipe = pipeline.Pipeline(
+            blocks,
+            loss_of,
+            num_microbatches=2,
+            group=group,
+            recompute=self.case["recompute"] == "yes",
+            wrap=wrap if self.case["trained by"] in ("DDP", "fully_shard") else None,
+        )
+        self.model = self.pipe.module
+
+    def _fully_shard(self) -> None:
+        mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
+        apart = set(expert.expert_parameters(self.model).values())
+        fully_shard(self.model, mesh=mesh, ignored_params=apart)
+
+    def _make_optimizer(self) -> Any:
+        case, kind = self.case, self.case["trained by"]
+        groups = params_in_groups(self.model, case["groups"])
+        options: dict[str, Any] = {}
+        if case["clipping"] == "option":
+            options["clip_grad_norm"] = CLIP_NORM
+        if case["loss scale"] != "none":
+            options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
+        if kind == "Lomo":
+            return Lomo(
+                groups,
+                0.2,
+                0.01,
+                model=self.model,
+                group=self.mesh.data if self.mesh.data.size() > 1 else "none",
+                accumulation_steps=int(case["accumulation"]) * (1 if self.pipe is None else 2),
+                **options,
+            )
+        optimizer = torch_optimizer(case, groups)
+        if kind.startswith("zero"):
+            return zero.shard(
+                self.model, optimizer, int(kind[-1]), group=self.mesh.data, bucket_bytes=200, **options
+            )
+        return optimizer
+
+    def step(self, step: int, ranks: range) -> None:
+        """The micro-batches of this rank's rows, and the update."""
+        del ranks
+        kind = self.case["trained by"]
+        for batch in micro_batches(self.case, step, self.mesh.data_rank):
+            if self.pipe is not None:
+                scale = getattr(self.optimizer, "loss_scale", 1.0)
+                self.pipe.step(batch.ids, batch.targets, loss_scale=scale * batch.factor)
+            elif hasattr(self.optimizer, "scale"):
+                self.optimizer.scale(batch.loss(self.wrapped)).backward()
+            else:
+                batch.loss(self.wrapped).backward()
+        if kind == "optimizer":
+            expert.average_gradients(self.model, self.mesh.data)
+        elif self.mesh.experts is not None and kind in ("DDP", "fully_shard"):
+            expert.average_gradients(self.wrapped, self.mesh.data)
+        if self.case["clipping"] == "function":
+            has_own = hasattr(self.optimizer, "clip_grad_norm_")
+            clip_grad_norm_(self.optimizer if has_own else self.pipe or self.model, CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self) -> list[Tensor]:
+        """What tells whether a weight has been written since."""
+        return [local_of(p).clone() for g in self.optimizer.param_groups for p in g["params"]]
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """On every rank. Collective."""
+        own = whole(self.model.state_dict())
+        found = own
+        if self.mesh.tensor is not None:
+            splits = {name: (s, m.group) for name, _, m, s in tensor.split_params(self.model)}
+            found = {
+                name: tensor.whole_of(value, *splits[name]) if name in splits else value
+                for name, value in own.items()
+            }
+            if "embedding.weight" in splits and self.case["weights"] == "tied":
+                found["head.weight"] = found["embedding.weight"]
+        for group in (self.mesh.experts, self.mesh.pipeline):
+            if group is not None:
+                everyone: list[Any] = [None] * group.size()
+                dist.all_gather_object(everyone, found, group=group)
+                found = {name: value for part in everyone for name, value in part.items()}
+        return found
+
+    def saved(self) -> Any:
+        """This rank's weights, and its optimizer's state. Collective."""
+        return whole(self.model.state_dict()), self.optimizer.state_dict()
+
+    def load(self, saved: Any) -> None:
+        """Goes on from what saved() has returned."""
+        weights, state = saved
+        load_weights(self.model, weights)
+        self.optimizer.load_state_dict(state)

@@ -1,0 +1,238 @@
+"""The table of pairs of zero.shard(), and how a case of it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pair_lomo import load_weights, whole
+from pair_model import (
+    CLIP_NORM,
+    DTYPES,
+    SCALE,
+    Net,
+    local_of,
+    micro_batches,
+    params_in_groups,
+)
+from pair_table import Case, Meaningless, Refused, Table
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.parallel import offload, zero
+
+# What ZeRO-Infinity wants; other stages take it too.
+HOST_STATE = {"state": ("host",)}
+
+TABLE = Table(
+    axes={
+        "stage": ("1", "2", "3", "infinity"),
+        "optimizer": ("sgd", "adamw"),
+        "state": ("device", "host", "file"),
+        "dtype": ("float32", "bfloat16", "float16", "bfloat16 weights"),
+        "reduce dtype": ("default", "16 bits"),
+        "accumulation": ("1", "3"),
+        "clipping": ("none", "option", "optimizer", "torch"),
+        "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
+        "gradients": (
+            "all",
+            "none on rank 1",
+            "none on any rank",
+            "none in the first micro-batch",
+            "layer skipped on rank 1",
+        ),
+        "weights": ("plain", "frozen", "tied"),
+        "groups": ("one", "decay first", "no decay first"),
+        "recompute": ("no", "yes", "reentrant"),
+        "resume": ("no", "same ranks", "one rank", "torch's state dict"),
+        "compile": ("no", "yes"),
+        "around": ("nothing", "DDP", "fully_shard before"),
+        "backend": ("ringcomm", "gloo"),
+    },
+    refused=(
+        Refused(
+            {"around": ("DDP",)},
+            "RuntimeError",
+            "DistributedDataParallel",
+            "the model itself: zero.shard reduces gradients",
+        ),
+        Refused(
+            {"around": ("fully_shard before",)}, "ValueError", "sharded already", "one of the two"
+        ),
+        Refused(
+            {"stage": ("1", "2", "infinity"), "clipping": ("torch",)},
+            "RuntimeError",
+            r"optimizer\.clip_grad_norm_",
+            "optimizer.clip_grad_norm_(max_norm), or the option clip_grad_norm=",
+            HOST_STATE,
+        ),
+        Refused(
+            {"stage": ("1", "2", "infinity"), "loss scale": ("GradScaler",)},
+            "RuntimeError",
+            "loss_scale=",
+            "the option loss_scale=, and optimizer.scale(loss).backward()",
+            HOST_STATE,
+        ),
+        Refused(
+            {"stage": ("infinity",), "state": ("device",)},
+            "ValueError",
+            "ringcomm.parallel.offload",
+            "an optimizer of ringcomm.parallel.offload",
+        ),
+        Refused(
+            {"stage": ("infinity",), "dtype": ("bfloat16", "float16")},
+            "ValueError",
+            "offload_weights .* param_dtype",
+            "a model of 16-bit weights: model.to(dtype)",
+            HOST_STATE,
+        ),
+        Refused(
+            {"stage": ("infinity",), "backend": ("gloo",)},
+            "ValueError",
+            "ringcomm",
+            "a group of backend ringcomm",
+            HOST_STATE,
+        ),
+        Refused(
+            {"stage": ("infinity",), "compile": ("yes",)},
+            "RuntimeError",
+            "torch.compile",
+            "stage 3, or no torch.compile",
+            HOST_STATE,
+        ),
+        Refused(
+            {"stage": ("3",), "dtype": ("bfloat16 weights",)},
+            "ValueError",
+            "float32",
+            "float32 weights and param_dtype=torch.bfloat16",
+        ),
+        Refused(
+            {
+                "stage": ("3", "infinity"),
+                "gradients": ("none on rank 1", "layer skipped on rank 1"),
+            },
+            "MismatchError",
+            "",
+            "stage 1 or 2, or a loss that uses every weight on every rank",
+            {**HOST_STATE, "backend": ("ringcomm",)},
+        ),
+    ),
+    meaningless=(
+        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
+        Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
+    ),
+)
+
+
+def torch_optimizer(case: Case, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if case["optimizer"] == "sgd":
+        return torch.optim.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(groups, 0.02, eps=1e-3)
+
+
+def _optimizer(case: Case, model: nn.Module, folder: Path) -> torch.optim.Optimizer:
+    groups = params_in_groups(model, case["groups"])
+    if case["state"] == "device":
+        return torch_optimizer(case, groups)
+    place: dict[str, Any] = {"to": "cpu"}
+    if case["state"] == "file":
+        place = {"to": "nvme", "path": folder}
+    if case["optimizer"] == "sgd":
+        return offload.SGD(groups, 0.2, momentum=0.9, weight_decay=0.01, **place)
+    return offload.AdamW(groups, 0.02, eps=1e-3, **place)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    options: dict[str, Any] = {"bucket_bytes": 200}
+    dtype = DTYPES[case["dtype"]]
+    if case["dtype"] in ("bfloat16", "float16"):
+        options["param_dtype"] = dtype
+    if case["reduce dtype"] == "16 bits":
+        options["reduce_dtype"] = dtype
+    if case["clipping"] == "option":
+        options["clip_grad_norm"] = CLIP_NORM
+    if case["loss scale"] in ("fixed", "dynamic"):
+        options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
+    if case["stage"] == "infinity":
+        options["offload_weights"] = True
+    return options
+
+
+class Training:
+    """One case, from its start or from a checkpoint, on the ranks of a group."""
+
+    def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
+        self.case, self.group = case, group
+        model = Net(case["weights"], case["recompute"])
+        if case["dtype"].endswith("weights"):
+            model.to(DTYPES[case["dtype"]])
+        self.model: nn.Module = model
+        if case["around"] == "fully_shard before":
+            fully_shard(model)
+        stage = 3 if case["stage"] == "infinity" else int(case["stage"])
+        self.optimizer: Any = zero.shard(
+            model, _optimizer(case, model, folder), stage, group=group, **_options(case)
+        )
+        if case["compile"] == "yes":
+            model.compile(backend="aot_eager")
+        self.wrapped: nn.Module = DistributedDataParallel(model) if case["around"] == "DDP" else model
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def step(self, step: int, ranks: range) -> None:
+        """The micro-batches of some ranks, which this one stands for, and the update."""
+        for rank in ranks:
+            for batch in micro_batches(self.case, step, rank):
+                loss = batch.loss(self.wrapped) / len(ranks)
+                if self.case["loss scale"] == "GradScaler":
+                    self.scaler.scale(loss).backward()
+                else:
+                    self.optimizer.scale(loss).backward()
+        if self.case["clipping"] == "torch":
+            if self.case["loss scale"] == "GradScaler":
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        if self.case["clipping"] == "optimizer":
+            self.optimizer.clip_grad_norm_(CLIP_NORM)
+        if self.case["loss scale"] == "GradScaler":
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self) -> list[Tensor]:
+        """What tells whether a weight has been written since."""
+        if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
+            return [torch.tensor(self.optimizer.num_steps)]
+        return [
+            local_of(param).clone()
+            for group in self.optimizer.param_groups
+            for param in group["params"]
+        ]
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """On every rank. Collective."""
+        if isinstance(self.optimizer, zero.ZeroInfinity):
+            return whole(self.optimizer.full_model_state_dict())
+        return whole(self.model.state_dict())
+
+    def saved(self) -> Any:
+        """Whole weights, and a state of the optimizer. Collective."""
+        if self.case["resume"] == "same ranks":
+            return self.whole_weights(), self.optimizer.state_dict()
+        return self.whole_weights(), zero.full_state_dict(self.optimizer)
+
+    def load(self, saved: Any) -> None:
+        """Goes on from what saved() has returned."""
+        weights, state = saved
+        if isinstance(self.optimizer, zero.ZeroInfinity):
+            self.optimizer.load_full_model_state_dict(weights)
+        else:
+            load_weights(self.model, weights)
+        if self.case["resume"] == "same ranks":
+            self.optimizer.load_state_dict(state)
+        else:
+            zero.load_full_state_dict(self.optimizer, state)
