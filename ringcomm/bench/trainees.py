@@ -107,6 +107,17 @@ def _parts(num: int) -> Callable[[Systems, int], float]:
     return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
 
 
+def _lomo_bytes(num: int) -> Callable[[Systems, int], float]:
+    """And once 8 bytes a tensor, by which ranks agree on the gradients that there are."""
+
+    def formula(systems: Systems, num_params: int) -> float:
+        num_tensors = 8 * systems.num_layers + 3
+        agreement = 2 * (1 - 1 / systems.world_size) * 8 * num_tensors
+        return _parts(num)(systems, num_params) + agreement
+
+    return formula
+
+
 def _adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, ADAMW, fused=True)
 
@@ -235,8 +246,8 @@ SYSTEMS: dict[str, System] = {
     "zero-3": System(partial(_zero, 3), _parts(3)),
     "zero-3 in files": System(_offloaded, _parts(3)),
     "parameter server": System(_served, _parts(2), is_counted=False),
-    "lomo": System(_lomo, _parts(2), like=_sgd),
-    "lomo on shards": System(_lomo_on_shards, _parts(3), like=_sgd),
+    "lomo": System(_lomo, _lomo_bytes(2), like=_sgd),
+    "lomo on shards": System(_lomo_on_shards, _lomo_bytes(3), like=_sgd),
     "tensor": System(
         partial(_tensor, shares_tokens=False),
         partial(_tensor_bytes, shares_tokens=False),

@@ -69,7 +69,7 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
             "the optimizer is Lomo, AdaLomo or one of zero.shard(), which reduce gradients, got"
             f" {type(optimizer).__name__}: accelerator.prepare() takes others"
         )
-    name, options = type(optimizer).__name__, optimizer.options
+    name = type(optimizer).__name__
     system = accelerator.distributed_type.name
     if system in _OWN_SYSTEMS:
         raise ValueError(f"{name} reduces gradients itself, and Accelerate has {system}: leave one")
@@ -85,6 +85,7 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
                 f" the model there, then make {name}"
             )
     if isinstance(optimizer, InBackwardOptimizer):
+        options = optimizer.options
         if options.accumulation_steps != num_micro_batches:
             raise ValueError(
                 f"gradient_accumulation_steps is {num_micro_batches} and accumulation_steps of"
@@ -139,7 +140,7 @@ def _clip_in_backward(
 
 
 def _clip_sharded(
-    optimizer: ZeroOptimizer,
+    optimizer: Any,
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2,

@@ -91,7 +91,10 @@ class GradientPath:
     def param_arrived(self, slot: Slot) -> None:
         """See managed.Consumer."""
         if slot.handle is not None and slot.handle.num_forwards > 0:
-            return  # autograd saw another use than the fused ones, which are still to come
+            slot.autograd_in = torch._C._current_graph_task_id()
+            if slot.arrived_in == slot.autograd_in and slot.num_arrived == self._num_parts:
+                self._complete_what_is_left([slot])
+            return  # or the fused uses, beside which autograd saw another, are still to come
         if slot.awaits_more():
             return
         self._count(slot)
@@ -141,7 +144,8 @@ class GradientPath:
         with _arithmetic(slot):
             if slot.has_grad:  # earlier micro-batches, or uses that autograd saw
                 gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
-            if awaits_more or slot.num_arrived < self._num_parts:
+            is_beside = slot.autograd_in != slot.arrived_in and slot.autograd_will_bring()
+            if awaits_more or is_beside or slot.num_arrived < self._num_parts:
                 slot.param.grad = gradient.dense()
             else:
                 self.complete(slot, gradient)

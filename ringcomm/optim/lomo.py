@@ -61,8 +61,11 @@ class Lomo(InBackwardOptimizer):
         accumulation_steps: micro-batches per step(). Their gradients are kept and added like
             torch's until the last one's are consumed: all gradients' memory.
         group: ranks with replicas: gradients are averaged over it inside the backward pass, one by
-            one. Replicas stay equal to the last bit. Not for weights of fully_shard or
-            ringcomm.parallel.WeightShards, whose gradients are reduced to their owner's shard.
+            one. Replicas stay equal to the last bit. A weight without a gradient on some ranks
+            counts as zeros there; without one on all ranks it is left alone. Not for weights of
+            fully_shard or ringcomm.parallel.WeightShards, whose gradients are reduced to their
+            owner's shard. In a job of several ranks replicated weights need a group, such as
+            dist.group.WORLD; "none" has this rank train a model of its own.
         overlap: let the backward pass go on while a gradient is reduced; it then lives until its
             sum is there, two of the largest at most. None: where the ranks are not on CPUs.
         splits: plain weights of which this rank holds one of several parts (tensor parallelism),
@@ -75,17 +78,30 @@ class Lomo(InBackwardOptimizer):
     Raises:
         ValueError: an argument is out of range or excludes another, a parameter is none of the
             model, has an optimizer of this kind already, or does not require grad, the model makes
-            sparse gradients, or is a DistributedDataParallel.
+            sparse gradients, or is a DistributedDataParallel; in a job of several ranks there is no
+            group= for replicated weights, or no model.
+
+    In the model's forward pass, before a weight is written:
+
+    - ValueError: a DistributedDataParallel is around a weight, or a weight was replaced or sharded
+      since the optimizer was made.
 
     In the backward pass:
 
     - RuntimeError before a weight is written: the first gradient is not finite and there is no loss
       scale, the loss was not scaled, or clip_mode="two_pass" and not opt.backward().
     - RuntimeError before that weight is written: it has been updated in this step already.
-    - ValueError: the learning rate has become negative or NaN.
+    - RuntimeError on all ranks before a weight is written: a weight of WeightShards gets a gradient
+      on some ranks only.
+    - ValueError: the learning rate has become negative or NaN; or, of an optimizer made before
+      init_process_group(), as the constructor.
 
-    Parameters without a gradient are left alone, as in torch.optim; if other ranks have one it is
-    ringcomm's MismatchError, or a time-out. Under torch.compile all gradients are made as tensors.
+    Parameters without a gradient are left alone, as in torch.optim. Between the use of a gradient
+    and step() a parameter's .grad is a stand-in that raises RuntimeError when read:
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. A GradScaler raises
+    at its step(), when the backward pass has written weights by the scaled gradients: use
+    loss_scale=. With Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or
+    ringcomm.integrations.accelerate. Under torch.compile all gradients are made as tensors.
     """
 
     def __init__(

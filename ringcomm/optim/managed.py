@@ -34,6 +34,7 @@ class Slot:
     Attributes:
         num_arrived: how many of its gradients have come in this step.
         arrived_in: the backward pass that brought the last one, by torch's number.
+        autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
         first_use: when a layer first used it in this step, a running number; 0 for not seen.
         spent: what .grad is between the use of the gradient and forget().
     """
@@ -54,7 +55,7 @@ class Slot:
         self.num_arrived = self.first_use = 0
         self.held: Gradient | None = None
         self.num_unseen_uses = 0
-        self.arrived_in = self._made_in = _NO_BACKWARD
+        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
         self.spent = SpentGradient(param, name, optimizer)
         self._node: Any = None
         self._node_is_for: Any = None
@@ -100,9 +101,11 @@ class Slot:
 
     def will_come(self, task: int) -> bool:
         """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
-        if self.num_unseen_uses > 0:
-            return True
-        if self.arrived_in == task or not self.param.requires_grad:
+        return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
+
+    def autograd_will_bring(self) -> bool:
+        """Whether the backward pass that runs now brings a gradient to the parameter itself."""
+        if not self.param.requires_grad:
             return False
         current = self.param.dtype, self.param.device  # a weight that moves gets a new node
         if self._node_is_for != current:
@@ -125,7 +128,7 @@ class Slot:
     def forget(self) -> None:
         """Ready for the next step."""
         self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = self._made_in = _NO_BACKWARD
+        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
         self.held = None
         if self.param.grad is self.spent:
             self.param.grad = None

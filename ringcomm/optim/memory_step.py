@@ -48,7 +48,9 @@ class Variant:
         """The optimizer."""
         made: torch.optim.Optimizer
         if self.is_in_backward:
-            made = _IN_BACKWARD[self.optimizer](model, lr=1e-4, **self.options)
+            # A copy of the model on this rank: without a group it is trained alone.
+            options = {**self.options, "group": self.options.get("group") or "none"}
+            made = _IN_BACKWARD[self.optimizer](model, lr=1e-4, **options)
             return made
         params = [param for param in model.parameters() if param.requires_grad]
         # As torch decides by itself, also for fake tensors, which it would take for strangers.

@@ -72,6 +72,20 @@ class Bypass(nn.Module):
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class EarlyBypass(nn.Module):
+    """A linear layer whose weight is looked up before the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.up(nn.functional.embedding(ids, self.head.weight)))
+        logits = self.head(x).float()
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "tied": lambda: Net(tied=True),
@@ -79,6 +93,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant": lambda: Net(tied=True, reentrant=True),
     "low_rank": LowRank,
     "bypass": Bypass,
+    "early_bypass": EarlyBypass,
 }
 
 

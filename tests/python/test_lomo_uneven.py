@@ -339,3 +339,53 @@ def _average_shards(rank: int) -> None:
     model = make("plain")
     fully_shard(model)
     Lomo(model, LR, group=dist.group.WORLD)
+
+
+# ---- models that change
+
+
+def _new_weight(model: Any) -> None:
+    model.up.weight = nn.Parameter(torch.zeros_like(model.up.weight))
+
+
+def _new_layer(model: Any) -> None:
+    model.head = nn.Linear(16, VOCAB, bias=False)
+
+
+def _tied(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+@pytest.mark.parametrize("change", [_new_weight, _new_layer, _tied])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after forward"])
+def test_a_weight_that_was_replaced(change: Any, is_late: bool) -> None:
+    """Trained by nobody: said at the next forward pass, or by step() without one."""
+    model = make("plain")
+    opt = Lomo(model, LR)
+    ids = batches(1)[0]
+    if is_late:
+        model(ids).backward()
+        opt.step()
+    before = weights(model)
+    change(model)
+    with pytest.raises(ValueError, match=r"(up|head)\.weight was replaced or taken out after Lomo"):
+        model(ids)
+    with pytest.raises(ValueError, match=r"was replaced or taken out after Lomo"):
+        opt.step()
+    assert torch.equal(model.embed.weight, before["embed.weight"])
+    opt.close()
+    change(model)
+    Lomo(model, LR).close()
+
+
+def shard_late(rank: int) -> None:
+    model = Optional()
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    WeightShards(model)
+    with pytest.raises(ValueError, match="was sharded after Lomo was made"):
+        model(torch.randn(3, 8), True)
+    opt.close()
+
+
+def test_a_model_sharded_after_the_optimizer() -> None:
+    run_ranks(2, shard_late)

@@ -77,7 +77,7 @@ def test_data_parallel(system: str, world_size: int) -> None:
         assert measured == pytest.approx(getattr(found.memory, name), rel=0.05)
 
 
-def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int]:
+def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int, int]:
     model = Decoder()
     if is_sharded:
         WeightShards(model)
@@ -88,14 +88,15 @@ def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
         sent = sent_bytes() - before
-    return sent, live_bytes(model.parameters())
+    return sent, live_bytes(model.parameters()), sum(1 for _ in model.parameters())
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_lomo(is_sharded: bool) -> None:
     found = plan_of(2, "lomo-shards" if is_sharded else "lomo")
-    sent, kept = run_ranks(2, train_lomo, is_sharded, pg_options=RING)[0]
-    assert sent == found.traffic.sent
+    sent, kept, num_weights = run_ranks(2, train_lomo, is_sharded, pg_options=RING)[0]
+    agreement = 8 * num_weights  # two int32 a weight, once a backward pass
+    assert sent == found.traffic.sent + agreement
     if not is_sharded:
         assert kept == found.memory.parameters
 

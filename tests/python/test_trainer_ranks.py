@@ -84,11 +84,9 @@ def alone(kind: str, model: nn.Module) -> Any:
 
 
 def train_accelerated(rank: int, kind: str, num_parts: int, max_norm: float | None) -> Any:
-    from accelerate import Accelerator
-
     from ringcomm.integrations.accelerate import prepare
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_parts)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=num_parts)
     assert accelerator.num_processes == 2
     model: nn.Module = mlp()
     optimizer: Any = made(kind, num_parts, max_norm, model)
@@ -136,15 +134,13 @@ def test_accelerate(kind: str, num_parts: int, max_norm: float | None) -> None:
 
 
 def refuse_in_accelerate(rank: int) -> None:
-    from accelerate import Accelerator
-
     from ringcomm.integrations.accelerate import prepare
 
     x = torch.randn(2, 6)
     model = mlp()
     before = state_of(model)
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
-    wrapped, _ = Accelerator(cpu=True).prepare(model, optimizer)
+    wrapped, _ = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
     with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
         wrapped(x)
     optimizer.close()
@@ -153,17 +149,17 @@ def refuse_in_accelerate(rank: int) -> None:
         (lambda m: Lomo(m, LR, group=dist.group.WORLD, accumulation_steps=2), "make them equal"),
     ):
         with pytest.raises(ValueError, match=message):
-            prepare(Accelerator(cpu=True), model, made := make(model))
+            prepare(accelerate.Accelerator(cpu=True), model, made := make(model))
         made.close()
     with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) takes others"):
-        prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
-    scaled = Accelerator(cpu=True)
+        prepare(accelerate.Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
+    scaled = accelerate.Accelerator(cpu=True)
     scaled.scaler = torch.amp.GradScaler("cpu")  # as mixed_precision="fp16" makes on a GPU
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match='loss_scale="dynamic" of Lomo'):
         prepare(scaled, model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     model, wrapped = prepare(accelerator, model, optimizer)
     accelerator.backward(model(x).sum())
     with pytest.raises(ValueError, match=r"make it with clip_grad_norm=0\.3"):
@@ -207,7 +203,7 @@ def trainer_of(
         seed=3,
         **options,
     )
-    data = [{"x": x, "labels": y} for x, y in rows()]
+    data = [{"x": x, "labels": y} for x, y in zip(*rows().tensors, strict=True)]
     trainer = transformers.Trainer(model, args, train_dataset=data)
     trainer.optimizer = make(model)  # Trainer has moved the model
     return trainer
