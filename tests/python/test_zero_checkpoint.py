@@ -334,7 +334,7 @@ def refuse_meta(rank: int) -> None:
     with torch.device("meta"):
         odd, linear = Odd(), nn.Linear(2, 2)
     for stage in (1, 2):
-        with pytest.raises(ValueError, match="weight is on the meta device.*: use stage 3"):
+        with pytest.raises(ValueError, match=r"weight is on the meta device.*: use stage 3"):
             zero.shard(linear, torch.optim.SGD(linear.parameters()), stage)
     with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
         zero.shard(odd, torch.optim.SGD(odd.parameters()), 3)
