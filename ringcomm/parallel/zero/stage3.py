@@ -49,8 +49,10 @@ class Zero3(ZeroOptimizer):
         ]
         super().__init__(model, groups, group, options)
         self._inner = made_over(optimizer, groups)
-        # The weights with a gradient on this rank since the last step, and then on any.
+        # The weights that autograd has made a gradient of on this rank since the last step, and
+        # what fully_shard has left of any, be it zeros.
         self._marked: set[nn.Parameter] = set()
+        self._reduced: dict[nn.Parameter, Tensor | None] = {}
         told = weakref.ref(self)
 
         def mark(module: nn.Module, name: str) -> None:
@@ -66,6 +68,13 @@ class Zero3(ZeroOptimizer):
             if isinstance(module, FSDPModule):
                 mark_gradients(module, mark)
 
+        def reduced(param: Any) -> None:
+            if (found := told()) is not None:
+                found._reduced[param] = param.grad
+
+        for param in self._params():
+            param.register_post_accumulate_grad_hook(reduced)
+
     def _params(self) -> Iterator[nn.Parameter]:
         for param_group in self.param_groups:
             yield from param_group["params"]
@@ -73,13 +82,18 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
         params = list(self._params())
-        mine = [p in self._marked and p.grad is not None for p in params]
+        mine = [self._has_gradient(param) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
         for param, has in zip(params, facts.tolist(), strict=True):
             if not has:
                 param.grad = None
         return bool(facts.any())
+
+    def _has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether one has come on this rank: by autograd, or by the user."""
+        is_by_user = param.grad is not self._reduced.get(param)
+        return param.grad is not None and (is_by_user or param in self._marked)
 
     def _reduce(self) -> None:
         """The backward pass has reduced all."""
@@ -110,6 +124,7 @@ class Zero3(ZeroOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, whatever `set_to_none`."""
         self._marked.clear()
+        self._reduced.clear()
         super().zero_grad()
 
     # ---- state
