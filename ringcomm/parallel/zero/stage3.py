@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
@@ -169,7 +169,7 @@ def _shard_units(
             for param in params:
                 dist.broadcast(param.data, group=group, group_src=0)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        watch_unit(module, model)
+        watch_unit(module, model, is_ringcomm=takes_uneven(group, device))
 
 
 def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:

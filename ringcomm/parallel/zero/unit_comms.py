@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ringcomm.errors import MismatchError
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
@@ -16,14 +15,16 @@ from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 Result = TypeVar("Result")
 
 
-def watch_unit(unit: Any, model: nn.Module) -> None:
+def watch_unit(unit: Any, model: nn.Module, *, is_ringcomm: bool) -> None:
     """Has a unit of fully_shard reduce zeros for weights without a gradient on this rank.
 
-    torch does so from 2.13 on. Where ranks still call different collectives of the unit, an error
-    names it.
+    torch does so from 2.13 on. Where ranks still call different collectives of the unit, which
+    ringcomm finds out, an error names it.
     """
     if hasattr(unit, "set_reduce_scatter_unused_params"):
         unit.set_reduce_scatter_unused_params(True, recurse=False)
+    if not is_ringcomm:
+        return
     name = next((name for name, module in model.named_modules() if module is unit), "")
     unit.set_custom_all_gather(_AllGather(name))
     unit.set_custom_reduce_scatter(_ReduceScatter(name))
@@ -55,7 +56,7 @@ def _marker(
 
 
 class _Named:
-    """Allocates, and explains a mismatch."""
+    """What set_custom_all_gather() and set_custom_reduce_scatter() take; explains a mismatch."""
 
     def __init__(self, name: str) -> None:
         self._name = f"unit {name!r}" if name else "the root unit"
@@ -75,7 +76,7 @@ class _Named:
             ) from error
 
 
-class _AllGather(_Named, AllGather):
+class _AllGather(_Named):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -88,7 +89,7 @@ class _AllGather(_Named, AllGather):
         )
 
 
-class _ReduceScatter(_Named, ReduceScatter):
+class _ReduceScatter(_Named):
     def __call__(
         self,
         output_tensor: Tensor,
