@@ -17,8 +17,8 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | N
     if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
         return None
     if isinstance(optimizer, torch.optim.AdamW):
-        keys = ("lr", "eps", "weight_decay")
-        # A list in a group that torch.distributed.checkpoint has loaded.
-        return ops.AdamW(**{key: group[key] for key in keys}, betas=tuple(group["betas"]))
+        numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+        # betas are a list where torch.distributed.checkpoint has loaded the group.
+        return ops.AdamW(**numbers, betas=tuple(group["betas"]))
     keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     return ops.SGD(**{key: group[key] for key in keys})

@@ -164,8 +164,7 @@ def check_statistics(rank: int, world_size: int, stage: int) -> None:
         for key, entry in ringcomm.stats().items()
         if key[0] == "all_reduce"
     )
-    # Which gradients there are, at stages 1 and 2; sums; the largest.
-    assert num_all_reduces == (2 if stage == 3 else 3)
+    assert num_all_reduces == 3  # which gradients there are; sums; the largest
     assert before[1] == len(grads)
     assert found.grad_norm == pytest.approx(float(grads.double().norm()), rel=1e-5)
     assert found.grad_max == pytest.approx(float(grads.abs().max()), rel=1e-5)

@@ -21,7 +21,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import STAGES, STEPS, Net, batch, loss_of, make, make_optimizer, train, weights
+from zero_models import (
+    BUCKET_BYTES,
+    STAGES,
+    STEPS,
+    Net,
+    batch,
+    loss_of,
+    make,
+    make_optimizer,
+    train,
+    weights,
+)
 
 from ringcomm.parallel import offload, zero
 
@@ -109,6 +120,29 @@ def test_get_and_set_state_dict(stage: int, kind: str, options: dict[str, Any]) 
     (values, state), expected = results[0]
     if not options:
         check(continue_alone(values, kind, state), expected, is_exact=False)
+
+
+def offloaded_by_torch(rank: int, stage: int, dtype: torch.dtype | None) -> None:
+    """States that are elsewhere come as rows as well."""
+
+    def new() -> tuple[Net, Any]:
+        model = Net()
+        own = offload.AdamW(model.parameters(), 0.01)
+        return model, zero.shard(model, own, stage, bucket_bytes=BUCKET_BYTES, param_dtype=dtype)
+
+    model, optimizer = new()
+    train(model, optimizer, rank, 2, range(2))
+    values, state = (_copied(found) for found in get_state_dict(model, optimizer))
+    train(model, optimizer, rank, 2, range(2, STEPS))
+    again, resumed = new()
+    set_state_dict(again, resumed, model_state_dict=values, optim_state_dict=state)
+    train(again, resumed, rank, 2, range(2, STEPS))
+    check(weights(again), weights(model), is_exact=True)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (2, None), (3, None)])
+def test_get_and_set_offloaded_states(stage: int, dtype: torch.dtype | None) -> None:
+    run_ranks(2, offloaded_by_torch, stage, dtype)
 
 
 # ---- saved and loaded by torch.distributed.checkpoint
@@ -334,7 +368,7 @@ def refuse_meta(rank: int) -> None:
     with torch.device("meta"):
         odd, linear = Odd(), nn.Linear(2, 2)
     for stage in (1, 2):
-        with pytest.raises(ValueError, match="weight is on the meta device.*: use stage 3"):
+        with pytest.raises(ValueError, match=r"weight is on the meta device.*: use stage 3"):
             zero.shard(linear, torch.optim.SGD(linear.parameters()), stage)
     with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
         zero.shard(odd, torch.optim.SGD(odd.parameters()), 3)

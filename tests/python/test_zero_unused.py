@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from zero_models import live_bytes, weights
 
@@ -19,18 +21,22 @@ from ringcomm.parallel import offload, zero
 WIDTH, NUM_TOWERS, STEPS, NUM_MICRO_BATCHES = 6, 4, 4, 3
 BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
 NEVER = NUM_TOWERS - 1
+UNUSED_AT_STAGE_3 = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="fully_shard reduces zeros for unused weights from torch 2.13 on",
+)
 
 
 class Towers(nn.Module):
     """A stem, towers of which each call runs some, and a head; the last tower never runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *dims: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.towers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_TOWERS))
         self.head = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(dims))  # of none, by default
 
     def forward(self, x: Tensor, used: list[int], reentrant: bool = False) -> Tensor:
         x = torch.tanh(self.stem(x))
@@ -75,9 +81,10 @@ def backward(model: Any, step: int, part: int, rank: int, reentrant: bool = Fals
     model(x, used_by(step, part, rank), reentrant).square().sum().backward()
 
 
-def train_alone(world_size: int, kind: str, clip: float | None) -> tuple[dict[str, Tensor], Any]:
+def train_alone(
+    model: Towers, world_size: int, kind: str, clip: float | None
+) -> tuple[dict[str, Tensor], Any]:
     """One process: the mean of the ranks' gradients with zeros, None where no rank has one."""
-    model = Towers()
     optimizer = make_optimizer(model, "adamw" if kind == "offload" else kind)
     for step in range(STEPS):
         of_ranks = []
@@ -95,12 +102,23 @@ def train_alone(world_size: int, kind: str, clip: float | None) -> tuple[dict[st
     return weights(model), optimizer.state_dict()["state"]
 
 
+def model_for(stage: int) -> Towers:
+    """fully_shard takes no weights without dimensions."""
+    return Towers(1) if stage == 3 else Towers()
+
+
 def train(
     rank: int, stage: int, kind: str, clip: float | None, reentrant: bool
 ) -> tuple[dict[str, Tensor], Any]:
-    model = Towers()
+    model = model_for(stage)
     sharded = zero.shard(
-        model, make_optimizer(model, kind), stage, bucket_bytes=BUCKET_BYTES, clip_grad_norm=clip
+        model,
+        make_optimizer(model, kind),
+        stage,
+        # fully_shard has weights that some ranks use in units that all of them run.
+        units=[] if stage == 3 else None,
+        bucket_bytes=BUCKET_BYTES,
+        clip_grad_norm=clip,
     )
     for step in range(STEPS):
         for part in range(NUM_MICRO_BATCHES):
@@ -123,13 +141,15 @@ def train(
         (2, "ringcomm", 2, "offload", None, False),
         (2, "ringcomm", 1, "offload", 0.5, False),
         (1, "ringcomm", 2, "adamw", None, False),
+        pytest.param(2, "ringcomm", 3, "adamw", None, False, marks=UNUSED_AT_STAGE_3),
+        pytest.param(2, "ringcomm", 3, "momentum", 0.5, False, marks=UNUSED_AT_STAGE_3),
     ],
 )
 def test_as_one_process_that_averages(
     world_size: int, backend: str, stage: int, kind: str, clip: float | None, reentrant: bool
 ) -> None:
     """Accumulated, with momentum and weight decay, whatever each rank leaves out."""
-    expected, expected_state = train_alone(world_size, kind, clip)
+    expected, expected_state = train_alone(model_for(stage), world_size, kind, clip)
     results = run_ranks(world_size, train, stage, kind, clip, reentrant, backend=backend)
     for found, state in results:
         assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
@@ -142,6 +162,26 @@ def test_as_one_process_that_averages(
             if "step" in wanted:
                 assert state[number]["step"] == wanted["step"]
     assert f"towers.{NEVER}.weight" in expected
+
+
+def skip_units(rank: int) -> None:
+    """Stage 3 cannot have ranks that run other units."""
+    scalar = Towers()
+    with pytest.raises(ValueError, match="scale has no dimensions"):
+        zero.shard(scalar, make_optimizer(scalar, "sgd"), 3)
+    model = Towers(1)
+    group = dist.new_group()  # whose ranks are not in step any more, afterwards
+    sharded = zero.shard(model, make_optimizer(model, "sgd"), 3, group=group)
+    before = [param.to_local().clone() for param in sharded.all_params()]
+    with pytest.raises(RuntimeError, match="ranks do not run the same weights of"):
+        backward(model, 1, 1, rank)
+    assert used_by(1, 1, 0) != used_by(1, 1, 1)
+    after = [param.to_local() for param in sharded.all_params()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_stage_3_refuses_ranks_that_run_other_units() -> None:
+    run_ranks(2, skip_units)
 
 
 def count_calls(rank: int, reentrant: bool) -> None:

@@ -57,14 +57,20 @@ def shard(
             optimizer.zero_grad()
 
     With Phi weights, N ranks and AdamW a rank holds, in bytes, with `param_dtype` of 16 bits:
-    4 Phi + 12 Phi/N at stage 1 (weights and gradients whole, state in shards), 2 Phi + 14 Phi/N at
+    6 Phi + 12 Phi/N at stage 1 (weights and gradients whole, state in shards), 2 Phi + 16 Phi/N at
     stage 2 (gradients in shards, too), 16 Phi/N at stage 3. It sends 2, 2 and 3 (N-1)/N Phi
     elements a step. Gradients are averaged over the ranks; weights start from rank 0's, and are
     equal on all ranks, to the last bit, ever after.
 
+    At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
+    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. All ranks make equally
+    many backward passes before step(); which weights get a gradient may differ.
+
     Args:
         model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
-            stage 3 they become DTensors, and the model one of fully_shard.
+            stage 3 they become DTensors, and the model one of fully_shard. At stage 3 it may be on
+            the meta device: each unit then gets its values by reset_parameters(), and rank 0's
+            count.
         optimizer: AdamW or SGD of torch.optim, or of ringcomm.parallel.offload for state in host
             memory or files, over the model's weights, with any parameter groups and
             hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
@@ -75,12 +81,14 @@ def shard(
             on others they are padded on the wire.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
             every outermost ModuleList, or Sequential without one. Weights that several units share
-            are the root's.
+            are the root's. All ranks run the same units in the same order.
         bucket_bytes: at stages 1 and 2 weights travel in buckets of at most so many bytes (one
             weight more where that is larger). Stage 2 keeps whole gradients of one at a time.
         param_dtype: torch.bfloat16 or float16: keep float32 weights and their gradients in 16 bits,
             and the float32 ones in shards. Frozen weights, and floating inputs of the model's
             forward, are cast as well; buffers stay.
+        reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
+            16-bit weights halves the gradients' memory at stages 1 and 2, and their traffic.
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
             finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
         offload_weights: at stage 3 keep weights and gradients where an optimizer of
@@ -92,7 +100,7 @@ def shard(
             first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
             ranks; without loss_scale, what is not finite is an error. This and loss_scale take two
-            all_reduces, of 24 and 4 bytes.
+            all_reduces, of 24 and 4 bytes. Or call the optimizer's clip_grad_norm_().
 
     Returns:
         A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3, and

@@ -64,6 +64,13 @@ def check_model(
             f"{missing[0]} requires grad and is in no group of the optimizer, so that ranks would"
             " drift apart: add it, or requires_grad_(False)"
         )
+    if not is_flat and not options.offload_weights:
+        scalar = next((name for param, name in names.items() if param.dim() == 0), None)
+        if scalar is not None:
+            raise ValueError(
+                f"{scalar} has no dimensions, which fully_shard of stage 3 cannot cut: give it one,"
+                " or use stage 1 or 2"
+            )
     for param in params:
         _check_param(param, names[param], options, is_flat)
     if len({param.device for param in params}) > 1:

@@ -90,11 +90,11 @@ def predict_traffic(
 ) -> int:
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
-    Exact, uneven shards and stage 3's padding included, and at stages 1 and 2 a byte for each
-    weight and bucket to each other rank. clip_grad_norm and loss_scale add their two all_reduces of
-    24 and 4 bytes. Arguments as predict_memory()'s, of which `rank` matters: the one with the
-    longer shard sends less of gradients and more of weights. `num_backwards` is the number of
-    backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
+    Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
+    weight, and at stages 1 and 2 for each bucket. clip_grad_norm and loss_scale add their two
+    all_reduces of 24 and 4 bytes. Arguments as predict_memory()'s, of which `rank` matters: the one
+    with the longer shard sends less of gradients and more of weights. `num_backwards` is the number
+    of backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -119,7 +119,8 @@ def predict_traffic(
             (2 * itemsize + (grad_itemsize if p.requires_grad else 0)) * _rows(p, world_size)
             for p in model.parameters()
         )
-        return num_backwards * (world_size - 1) * sum(parts)
+        num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
+        return (world_size - 1) * (num_backwards * sum(parts) + num_trained)
     buckets = _buckets(model, optimizer, stage, chosen)
     # Which weights have a gradient, and which buckets are to be reduced.
     total = (world_size - 1) * sum(1 + len(params) for params in buckets)

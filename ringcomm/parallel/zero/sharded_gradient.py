@@ -97,7 +97,7 @@ class GradientHooks:
             param.grad = self._placeholders[param]
 
     def collect(self) -> None:
-        """Takes what users have put in place of gradients, and drops those that they set to None."""
+        """Takes what users have put in place of gradients, and drops what they set to None."""
         for param in self._placeholders:
             if not isinstance(param.grad, ShardedGradient):
                 self.before(param)

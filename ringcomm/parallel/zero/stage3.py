@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.unit_comms import mark_gradients, watch_unit
 
 
 class Zero3(ZeroOptimizer):
@@ -47,13 +49,51 @@ class Zero3(ZeroOptimizer):
         ]
         super().__init__(model, groups, group, options)
         self._inner = made_over(optimizer, groups)
+        # The weights that autograd has made a gradient of on this rank since the last step, and
+        # what fully_shard has left of any, be it zeros.
+        self._marked: set[nn.Parameter] = set()
+        self._reduced: dict[nn.Parameter, Tensor | None] = {}
+        told = weakref.ref(self)
+
+        def mark(module: nn.Module, name: str) -> None:
+            if (found := told()) is not None:
+                found._marked.add(found._names[module, name])
+
+        self._names = {
+            (module, name): param
+            for module in model.modules()
+            for name, param in module.named_parameters(recurse=False)
+        }
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                mark_gradients(module, mark)
+
+        def reduced(param: Any) -> None:
+            if (found := told()) is not None:
+                found._reduced[param] = param.grad
+
+        for param in self._params():
+            param.register_post_accumulate_grad_hook(reduced)
 
     def _params(self) -> Iterator[nn.Parameter]:
         for param_group in self.param_groups:
             yield from param_group["params"]
 
     def _agree(self) -> bool:
-        return any(param.grad is not None for param in self._params())
+        """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
+        params = list(self._params())
+        mine = [self._has_gradient(param) for param in params]
+        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
+        for param, has in zip(params, facts.tolist(), strict=True):
+            if not has:
+                param.grad = None
+        return bool(facts.any())
+
+    def _has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether one has come on this rank: by autograd, or by the user."""
+        is_by_user = param.grad is not self._reduced.get(param)
+        return param.grad is not None and (is_by_user or param in self._marked)
 
     def _reduce(self) -> None:
         """The backward pass has reduced all."""
@@ -79,6 +119,12 @@ class Zero3(ZeroOptimizer):
         self._inner.step()
 
     def _forget_gradients(self) -> None:
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, whatever `set_to_none`."""
+        self._marked.clear()
+        self._reduced.clear()
         super().zero_grad()
 
     # ---- state
@@ -123,6 +169,7 @@ def _shard_units(
             for param in params:
                 dist.broadcast(param.data, group=group, group_src=0)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        watch_unit(module, model, is_ringcomm=takes_uneven(group, device))
 
 
 def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
