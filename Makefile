@@ -10,7 +10,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
+.PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python test-bare \
         test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
@@ -47,6 +47,12 @@ kernels: check-python  ## compile the kernels for GPUs, where nvcc is (ARGS="--a
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
+
+BARE_TESTS := $(addprefix tests/python/test_,without_optional.py file_store.py file_store_crashes.py \
+    zero_calls.py parameter_server_calls.py weight_shards_calls.py mixture_of_experts_calls.py)
+test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
+	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
+	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)
 
 test-gpu: check-python  ## GPU tests in each layout that the box allows (ARGS="--only one-2-mps")
 	@$(PREPARE) --need train --need test --extension -- tools/gpu_layouts.py $(ARGS)

@@ -67,9 +67,7 @@ def run(argv: list[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _WANTED_FOR:
             raise
-        options.parser.error(
-            f"{_WANTED_FOR[package]} the package {package}: pip install {package}"
-        )
+        options.parser.error(f"{_WANTED_FOR[package]} the package {package}: pip install {package}")
     return status
 
 
