@@ -48,7 +48,7 @@ kernels: check-python  ## compile the kernels for GPUs, where nvcc is (ARGS="--a
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
 
-BARE_TESTS := $(addprefix tests/python/test_,without_optional.py file_store.py file_store_crashes.py \
+BARE_TESTS := $(addprefix tests/python/test_,without_optional.py file_store_crashes.py \
     zero_calls.py parameter_server_calls.py weight_shards_calls.py mixture_of_experts_calls.py)
 test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
