@@ -99,8 +99,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     store = dist.FileStore(str(args.store), args.world_size)
     dist.init_process_group("ringcomm", store=store, rank=args.rank, world_size=args.world_size)
-    find = file_store._find_engine
-    file_store._find_engine = lambda _, *sizes: find(args.engine, *sizes)
+    find = file_store.find_engine
+    file_store.find_engine = lambda _, *sizes: find(args.engine, *sizes)
     model, optimizer = make(args)
     first = optimizer.num_steps if isinstance(optimizer, zero.ZeroInfinity) else 0
     for step in range(first, args.steps):
