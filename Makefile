@@ -11,7 +11,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        stress test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
+        test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -51,6 +51,12 @@ test-python: check-python  ## Python tests (ARGS="-k name ...")
 stress: check-python  ## 10,000 random sequences of collectives (ARGS="-x")
 	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}"; $(PREPARE) --need train --need test --extension -- \
 	    -m pytest -s tests/python/test_random_sequences.py $(ARGS)
+
+BARE_TESTS := $(addprefix tests/python/test_,without_optional.py file_store_crashes.py \
+    zero_calls.py parameter_server_calls.py weight_shards_calls.py mixture_of_experts_calls.py)
+test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
+	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
+	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)
 
 test-gpu: check-python  ## GPU tests in each layout that the box allows (ARGS="--only one-2-mps")
 	@$(PREPARE) --need train --need test --extension -- tools/gpu_layouts.py $(ARGS)

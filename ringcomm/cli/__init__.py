@@ -21,8 +21,14 @@ from typing import NoReturn
 
 __all__ = ["OneLineParser", "main", "modules_of", "run"]
 
-# Packages that communicating does not need.
-_WANTED_FOR = {"matplotlib": "--plot needs", "rich": "tables need"}
+# Packages that communicating does not need: what does, and their names for pip.
+_WANTED_FOR = {
+    "liger_kernel": ("liger needs", "liger-kernel"),
+    "matplotlib": ("--plot needs", "matplotlib"),
+    "mpi4py": ("ranks of mpiexec need", "mpi4py"),
+    "quack": ("quack needs", "quack-kernels"),
+    "rich": ("tables need", "rich"),
+}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -67,9 +73,8 @@ def run(argv: list[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _WANTED_FOR:
             raise
-        options.parser.error(
-            f"{_WANTED_FOR[package]} the package {package}: pip install {package}"
-        )
+        what, name = _WANTED_FOR[package]
+        options.parser.error(f"{what} the package {name}: pip install {name}")
     return status
 
 

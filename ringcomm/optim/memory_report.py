@@ -69,7 +69,7 @@ class MemoryReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        rows = [("step", *_COLUMNS, "RSS")]
+        rows: list[tuple[str, ...]] = [("step", *_COLUMNS, "RSS")]
         for step in self.steps:
             rows.append((step.name, *_row(step.predicted, None)))
             if step.measured is not None:

@@ -7,7 +7,7 @@ fails and says which mutant needs an update. The checker is compiled against the
 must report the expected kind of violation in each of the mutant's scenarios. That the shipped
 source passes is the checker's own run, or this one's with --shipped.
 
-    python3 tests/cpp/run_mutants.py [--cxx g++] [--keep DIR] [--only NAME] [--shipped] [--list]
+    python3 tests/cpp/run_mutants.py [--cxx c++] [--keep DIR] [--only NAME] [--shipped] [--list]
 
 Exit status 0 if every mutant behaves as expected.
 """
@@ -15,6 +15,7 @@ Exit status 0 if every mutant behaves as expected.
 import argparse
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -50,14 +51,16 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 def compile_one(
     cxx: str, source: pathlib.Path, include: pathlib.Path, to: pathlib.Path
 ) -> pathlib.Path:
-    done = run([cxx, *COMPILE_FLAGS, f"-I{include}", "-c", str(source), "-o", str(to)])
+    done = run(
+        [*shlex.split(cxx), *COMPILE_FLAGS, f"-I{include}", "-c", str(source), "-o", str(to)]
+    )
     if done.returncode != 0:
         raise Failure(f"{source.name} does not compile:\n{done.stderr}")
     return to
 
 
 def link(cxx: str, objects: list[pathlib.Path], to: pathlib.Path) -> pathlib.Path:
-    done = run([cxx, *map(str, objects), "-o", str(to)])
+    done = run([*shlex.split(cxx), *map(str, objects), "-o", str(to)])
     if done.returncode != 0:
         raise Failure(f"{to.name} does not link:\n{done.stderr}")
     return to
@@ -149,7 +152,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cxx", default="g++", help="C++20 compiler (default: %(default)s)")
+    parser.add_argument("--cxx", default="c++", help="C++20 compiler (default: %(default)s)")
     parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="build here and leave it")
     parser.add_argument("--only", action="append", metavar="NAME", help="this mutant; repeatable")
     parser.add_argument(

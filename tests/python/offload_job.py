@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel import offload, zero
+from ringcomm.parallel.offload import file_store
 
 
 class SeededLinear(nn.Linear):
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--to", choices=["cpu", "nvme"])
     parser.add_argument("--path", type=Path)
+    parser.add_argument("--engine", default="auto", help="of files, in place of what there is")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--limit-bytes", type=int)
     parser.add_argument("--digest", action="store_true")
@@ -97,6 +99,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     store = dist.FileStore(str(args.store), args.world_size)
     dist.init_process_group("ringcomm", store=store, rank=args.rank, world_size=args.world_size)
+    find = file_store.find_engine
+    file_store.find_engine = lambda _, *sizes: find(args.engine, *sizes)
     model, optimizer = make(args)
     first = optimizer.num_steps if isinstance(optimizer, zero.ZeroInfinity) else 0
     for step in range(first, args.steps):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringcomm import _C
-from ringcomm.parallel.offload import FileStore, file_store
+from ringcomm.parallel.offload import FileStore, file_store, store_engine
 from ringcomm.parallel.offload.aligned_memory import empty_aligned, is_aligned
 
 
@@ -234,7 +234,7 @@ while True:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_killed_process_leaves_its_last_commit(engine: str, tmp_path: Path) -> None:
-    for kill in range(4):
+    for kill in range(2):
         job = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), engine], stdout=subprocess.PIPE
         )
@@ -476,14 +476,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_without_io_uring_threads_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = file_store._shared_engine
+    real = store_engine.shared_engine
 
     def without(kind: str, *sizes: int) -> Any:
         if kind == "io_uring":
             raise RuntimeError("io_uring is not to be had here: Operation not permitted")
         return real(kind, *sizes)
 
-    monkeypatch.setattr(file_store, "_shared_engine", without)
+    monkeypatch.setattr(store_engine, "shared_engine", without)
     with caplog.at_level("INFO", logger="ringcomm"):
         assert FileStore(tmp_path).engine == "threads"
     assert "by threads: io_uring is not to be had here" in caplog.text

@@ -402,7 +402,7 @@ wait $second
 
 def test_two_network_namespaces(tmp_path: Path) -> None:
     if any(shutil.which(name) is None for name in ("unshare", "nsenter", "ip")):
-        pytest.skip("network namespaces want the programs unshare, nsenter and ip")
+        pytest.skip("no unshare, nsenter or ip: apt-get install util-linux iproute2")
     in_network = ["unshare", "-rn", "sh", "-c", NETWORK, "sh"]
     attempt = subprocess.run(
         [*in_network, "try"], capture_output=True, text=True, timeout=30.0, check=False

@@ -60,8 +60,9 @@ SIZES = ("--layers", LAYERS, "--width", WIDTH)
 
 
 def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
+    """By threads, which every build has, and whose stacks count against the limit."""
     limit = ("--limit-bytes", STATE_BYTES // 4)
-    nvme = ("--to", "nvme", "--path", tmp_path / "files")
+    nvme = ("--to", "nvme", "--path", tmp_path / "files", "--engine", "threads")
     (plain,) = finish(start(tmp_path / "store1", *SIZES))
     (limited,) = finish(start(tmp_path / "store2", *SIZES, *limit, *nvme))
     assert len(losses(limited)) == 3

@@ -6,8 +6,9 @@ from ringcomm.parallel.offload.efficiency import (
     optimizer_intensity,
     weight_intensity,
 )
-from ringcomm.parallel.offload.file_store import FileStore, Transfer
+from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.optimizers import SGD, AdamW
+from ringcomm.parallel.offload.store_engine import Transfer
 from ringcomm.parallel.offload.tiled_linear import TiledLinear
 
 __all__ = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned
-from ringcomm.parallel.offload.file_store import Transfer
+from ringcomm.parallel.offload.store_engine import Transfer
 
 
 class BufferPool:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned
 from ringcomm.parallel.offload.buffer_pool import BufferPool
-from ringcomm.parallel.offload.file_store import FileStore, Transfer
+from ringcomm.parallel.offload.file_store import FileStore
+from ringcomm.parallel.offload.store_engine import Transfer
 
 
 class Loan:
