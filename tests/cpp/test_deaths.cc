@@ -50,10 +50,11 @@ constexpr const char* kPlanVariable = "RINGCOMM_TEST_DEATHS";
 // repeated, with longer time-outs.
 constexpr int kMaxTries = 3;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr milliseconds kSoon{10'000};
+constexpr bool kIsSanitized = true;
 #else
-constexpr milliseconds kSoon{2'000};
+constexpr bool kIsSanitized = false;
 #endif
+constexpr milliseconds kSoon{kIsSanitized ? 10'000 : 2'000};
 constexpr milliseconds kPatience{20'000};
 constexpr milliseconds kStopTimeout{600};
 
@@ -397,20 +398,23 @@ bool run_child(int world_size, End end, int stride, bool aborts = false) {
 }
 
 // All of it, or as much as fits a run of all tests.
-int stride_of(int sample) { return std::getenv("RINGCOMM_ALL_DEATHS") != nullptr ? 1 : sample; }
+int stride_of(int sample) {
+  if (std::getenv("RINGCOMM_ALL_DEATHS") != nullptr) return 1;
+  return kIsSanitized ? 4 * sample : sample;
+}
 
 TEST_CASE("deaths: a rank that is killed at any step is named by all others") {
-  CHECK(run_child(3, End::kKilled, stride_of(3)));
-  CHECK(run_child(2, End::kKilled, stride_of(7)));
-  CHECK(run_child(4, End::kKilled, stride_of(23)));
+  CHECK(run_child(3, End::kKilled, stride_of(5)));
+  CHECK(run_child(2, End::kKilled, stride_of(11)));
+  CHECK(run_child(4, End::kKilled, stride_of(37)));
 }
 
 TEST_CASE("deaths: a rank that replaces itself by exec() at any step is named by all others") {
-  CHECK(run_child(3, End::kReplaced, stride_of(11)));
+  CHECK(run_child(3, End::kReplaced, stride_of(17)));
 }
 
 TEST_CASE("deaths: a rank that stops at any step is a time-out that names it") {
-  CHECK(run_child(3, End::kStopped, stride_of(29)));
+  CHECK(run_child(3, End::kStopped, stride_of(41)));
 }
 
 TEST_CASE("deaths: a rank that ends while it gives up") {
