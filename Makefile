@@ -10,8 +10,9 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
+.PHONY: help train build test test-cpp test-deaths test-tsan test-asan test-checker test-python \
+        test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging \
+        bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -28,6 +29,9 @@ test: build test-cpp test-tsan test-asan test-checker test-emulator test-python 
 
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
+
+test-deaths:  ## a rank killed, stopped or replaced at every step of groups and collectives
+	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
 
 test-tsan:  ## C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan

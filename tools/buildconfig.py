@@ -107,7 +107,8 @@ def is_set(name: str) -> bool:
 def cxx_flags() -> list[str]:
     """Returns the extension's flags; RINGCOMM_WERROR makes warnings errors."""
     werror = ["-Werror"] if is_set("RINGCOMM_WERROR") else []
-    return [*CXX_FLAGS, *openmp_flags(), *werror]
+    version = f'-DRINGCOMM_VERSION="{public_version()}"'
+    return [*CXX_FLAGS, version, *openmp_flags(), *werror]
 
 
 def openmp_flags() -> list[str]:

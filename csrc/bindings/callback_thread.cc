@@ -1,12 +1,11 @@
 #include "bindings/callback_thread.h"
 
-#include <unistd.h>
-
 #include <array>
 #include <cstddef>
 #include <utility>
 
 #include "transport/background_thread.h"
+#include "transport/per_process.h"
 
 namespace ringcomm {
 
@@ -19,16 +18,20 @@ thread_local int current_level = -1;  // of a thread that runs no continuations
 int CallbackThread::level_of_new_work() { return (current_level + 1) % kNumLevels; }
 
 CallbackThread& CallbackThread::at(int level) {
-  static std::mutex mutex;
-  static std::array<CallbackThread*, kNumLevels> all = {};
-  const std::lock_guard lock(mutex);
-  CallbackThread*& current = all[static_cast<std::size_t>(level)];
+  struct All {
+    std::mutex mutex;
+    std::array<CallbackThread*, kNumLevels> threads = {};
+  };
   // Threads do not survive a fork: a child starts its own.
-  if (current == nullptr || current->owner_ != ::getpid()) current = new CallbackThread(level);
-  return *current;
+  static constinit PerProcess<All> all_of_process;
+  All& all = all_of_process.get();
+  const std::lock_guard lock(all.mutex);
+  CallbackThread*& thread = all.threads[static_cast<std::size_t>(level)];
+  if (thread == nullptr) thread = new CallbackThread(level);
+  return *thread;
 }
 
-CallbackThread::CallbackThread(int level) : level_(level), owner_(::getpid()) {
+CallbackThread::CallbackThread(int level) : level_(level) {
   start_background_thread("ringcomm-future", [this] { run(); }).detach();
 }
 

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -23,7 +21,7 @@ class CallbackThread {
 
   /// The level for works issued by this thread.
   static int level_of_new_work();
-  /// Starts the thread when it is first asked for; never ends it.
+  /// Starts the thread when it is first asked for; never ends it. Throws std::system_error.
   static CallbackThread& at(int level);
 
   void post(std::function<void()> callback);
@@ -33,7 +31,6 @@ class CallbackThread {
   void run();
 
   int level_;
-  pid_t owner_;
   std::mutex mutex_;
   std::condition_variable has_work_;
   std::deque<std::function<void()>> callbacks_;

@@ -8,9 +8,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
+#include <vector>
 
 #include "bindings/c10d_messages.h"
 #include "bindings/coalesced_work.h"
@@ -18,6 +23,7 @@
 #include "bindings/python_errors.h"
 #include "bindings/store_adapter.h"
 #include "core/errors.h"
+#include "transport/per_process.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
@@ -26,6 +32,49 @@ namespace {
 constexpr std::size_t kMaxFinishedWorks = 1024;  // of one coalesced block
 // How long calls of other threads have to leave a group that is destroyed.
 constexpr std::chrono::seconds kLeavePatience{10};
+
+// The groups that have all ranks, by the store that they were made over, as long as they live: they
+// know the processes of every later group over that store.
+struct Worlds {
+  std::mutex mutex;
+  std::map<const c10d::Store*, std::weak_ptr<Communicator>> by_store;
+};
+constinit PerProcess<Worlds> worlds;
+
+const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
+}
+
+HasDied ask_world(const c10::intrusive_ptr<c10d::Store>& store,
+                  const std::vector<uint64_t>& global_ranks) {
+  Worlds& all = worlds.get();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.by_store.find(base_of(store));
+  if (found == all.by_store.end()) return {};
+  return [world = found->second, global_ranks](int rank) {
+    const auto idx = static_cast<std::size_t>(rank);
+    const std::shared_ptr<Communicator> known = world.lock();
+    return known != nullptr && idx < global_ranks.size() &&
+           global_ranks[idx] < static_cast<std::uint64_t>(known->world_size()) &&
+           known->has_died(static_cast<int>(global_ranks[idx]));
+  };
+}
+
+void enter_world(const c10::intrusive_ptr<c10d::Store>& store,
+                 const std::vector<uint64_t>& global_ranks,
+                 const std::shared_ptr<Communicator>& communicator) {
+  for (std::size_t rank = 0; rank < global_ranks.size(); ++rank)
+    if (global_ranks[rank] != rank) return;
+  Worlds& all = worlds.get();
+  const std::lock_guard lock(all.mutex);
+  std::erase_if(all.by_store, [](const auto& item) { return item.second.expired(); });
+  const auto [known, is_new] = all.by_store.try_emplace(base_of(store), communicator);
+  // A group of the first ranks only knows fewer than one of all.
+  if (const auto other = known->second.lock();
+      !is_new && other != nullptr && other->world_size() < communicator->world_size())
+    known->second = communicator;
+}
 
 }  // namespace
 
@@ -38,10 +87,12 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   with_python_errors([&] {
     communicator_ = std::make_shared<Communicator>(
         adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
-        options_->engine.p2p_backend.empty() ? MakeMessages{} : [&] {
-          return make_c10d_messages(store, rank, size, *options_);
-        });
+        options_->engine.p2p_backend.empty()
+            ? MakeMessages{}
+            : [&] { return make_c10d_messages(store, rank, size, *options_); },
+        ask_world(store, options_->global_ranks_in_group));
   });
+  enter_world(store, options_->global_ranks_in_group, communicator_);
   devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
 }
 

@@ -2,12 +2,17 @@
 
 #include <c10/util/Exception.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
 
+#include "bindings/python_errors.h"
+#include "core/errors.h"
+#include "transport/backoff.h"
 #include "transport/key_value_store.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 
@@ -18,17 +23,20 @@ class StoreAdapter final : public KeyValueStore {
 
   void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
 
+  // Polls: torch's stores cannot be interrupted in wait(), FileStore counts time-outs in seconds,
+  // and TCPStore logs a warning for each.
   bool get(const std::string& key, std::chrono::milliseconds timeout, std::string& value) override {
-    try {
-      store_->wait({key}, timeout);
-    } catch (const std::exception&) {
-      // The stores throw different types for a time-out. Asking once more tells it from a store
-      // that is gone.
-      if (!store_->check({key})) return false;
+    const auto deadline = deadline_after(timeout);
+    for (Backoff backoff; !try_get(key, value); backoff.sleep()) {
+      if (is_interrupted())
+        throw Error({.kind = ErrorKind::kInterrupted, .op = "init"},
+                    "ringcomm: interrupted by a signal while waiting for other ranks");
+      if (std::chrono::steady_clock::now() >= deadline) return false;
     }
-    value = store_->get_to_str(key);
     return true;
   }
+
+  bool is_interrupted() override { return ringcomm::is_interrupted(); }
 
   bool try_get(const std::string& key, std::string& value) override {
     if (!store_->check({key})) return false;

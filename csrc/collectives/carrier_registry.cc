@@ -15,14 +15,15 @@ namespace ringcomm {
 
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           std::chrono::milliseconds timeout) {
+                           const HasDied& has_died, std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(
       store,
       {.rank = rank,
        .world_size = world_size,
        .options = options.to_text(),
-       .host_id = options.host_id},
+       .host_id = options.host_id,
+       .has_died = has_died},
       {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size, options),
        .is_one_host = options.transport == "shm"},
       timeout);

@@ -23,10 +23,14 @@ struct ChosenCarrier {
   std::string reason;
 };
 
+/// Whether the process of a rank of the group that is made is known, from another group, to have
+/// ended. May be empty.
+using HasDied = std::function<bool(int rank)>;
+
 /// The one place where a group's transport is chosen. Collective over the group, of 2 ranks at
 /// least. Throws Error, and std::invalid_argument where messages are needed and there are none.
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           std::chrono::milliseconds timeout);
+                           const HasDied& has_died, std::chrono::milliseconds timeout);
 
 }  // namespace ringcomm

@@ -1,9 +1,16 @@
 #include "collectives/collective.h"
 
+#include <array>
 #include <sstream>
 #include <stdexcept>
 
 namespace ringcomm {
+namespace {
+
+constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
+                                             Algorithm::kTwoShot, Algorithm::kRing};
+
+}  // namespace
 
 const char* name_of(OpKind op) {
   switch (op) {
@@ -59,13 +66,15 @@ const char* name_of(Algorithm algorithm) {
 }
 
 void check_all_reduce_algorithm(Algorithm algorithm) {
-  if (algorithm == Algorithm::kDirect || algorithm == Algorithm::kHierarchical)
-    throw std::invalid_argument(std::string(name_of(algorithm)) + " is no algorithm of all_reduce");
+  for (const Algorithm known : kAllReduceAlgorithms)
+    if (algorithm == known) return;
+  throw std::invalid_argument(std::string(name_of(algorithm)) +
+                              " is not an algorithm of all_reduce; use auto, one_shot, two_shot or "
+                              "ring");
 }
 
 Algorithm algorithm_from_name(const std::string& name) {
-  for (const Algorithm known :
-       {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+  for (const Algorithm known : kAllReduceAlgorithms)
     if (name == name_of(known)) return known;
   throw std::invalid_argument("unknown algorithm '" + name +
                               "'; known are auto, one_shot, two_shot and ring");

@@ -7,6 +7,7 @@
 
 #include "core/types.h"
 #include "device/update_op.h"
+#include "transport/shm/rank_record.h"
 
 namespace ringcomm {
 
@@ -124,6 +125,7 @@ struct CallHeader {
 
   friend bool operator==(const CallHeader&, const CallHeader&) = default;
 };
+static_assert(sizeof(CallHeader) == shm::kCallHeaderBytes);
 
 /// Whether ranks with these headers made the same call, whatever the sizes.
 bool is_same_call(CallHeader a, CallHeader b);

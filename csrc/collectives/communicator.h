@@ -55,7 +55,8 @@ class Communicator {
 
   /// Collective over the group. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-               std::chrono::milliseconds timeout, const MakeMessages& make_messages = {});
+               std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
+               const HasDied& has_died = {});
   /// Runs the collectives that were submitted, then leaves the group.
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -102,6 +103,8 @@ class Communicator {
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
+  /// Whether the process of `rank` is known to have ended.
+  bool has_died(int rank) { return members() != nullptr && members()->has_died(rank); }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its

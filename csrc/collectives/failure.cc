@@ -38,7 +38,10 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
             who + " has destroyed the group (or exited) and takes no more part in it", activity,
             false);
     case Stop::kAborted: {
-      const AbortReason reason = members_->abort_reason();
+      AbortReason reason = members_->abort_reason();
+      // A peer that runs wild may have written any number.
+      for (int* rank : {&reason.origin, &reason.culprit})
+        if (*rank >= world_size_) *rank = -1;
       // Another thread's failure, which it has kept before it told anybody.
       if (reason.origin == rank_ && has_failed()) std::rethrow_exception(first_cause());
       raise(reason.kind, reason.culprit, name_of_peer(reason.origin) + " gave up: " + reason.text,

@@ -3,6 +3,8 @@
 #include <pthread.h>
 
 #include <csignal>
+#include <string>
+#include <system_error>
 #include <utility>
 
 namespace ringcomm {
@@ -28,9 +30,15 @@ class AllSignalsBlocked {
 
 std::thread start_background_thread(const char* name, std::function<void()> body) {
   const AllSignalsBlocked blocked;
-  std::thread thread(std::move(body));
-  ::pthread_setname_np(thread.native_handle(), name);
-  return thread;
+  try {
+    std::thread thread(std::move(body));
+    ::pthread_setname_np(thread.native_handle(), name);
+    return thread;
+  } catch (const std::system_error& error) {
+    throw std::system_error(error.code(), std::string("ringcomm: the thread ") + name +
+                                              " could not be started; raise the limit of "
+                                              "processes (ulimit -u, or pids of the container)");
+  }
 }
 
 }  // namespace ringcomm

@@ -14,7 +14,8 @@ class KeyValueStore {
   virtual ~KeyValueStore() = default;
 
   virtual void set(const std::string& key, const std::string& value) = 0;
-  /// Waits for the key. False when it does not appear in time.
+  /// Waits for the key. False when it does not appear in time. Throws Error of kInterrupted when
+  /// this process is asked to stop.
   virtual bool get(const std::string& key, std::chrono::milliseconds timeout,
                    std::string& value) = 0;
 
@@ -24,6 +25,8 @@ class KeyValueStore {
   virtual std::int64_t add(const std::string& key, std::int64_t number) = 0;
   /// Sets the key if it is not there yet; where the store cannot tell, in any case.
   virtual void set_first(const std::string& key, const std::string& value) = 0;
+  /// Whether a signal has asked this process to stop waiting. For loops that use try_get().
+  virtual bool is_interrupted() { return false; }
   /// The same store for another thread: with a connection of its own, where it has connections.
   virtual std::unique_ptr<KeyValueStore> clone() = 0;
 };

@@ -27,6 +27,8 @@ class Membership {
   /// Whether `rank` is there to wait for, as far as this rank can tell at once: kNone, kPeerDied,
   /// kPeerLeft or, for the whole group, kAborted.
   virtual Stop state_of(int rank) const = 0;
+  /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
+  virtual bool has_died(int) const { return false; }
 
   /// Writes why the group is given up, unless another rank was faster; all ranks' waits end.
   virtual void abort(const AbortReason& reason) = 0;

@@ -31,6 +31,7 @@ class PrefixedStore final : public KeyValueStore {
   void set_first(const std::string& key, const std::string& value) override {
     whole_->set_first(prefix_ + key, value);
   }
+  bool is_interrupted() override { return whole_->is_interrupted(); }
   std::unique_ptr<KeyValueStore> clone() override {
     auto copy = std::make_unique<PrefixedStore>(*whole_, prefix_);
     copy->own_ = whole_->clone();

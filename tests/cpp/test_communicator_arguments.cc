@@ -82,7 +82,9 @@ TEST_CASE("a root that is no rank, and an op that is no collective, are refused"
       for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
     refused({.op = OpKind::kSend}, "send is not a collective");
     refused({.op = OpKind::kRecv}, "recv is not a collective");
-    refused({.algorithm = Algorithm::kDirect}, "direct is no algorithm of all_reduce");
+    refused({.algorithm = Algorithm::kDirect}, "direct is not an algorithm of all_reduce");
+    refused({.algorithm = Algorithm::kHierarchical}, "hierarchical is not an algorithm");
+    refused({.algorithm = static_cast<Algorithm>(99)}, "unknown algorithm is not an algorithm");
   });
 }
 

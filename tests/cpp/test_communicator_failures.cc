@@ -214,6 +214,22 @@ TEST_CASE("a rank that destroys its side is gone for the others, after what it d
   });
 }
 
+TEST_CASE("a rank that is gone is noticed by ranks that wait for another one") {
+  std::atomic<bool> is_told = false;
+  run_ranks(3, [&](Communicator& communicator) {
+    testing::barrier(communicator);
+    if (communicator.rank() == 2) return;  // leaves
+    if (communicator.rank() == 0) {        // computes, and is waited for first
+      testing::wait_until([&] { return is_told.load(); }, "rank 1 told of the end of rank 2");
+      return;
+    }
+    const Error error = error_of([&] { testing::barrier(communicator); });
+    expect_error(error, ErrorKind::kPeerDied, {"rank 2", "has destroyed"});
+    expect(error.info().rank == 2, "rank 2 to be blamed");
+    is_told = true;
+  });
+}
+
 TEST_CASE("is_interrupted ends a wait, and the others' with it") {
   std::atomic<bool> is_over = false;
   run_ranks(3, [&](Communicator& communicator) {

@@ -15,6 +15,7 @@
 #include "thread_ranks.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rank_record.h"
+#include "transport/shm/unix_socket.h"
 
 namespace {
 
@@ -89,6 +90,67 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
   });
 }
 
+// A store whose process is asked to stop after a while.
+class InterruptedStore final : public KeyValueStore {
+ public:
+  InterruptedStore(MemoryStore& whole, milliseconds delay) : whole_(whole), delay_(delay) {}
+  bool is_interrupted() override { return std::chrono::steady_clock::now() > begin_ + delay_; }
+  void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
+  bool get(const std::string& key, milliseconds timeout, std::string& value) override {
+    return whole_.get(key, timeout, value);
+  }
+  bool try_get(const std::string& key, std::string& value) override {
+    return whole_.try_get(key, value);
+  }
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    return whole_.add(key, number);
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    whole_.set_first(key, value);
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return whole_.clone(); }
+
+ private:
+  MemoryStore& whole_;
+  milliseconds delay_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+TEST_CASE("a signal ends the making of a group, whatever the rank waits for") {
+  const auto expect_interrupted = [](KeyValueStore& store, int rank) {
+    const Error error =
+        error_of([&] { Group(store, identity(rank, 2), {}, std::chrono::minutes(30)); });
+    expect_error(error, ErrorKind::kInterrupted, {"interrupted by a signal"});
+  };
+  {
+    MemoryStore store;  // for the record of the other
+    InterruptedStore interrupted(store, milliseconds(100));
+    expect_interrupted(interrupted, 0);
+  }
+  {
+    MemoryStore store;  // for memory that its hub does not offer any more, and then for a rank
+    const Group earlier(store, identity(0, 1), {}, testing::kBound);
+    InterruptedStore interrupted(store, milliseconds(100));
+    expect_interrupted(interrupted, 1);
+    InterruptedStore again(store, milliseconds(100));
+    expect_interrupted(again, 0);
+  }
+  {
+    MemoryStore store;  // for memory that a hub that has stopped does not send
+    const UniqueFd silent = listen_at("ringcomm-test-silent-" + std::to_string(::getpid()));
+    RankRecord record = RankRecord::from_text([&] {
+      const Group any(store, identity(0, 1), {}, testing::kBound);
+      std::string text;
+      store.try_get("ringcomm/rank/0", text);
+      return text;
+    }());
+    record.hub_address = "ringcomm-test-silent-" + std::to_string(::getpid());
+    store.set("ringcomm/rank/0", record.to_text());
+    InterruptedStore interrupted(store, milliseconds(200));
+    expect_interrupted(interrupted, 1);
+  }
+}
+
 TEST_CASE("ranks on different hosts are told so") {
   MemoryStore store;
   RankRecord stranger{.host_id = "elsewhere",
@@ -130,15 +192,11 @@ TEST_CASE("memory of another size is refused") {
   MemoryStore store;
   run_threads(2, [&](int rank) {
     const SegmentConfig config{.board_bytes = rank == 0 ? std::size_t{1} << 20 : 1 << 16};
-    if (rank == 0) {
-      Group group(store, identity(0, 2), config, testing::kBound);
-      std::string over;
-      expect(store.get("over", testing::kBound, over), "the other rank's end");
-    } else {
-      const Error error = error_of([&] { Group(store, identity(1, 2), config, testing::kBound); });
-      store.set("over", "");
-      expect_error(error, ErrorKind::kMismatch, {"another size"});
-    }
+    const Error error =
+        error_of([&] { Group(store, identity(rank, 2), config, milliseconds(300)); });
+    if (rank == 1) return expect_error(error, ErrorKind::kMismatch, {"another size"});
+    expect_error(error, ErrorKind::kTimeout, {"rank 1 did not fetch", "300 ms"});
+    expect(error.info().rank == 1, "rank 1 to be blamed");
   });
 }
 

@@ -48,7 +48,7 @@ TEST_CASE("child: offers memory until it is killed" * doctest::skip()) {
   UniqueFd memory = create_memfd(4096);
   SharedMemory(memory.get(), 4096).data()[0] = std::byte{77};
   ProcessHub& hub = ProcessHub::instance();
-  hub.offer(kChildKey, std::move(memory), 1);
+  hub.offer(kChildKey, std::move(memory));
   write_line(std::atoi(fd_text), hub.address());
   ::alarm(120);  // should the parent die
   for (;;) ::pause();
@@ -91,23 +91,24 @@ class Child {
   std::string address_;
 };
 
-TEST_CASE("an offer is fetched as often as it says") {
+TEST_CASE("an offer is fetched until it is withdrawn") {
   ProcessHub& hub = ProcessHub::instance();
   UniqueFd memory = create_memfd(4096);
   const int number = memory.get();
-  hub.offer("test/twice", std::move(memory), 2);
+  hub.offer("test/twice", std::move(memory));
   for (int i = 0; i < 2; ++i) {
     const UniqueFd fd = hub.fetch(hub.address(), "test/twice", 30 * kSecond);
     CHECK(size_of_memfd(fd.get()) == 4096);
   }
+  hub.withdraw("test/twice");
   CHECK_FALSE(static_cast<bool>(hub.fetch(hub.address(), "test/twice", 30 * kSecond)));
-  // Closed with the last fetch: the number is free, or some other file's.
+  // Closed: the number is free, or some other file's.
   CHECK((::fcntl(number, F_GETFD) < 0 || ::fcntl(number, F_GET_SEALS) < 0));
 }
 
 TEST_CASE("an offer withdrawn, and one never made, are known to be missing at once") {
   ProcessHub& hub = ProcessHub::instance();
-  hub.offer("test/withdrawn", create_memfd(4096), 1);
+  hub.offer("test/withdrawn", create_memfd(4096));
   hub.withdraw("test/withdrawn");
   hub.withdraw("test/withdrawn");
   const auto begin = std::chrono::steady_clock::now();
@@ -124,7 +125,7 @@ TEST_CASE("a client that hangs up, or sends nothing, leaves the hub at work") {
     const UniqueFd hasty = connect_to(hub.address());
     send_text(hasty.get(), "test/never made");
   }
-  hub.offer("test/after", create_memfd(4096), 1);
+  hub.offer("test/after", create_memfd(4096));
   CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/after", std::chrono::seconds(30))));
 }
 
@@ -162,7 +163,7 @@ TEST_CASE("a forked child has a hub of its own and none of the parent's descript
   ProcessHub& hub = ProcessHub::instance();
   UniqueFd memory = create_memfd(4096);
   const int number = memory.get();
-  hub.offer("test/kept from children", std::move(memory), 1);
+  hub.offer("test/kept from children", std::move(memory));
   int ends[2] = {};
   REQUIRE(::pipe(ends) == 0);
   const pid_t pid = ::fork();

@@ -201,7 +201,7 @@ TEST_CASE("memory of a peer is mapped once, and that of a process that is no mor
   CHECK(there[99] == std::byte{42});
   testing::expect_error(
       testing::error_of([&] { peer->find(location, std::size_t{1} << 50, kPatience); }),
-      ErrorKind::kSystem, {"does not lie in the memory"});
+      ErrorKind::kSystem, {"is not inside of the memory"});
   CHECK(peer->find({.region_id = 1000}, 1, kPatience) == nullptr);
   arena.deallocate(block);
 }

@@ -195,6 +195,124 @@ def test_rank_that_never_comes(tmp_path: Any) -> None:
     assert "rank 1 did not join" in error["text"]
 
 
+# ---- ranks that end while a group is made
+
+
+class CountingStore(dist.Store):  # type: ignore[misc]
+    """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
+
+    def __init__(self, path: str, world_size: int, end_behind: int) -> None:
+        super().__init__()
+        self._store = dist.FileStore(path, world_size)
+        self._end_behind = end_behind
+        self.num_operations = 0
+
+    def _count(self) -> None:
+        self.num_operations += 1
+        if self.num_operations == self._end_behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._store.set(key, value)
+        self._count()
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        self._count()
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = self._store.check(keys)
+        if is_there:  # how often a rank asks in vain is a matter of time
+            self._count()
+        return is_there
+
+
+def make_group_and_die(rank: int, path: str, victim: int, end_behind: int) -> Any:
+    """What the first group and its first barrier come to, and this rank's operations."""
+    store = CountingStore(path, 3, end_behind if rank == victim else 0)
+
+    def make_and_use() -> None:
+        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=3)
+        dist.barrier()
+
+    return timed(make_and_use), store.num_operations
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_death_behind_each_operation_of_the_store(tmp_path: Any, victim: int) -> None:
+    args = (victim, 0)
+    kind: dict[str, Any] = {"backend": None, "fresh": True}
+    results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), *args, **kind)
+    num_operations = results[victim][1]
+    assert num_operations >= 5
+    for end_behind in range(1, num_operations + 1):
+        args = (victim, end_behind)
+        path = str(tmp_path / str(end_behind))
+        results = run_ranks(3, make_group_and_die, path, *args, may_die=[victim], **kind)
+        for rank in {0, 1, 2} - {victim}:
+            error, _ = results[rank]
+            assert error.get("type") == "PeerDiedError", (end_behind, rank, error)
+            assert error["rank"] == victim, (end_behind, rank, error)
+            # From its own start on: also the waits for the others' imports.
+            assert error["seconds"] < 1 + SOON_S, (end_behind, rank, error)
+
+
+def make_group_after_death(rank: int) -> Any:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return timed(lambda: dist.new_group([1, 0, 2], sort_ranks=False))
+
+
+def test_death_before_a_new_group() -> None:
+    """Known from the group of all ranks: nothing of rank 1 is in the store."""
+    for result in run_ranks(3, make_group_after_death, fresh=True, may_die=[1])[::2]:
+        assert result["type"] == "PeerDiedError", result
+        assert result["rank"] == 0  # of the new group, where global rank 1 is the first
+        assert result["seconds"] < SOON_S
+
+
+def become_another_program(rank: int) -> Any:
+    dist.barrier()
+    if rank == 1:
+        os.execv("/bin/sleep", ["sleep", "60"])
+    return timed(dist.barrier)
+
+
+def test_rank_that_execs() -> None:
+    results = run_ranks(3, become_another_program, fresh=True, may_die=[1])[::2]
+    os.kill(results[0]["pid"], signal.SIGKILL)  # of what the rank has become
+    for result in results:
+        assert result["type"] == "PeerDiedError", result
+        assert result["rank"] == 1
+        assert result["seconds"] < SOON_S
+
+
+def interrupt_rendezvous(rank: int, path: str) -> tuple[str, float]:
+    """Rank 1 never comes."""
+    store = dist.FileStore(path, 2)
+    if rank == 1:
+        time.sleep(1.5)
+        return "", 0.0
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    kind = "nothing"
+    try:
+        dist.init_process_group("ringcomm", store=store, rank=0, world_size=2)
+    except KeyboardInterrupt:
+        kind = "KeyboardInterrupt"
+    return kind, time.monotonic() - begin
+
+
+def test_ctrl_c_while_a_group_is_made(tmp_path: Any) -> None:
+    (kind, seconds), _ = run_ranks(
+        2, interrupt_rendezvous, str(tmp_path / "store"), backend=None, fresh=True
+    )
+    assert kind == "KeyboardInterrupt"
+    assert seconds < 0.3 + SOON_S
+
+
 # ---- Ctrl-C
 
 

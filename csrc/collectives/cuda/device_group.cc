@@ -181,7 +181,7 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
     const std::string key = new_offer_key();
     shm::UniqueFd fd = shm::create_memfd(num_bytes, "ringcomm-cuda");
     host_memory_ = shm::SharedMemory(fd.get(), num_bytes);
-    hub.offer(key, std::move(fd), exchange.world_size());
+    hub.offer(key, std::move(fd));
     mine.key = RecordText<160>(key);
   });
   const std::vector<Offer> offers = exchange.all_gather(mine);

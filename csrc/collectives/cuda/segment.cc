@@ -122,7 +122,7 @@ Segment::Part Segment::make_own(RecordExchange& exchange, HandleKind kind, Leavi
       return;
     }
     offer_key_ = new_offer_key();
-    shm::ProcessHub::instance().offer(offer_key_, own_->export_fd(), exchange.world_size());
+    shm::ProcessHub::instance().offer(offer_key_, own_->export_fd());
     part.offer_key = RecordText<160>(offer_key_);
   });
   return part;

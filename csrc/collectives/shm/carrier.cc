@@ -139,9 +139,15 @@ std::uint64_t ShmCarrier::run_staged(const Collective& call, const CallHeader& h
         case Algorithm::kRing:
           return options_.is_rank_ordered ? all_reduce_ring_ordered(engine_, call, header)
                                           : all_reduce_ring(engine_, call, header);
-        default:
+        case Algorithm::kTwoShot:
           return all_reduce_two_shot(engine_, call, header);
+        case Algorithm::kAuto:
+        case Algorithm::kDirect:
+        case Algorithm::kHierarchical:
+          break;
       }
+      throw std::invalid_argument(std::string(name_of(header.algorithm)) +
+                                  " is not an algorithm of all_reduce over shared memory");
     case OpKind::kReduceUpdateGather:
       return header.algorithm == Algorithm::kRing ? all_reduce_ring(engine_, call, header)
                                                   : reduce_update_gather(engine_, call, header);

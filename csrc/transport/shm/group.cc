@@ -6,12 +6,19 @@
 #include <cstring>
 #include <utility>
 
+#include "core/test_steps.h"
+#include "transport/backoff.h"
+
 namespace ringcomm::shm {
 namespace {
 
 // Looking for signals takes Python's lock, for which another thread may make us wait: seldom, and
 // never in the waits that are over at once.
 constexpr std::chrono::milliseconds kLookInterval{50};
+
+// How long ranks may take to fetch the memory of a group that another rank's death has ended: as
+// long as they may doubt that rank's record, and some more.
+constexpr std::chrono::milliseconds kFetchGrace{1500};
 
 // The rendezvous of a group whose ranks must be on one host, when they have found each other.
 class OneHost {
@@ -43,10 +50,65 @@ Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const Segmen
   Rendezvous::Meeting meeting = rendezvous.share_memory();
   memory_ = std::move(meeting.memory);
   processes_ = std::move(meeting.processes);
+  RINGCOMM_STEP("before a rank has joined");
+  __atomic_store_n(&layout_.control(memory_.data(), rank_).has_joined, 1U, __ATOMIC_RELEASE);
+  RINGCOMM_STEP("after a rank has joined");
+  if (rank_ == 0) wait_until_joined(rendezvous);
+}
+
+bool Group::has_joined(int rank) const {
+  return __atomic_load_n(&layout_.control(memory_.data(), rank).has_joined, __ATOMIC_ACQUIRE) != 0;
+}
+
+bool Group::has_died(int rank) const {
+  const auto& process = processes_[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->is_dead.load(std::memory_order_acquire);
+}
+
+int Group::unjoined_rank() const {
+  for (int rank = 0; rank < world_size_; ++rank)
+    if (!has_joined(rank)) return rank;
+  return -1;
+}
+
+// Rank 0 offers the memory, and would end the offer with its process.
+void Group::wait_until_joined(const Rendezvous& rendezvous) {
+  try {
+    for (Backoff backoff;; backoff.sleep()) {
+      const int peer = unjoined_rank();
+      if (peer < 0) return;
+      for (int rank = peer; rank < world_size_; ++rank)
+        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(rank);
+      rendezvous.check_time(peer,
+                            "rank " + std::to_string(peer) + " did not fetch the group's memory");
+    }
+  } catch (const Error& error) {
+    tell_and_wait_for_the_living(error);
+    throw;
+  }
+}
+
+// The others may have returned from their constructors, or be about to fetch the memory: they find
+// the reason in it.
+void Group::tell_and_wait_for_the_living(const Error& error) {
+  abort({.kind = error.info().kind,
+         .origin = rank_,
+         .culprit = error.info().rank,
+         .text = error.what()});
+  if (error.info().kind != ErrorKind::kPeerDied) return;
+  const auto deadline = std::chrono::steady_clock::now() + kFetchGrace;
+  const auto is_to_come = [&] {
+    for (int rank = 1; rank < world_size_; ++rank)
+      if (!has_joined(rank) && !has_died(rank)) return true;
+    return false;
+  };
+  for (Backoff backoff; is_to_come() && std::chrono::steady_clock::now() < deadline;)
+    backoff.sleep();
 }
 
 Group::~Group() {
   if (is_inherited()) return;
+  RINGCOMM_STEP("before a rank has left");
   __atomic_store_n(&layout_.control(memory_.data(), rank_).has_left, 1U, __ATOMIC_RELEASE);
 }
 
@@ -55,24 +117,47 @@ pid_t Group::pid_of(int rank) const {
   return process != nullptr ? process->pid : ::getpid();
 }
 
+// What is read of the memory is checked: a peer that runs wild may have written it.
+
+int Group::writer_of(std::uint32_t abort_state) const {
+  const std::uint32_t writer = abort_state - AbortRecord::kFirstWriter;
+  const bool is_rank =
+      abort_state >= AbortRecord::kFirstWriter && writer < static_cast<std::uint32_t>(world_size_);
+  return is_rank ? static_cast<int>(writer) : -1;
+}
+
 Stop Group::state_of(int peer) const {
   const AbortRecord& record = layout_.header(memory_.data()).abort;
-  if (__atomic_load_n(&record.state, __ATOMIC_ACQUIRE) == AbortRecord::kWritten)
-    return Stop::kAborted;
+  const std::uint32_t state = __atomic_load_n(&record.state, __ATOMIC_ACQUIRE);
+  if (state == AbortRecord::kWritten) return Stop::kAborted;
+  if (const int writer = writer_of(state); writer >= 0 && has_died(writer)) return Stop::kAborted;
   if (peer == rank_) return Stop::kNone;
   if (__atomic_load_n(&layout_.control(memory_.data(), peer).has_left, __ATOMIC_ACQUIRE) != 0)
     return Stop::kPeerLeft;
-  if (processes_[static_cast<std::size_t>(peer)]->is_dead.load(std::memory_order_acquire))
-    return Stop::kPeerDied;
-  return Stop::kNone;
+  return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
+}
+
+int Group::missing_rank() const {
+  const auto published = [this](int rank) {
+    return __atomic_load_n(&layout_.control(memory_.data(), rank).published.value,
+                           __ATOMIC_ACQUIRE);
+  };
+  const std::uint64_t own = published(rank_);
+  for (int rank = 0; rank < world_size_; ++rank) {
+    // The state first: it was there before the end what the rank published.
+    if (rank != rank_ && state_of(rank) != Stop::kNone && published(rank) < own) return rank;
+  }
+  return -1;
 }
 
 void Group::abort(const AbortReason& reason) {
   AbortRecord& record = layout_.header(memory_.data()).abort;
   std::uint32_t expected = AbortRecord::kNone;
-  if (!__atomic_compare_exchange_n(&record.state, &expected, AbortRecord::kBeingWritten, false,
-                                   __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+  const std::uint32_t writer = AbortRecord::kFirstWriter + static_cast<std::uint32_t>(rank_);
+  if (!__atomic_compare_exchange_n(&record.state, &expected, writer, false, __ATOMIC_ACQ_REL,
+                                   __ATOMIC_ACQUIRE))
     return;
+  RINGCOMM_STEP("while the reason of an abort is written");
   record.kind = static_cast<std::uint32_t>(reason.kind);
   record.origin = reason.origin;
   record.culprit = reason.culprit;
@@ -84,15 +169,24 @@ void Group::abort(const AbortReason& reason) {
 
 AbortReason Group::abort_reason() const {
   const AbortRecord& record = layout_.header(memory_.data()).abort;
+  if (const int writer = writer_of(__atomic_load_n(&record.state, __ATOMIC_ACQUIRE)); writer >= 0)
+    return {.kind = ErrorKind::kPeerDied,
+            .origin = writer,
+            .culprit = writer,
+            .text = "it died before it could say why"};
   return {.kind = static_cast<ErrorKind>(record.kind),
           .origin = record.origin,
           .culprit = record.culprit,
-          .text = record.text};
+          .text = {record.text, ::strnlen(record.text, sizeof(record.text))}};
 }
 
 Stop WaitScope::stopped(int peer) {
   awaited_peer_ = peer;
   if (const Stop stop = group_.state_of(peer); stop != Stop::kNone) return stop;
+  if (const int missing = group_.missing_rank(); missing >= 0) {
+    awaited_peer_ = missing;
+    return group_.state_of(missing);
+  }
   if (!has_waited_) {
     has_waited_ = true;
     deadline_ = deadline_after(limits_->timeout);
@@ -100,7 +194,11 @@ Stop WaitScope::stopped(int peer) {
     return Stop::kNone;
   }
   const Clock::time_point now = Clock::now();
-  if (now >= deadline_) return Stop::kTimeout;
+  if (now >= deadline_) {
+    // Rank 0 waits for that one itself.
+    if (const int unjoined = group_.unjoined_rank(); unjoined >= 0) awaited_peer_ = unjoined;
+    return Stop::kTimeout;
+  }
   if (!limits_->is_interrupted || now < next_look_) return Stop::kNone;
   next_look_ = now + kLookInterval;
   return limits_->is_interrupted() ? Stop::kInterrupted : Stop::kNone;

@@ -58,11 +58,23 @@ class Group final : public Membership {
   }
 
   Stop state_of(int peer) const override;
+  bool has_died(int rank) const override;
+  /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
+  int unjoined_rank() const;
+  /// A rank that has ended, or left, before it published what this rank has: it cannot take part
+  /// in the collective at hand. -1 where there is none. For collectives on boards only, of which
+  /// all ranks publish the same phases.
+  int missing_rank() const;
 
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;
 
  private:
+  bool has_joined(int rank) const;
+  int writer_of(std::uint32_t abort_state) const;
+  void wait_until_joined(const Rendezvous& rendezvous);
+  void tell_and_wait_for_the_living(const Error& error);
+
   int rank_;
   int world_size_;
   SegmentLayout layout_;

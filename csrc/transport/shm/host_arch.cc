@@ -13,6 +13,8 @@
 #include <mutex>
 #include <set>
 
+#include "transport/per_process.h"
+
 namespace ringcomm::shm {
 namespace {
 
@@ -42,7 +44,7 @@ class LargestGroup {
   }
   void leave(int num_ranks) {
     const std::lock_guard lock(mutex_);
-    groups_.erase(groups_.find(num_ranks));
+    if (const auto found = groups_.find(num_ranks); found != groups_.end()) groups_.erase(found);
     max_ranks_ = groups_.empty() ? 0 : *groups_.rbegin();
   }
   int max_ranks() const { return max_ranks_; }
@@ -52,11 +54,10 @@ class LargestGroup {
   std::multiset<int> groups_;
   std::atomic<int> max_ranks_ = 0;
 };
-// Never destroyed: groups may outlive static objects.
-LargestGroup& largest_group = *new LargestGroup;
+constinit PerProcess<LargestGroup> largest_group;
 
 // Whether each rank of the largest group may have a core of its own.
-bool are_enough(int num_cores) { return num_cores >= largest_group.max_ranks(); }
+bool are_enough(int num_cores) { return num_cores >= largest_group.get().max_ranks(); }
 
 // How many cores this thread may use; 0 where there are too many to tell.
 int count_cores() {
@@ -79,10 +80,10 @@ void unpin(const cpu_set_t& allowed) {
 
 HostArch::HostArch(StopSource& source, int rank, int num_ranks)
     : source_(&source), rank_(rank), num_ranks_(num_ranks), num_cores_(count_cores()) {
-  largest_group.enter(num_ranks);
+  largest_group.get().enter(num_ranks);
 }
 
-HostArch::~HostArch() { largest_group.leave(num_ranks_); }
+HostArch::~HostArch() { largest_group.get().leave(num_ranks_); }
 
 // Where ranks share cores nobody can tell an idle core by a yield that comes back at once: the
 // kernel may have found the others not eligible.

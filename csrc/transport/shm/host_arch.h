@@ -6,6 +6,7 @@
 
 #include "core/arch.h"
 #include "core/stop.h"
+#include "core/test_steps.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -41,7 +42,9 @@ class HostArch {
     return __atomic_load_n(&word, __ATOMIC_SEQ_CST);
   }
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) const {
+    RINGCOMM_STEP("before a cursor advances");
     __atomic_store_n(&word, value, __ATOMIC_SEQ_CST);
+    RINGCOMM_STEP("after a cursor advanced, before sleepers wake");
   }
   void add_seq_cst(std::uint32_t& word, std::int32_t delta) const {
     __atomic_fetch_add(&word, static_cast<std::uint32_t>(delta), __ATOMIC_SEQ_CST);

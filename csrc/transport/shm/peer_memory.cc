@@ -12,6 +12,13 @@ struct Registry {
 };
 constinit PerProcess<Registry> registries;
 
+// A location comes from the peer.
+void check_inside(const ArenaLocation& location, std::size_t num_bytes, std::size_t region_bytes) {
+  if (location.offset_bytes > region_bytes || num_bytes > region_bytes - location.offset_bytes)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: a peer's buffer is not inside of the memory that it shares");
+}
+
 }  // namespace
 
 std::shared_ptr<PeerMemory> PeerMemory::of(const std::string& hub_address) {
@@ -32,13 +39,12 @@ std::byte* PeerMemory::find(const ArenaLocation& location, std::size_t num_bytes
     const UniqueFd fd = ProcessHub::instance().fetch(
         hub_address_, SharedArena::key_of(location.region_id), patience);
     if (!fd) return nullptr;
-    region =
-        regions_.emplace(location.region_id, SharedMemory(fd.get(), size_of_memfd(fd.get()))).first;
+    check_sealed(fd.get());
+    const std::size_t num_bytes_there = size_of_memfd(fd.get());
+    check_inside(location, num_bytes, num_bytes_there);
+    region = regions_.emplace(location.region_id, SharedMemory(fd.get(), num_bytes_there)).first;
   }
-  const std::size_t region_bytes = region->second.num_bytes();
-  if (location.offset_bytes > region_bytes || num_bytes > region_bytes - location.offset_bytes)
-    throw Error({.kind = ErrorKind::kSystem},
-                "ringcomm: a peer's buffer does not lie in the memory that it shares");
+  check_inside(location, num_bytes, region->second.num_bytes());
   return region->second.data() + location.offset_bytes;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -18,6 +19,7 @@
 #include "transport/background_thread.h"
 #include "transport/shm/system_error.h"
 #include "transport/shm/unix_socket.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -27,6 +29,7 @@ namespace {
 constexpr const char* kWatchRequest = "watch";
 
 constexpr std::chrono::milliseconds kAcceptRetry{10};
+constexpr std::chrono::milliseconds kLookInterval{50};
 
 // Null until the first group, and again in a forked child: the thread does not survive a fork.
 std::atomic<ProcessHub*> current_hub = nullptr;
@@ -80,7 +83,11 @@ ProcessHub& ProcessHub::instance() {
 ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
-  start_background_thread("ringcomm-hub", [this] { run(); }).detach();
+  try {
+    start_background_thread("ringcomm-hub", [this] { run(); }).detach();
+  } catch (const std::system_error& error) {
+    throw Error({.kind = ErrorKind::kSystem}, error.what());
+  }
 }
 
 // Runs in a forked child, where the hub's thread is gone and the allocator may be locked: closes,
@@ -88,7 +95,7 @@ ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_
 void ProcessHub::close_all_in_child() {
   listener_.reset();
   wake_event_.reset();
-  for (auto& [key, offer] : offers_) offer.fd.reset();
+  for (auto& [key, fd] : offers_) fd.reset();
   for (auto& [address, watch] : watches_) {
     watch.socket.reset();
     watch.pidfd.reset();
@@ -96,9 +103,9 @@ void ProcessHub::close_all_in_child() {
   for (UniqueFd& connection : connections_) connection.reset();
 }
 
-void ProcessHub::offer(const std::string& key, UniqueFd fd, int num_takes) {
+void ProcessHub::offer(const std::string& key, UniqueFd fd) {
   const std::lock_guard lock(mutex_);
-  offers_[key] = {std::move(fd), num_takes};
+  offers_[key] = std::move(fd);
 }
 
 void ProcessHub::withdraw(const std::string& key) {
@@ -106,14 +113,8 @@ void ProcessHub::withdraw(const std::string& key) {
   offers_.erase(key);
 }
 
-bool ProcessHub::wait_until_taken(const std::string& key,
-                                  std::chrono::steady_clock::time_point deadline) {
-  std::unique_lock lock(mutex_);
-  return offers_changed_.wait_until(lock, deadline, [&] { return !offers_.contains(key); });
-}
-
 UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
-                           std::chrono::milliseconds timeout) {
+                           std::chrono::milliseconds timeout, const std::function<void()>& look) {
   const UniqueFd socket = connect_to(address);
   if (!socket) return UniqueFd();
   try {
@@ -121,7 +122,13 @@ UniqueFd ProcessHub::fetch(const std::string& address, const std::string& key,
   } catch (const Error&) {
     return UniqueFd();  // it has ended since
   }
-  return recv_fd(socket.get(), timeout);
+  if (!look) return recv_fd(socket.get(), timeout);
+  const auto deadline = deadline_after(timeout);
+  while (!is_readable(socket.get(), kLookInterval)) {
+    look();
+    if (std::chrono::steady_clock::now() >= deadline) return UniqueFd();
+  }
+  return recv_fd(socket.get(), std::chrono::milliseconds(0));
 }
 
 std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
@@ -161,10 +168,9 @@ void ProcessHub::run() {
     {
       const std::lock_guard lock(mutex_);
       for (const auto& [address, watch] : watches_) {
-        if (watch.pidfd)
-          entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
-        else
-          entries.push_back({.fd = watch.socket.get(), .events = POLLRDHUP, .revents = 0});
+        // poll() passes over the -1 of a pidfd that there is not.
+        entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
+        entries.push_back({.fd = watch.socket.get(), .events = POLLRDHUP, .revents = 0});
       }
       first_connection = entries.size();
       for (const UniqueFd& connection : connections_)
@@ -186,7 +192,7 @@ void ProcessHub::run() {
       std::erase_if(connections_,
                     [&](const UniqueFd& connection) { return connection.get() == entries[i].fd; });
     }
-    if (entries[0].revents != 0) accept_connection();
+    if (entries[0].revents != 0) try_accept();
   }
 }
 
@@ -194,8 +200,11 @@ void ProcessHub::look_at_watches(const std::map<int, short>& events) {
   const std::lock_guard lock(mutex_);
   std::erase_if(watches_, [&](const auto& item) {
     const Watch& watch = item.second;
-    const auto found = events.find(watch.pidfd ? watch.pidfd.get() : watch.socket.get());
-    if (found == events.end() || found->second == 0) return false;
+    const auto has_event = [&](const UniqueFd& fd) {
+      const auto found = events.find(fd.get());
+      return fd && found != events.end() && found->second != 0;
+    };
+    if (!has_event(watch.pidfd) && !has_event(watch.socket)) return false;
     watch.process->is_dead.store(true, std::memory_order_release);
     return true;
   });
@@ -208,14 +217,21 @@ void ProcessHub::accept_connection() {
     std::this_thread::sleep_for(kAcceptRetry);
     return;
   }
-  // Abstract sockets have no file permissions: only the same user (or root) is let in.
-  const uid_t uid = credentials_of_peer(connection.get()).uid;
-  if (uid != ::geteuid() && uid != 0) return;
+  if (!is_trusted_peer(connection.get())) return;
   const std::lock_guard lock(mutex_);
   connections_.push_back(std::move(connection));
 }
 
-// This thread has nobody to throw to: what goes wrong with a connection ends that connection.
+// The hub's thread has no caller to throw to: an error with a connection ends that connection.
+
+void ProcessHub::try_accept() {
+  try {
+    accept_connection();
+  } catch (const std::exception&) {
+    std::this_thread::sleep_for(kAcceptRetry);
+  }
+}
+
 bool ProcessHub::try_serve(int connection) {
   try {
     return serve(connection);
@@ -232,15 +248,7 @@ bool ProcessHub::serve(int connection) {
   const std::lock_guard lock(mutex_);
   const auto found = offers_.find(key);
   if (found == offers_.end()) return false;  // the requester sees the end of the connection
-  try {
-    send_fd(connection, found->second.fd.get());
-  } catch (const Error&) {
-    // The requester is gone, and nobody else is concerned.
-  }
-  if (--found->second.num_takes_left == 0) {
-    offers_.erase(found);
-    offers_changed_.notify_all();
-  }
+  send_fd(connection, found->second.get());
   return false;
 }
 

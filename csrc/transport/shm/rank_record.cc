@@ -9,18 +9,32 @@
 #include <sstream>
 
 #include "core/errors.h"
+#include "core/link_protocol.h"
+#include "core/types.h"
+#include "transport/shm/segment.h"
 
 namespace ringcomm::shm {
 namespace {
 
-// Changes whenever the layout of the shared memory or of the record does.
-constexpr const char* kVersion = "ringcomm-shm-2";
+// Ranks that share memory, or send each other headers, have been built alike: of one version, with
+// the same sizes and kinds. Raise the number behind the name where neither tells of a change.
+const std::string& version() {
+  static const std::string text = [] {
+    std::string joined = "ringcomm-3-" RINGCOMM_VERSION;
+    for (const std::size_t number :
+         {sizeof(SegmentHeader), sizeof(RankControl), sizeof(LinkCursors), kCallHeaderBytes,
+          std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
+      joined += "-" + std::to_string(number);
+    return joined;
+  }();
+  return text;
+}
 
 }  // namespace
 
 std::string RankRecord::to_text() const {
   std::ostringstream text;
-  text << kVersion << '\n'
+  text << version() << '\n'
        << host_id << '\n'
        << host << '\n'
        << hub_address << '\n'
@@ -32,13 +46,13 @@ std::string RankRecord::to_text() const {
 
 RankRecord RankRecord::from_text(const std::string& text) {
   std::istringstream lines(text);
-  std::string version, pid;
+  std::string theirs, pid;
   RankRecord record;
-  std::getline(lines, version);
-  if (version != kVersion)
+  std::getline(lines, theirs);
+  if (theirs != version())
     throw Error({.kind = ErrorKind::kMismatch},
-                "ringcomm: another rank runs a different version of ringcomm (" + version +
-                    " there, " + kVersion + " here); install the same one");
+                "ringcomm: another rank runs a different version of ringcomm (" + theirs +
+                    " there, " + version() + " here); install the same one");
   std::getline(lines, record.host_id);
   std::getline(lines, record.host);
   std::getline(lines, record.hub_address);

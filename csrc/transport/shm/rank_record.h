@@ -2,9 +2,14 @@
 
 #include <sys/types.h>
 
+#include <cstddef>
 #include <string>
 
 namespace ringcomm::shm {
+
+/// The size of what the collectives put in front of their data (CallHeader, which asserts it):
+/// ranks compare it in their records.
+inline constexpr std::size_t kCallHeaderBytes = 112;
 
 /// What a rank tells the others through the store before they share memory.
 struct RankRecord {

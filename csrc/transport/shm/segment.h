@@ -21,7 +21,8 @@ struct SegmentConfig {
 
 /// The first rank that gives up writes why, once, for all others to read.
 struct AbortRecord {
-  static constexpr std::uint32_t kNone = 0, kBeingWritten = 1, kWritten = 2;
+  /// kFirstWriter + r: rank r is writing it.
+  static constexpr std::uint32_t kNone = 0, kWritten = 1, kFirstWriter = 2;
   std::uint32_t state = kNone;
   std::uint32_t kind = 0;     ///< an ErrorKind
   std::int32_t origin = -1;   ///< the rank that gave up
@@ -33,8 +34,9 @@ struct AbortRecord {
 struct RankControl {
   Cursor published;  ///< of its board
   Cursor doorbell;   ///< rung by peers: something on a point-to-point link changed
-  alignas(kLineBytes) std::uint32_t has_left =
-      0;  ///< 1 from the destruction of its side of the group on
+  /// 1 from the destruction of its side of the group on.
+  alignas(kLineBytes) std::uint32_t has_left = 0;
+  std::uint32_t has_joined = 0;  ///< 1 once it has mapped the memory
 };
 
 struct SegmentHeader {

@@ -4,7 +4,6 @@
 #include <sys/sysinfo.h>
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "core/errors.h"
@@ -136,7 +135,7 @@ SharedArena::Region& SharedArena::add_region(std::size_t num_bytes) {
   try {
     UniqueFd fd = create_memfd(region_bytes, "ringcomm-shared");
     regions_[idx] = std::make_unique<Region>(SharedMemory(fd.get(), region_bytes));
-    ProcessHub::instance().offer(key_of(idx + 1), std::move(fd), std::numeric_limits<int>::max());
+    ProcessHub::instance().offer(key_of(idx + 1), std::move(fd));
   } catch (const Error& error) {
     throw_out_of_memory(num_bytes, error.what());
   }

@@ -6,11 +6,29 @@
 
 #include <utility>
 
+#include "core/test_steps.h"
 #include "transport/shm/system_error.h"
 
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U  // Linux 6.3
+#endif
+
 namespace ringcomm::shm {
+namespace {
+
+// Where vm.memfd_noexec is 2, a memfd that does not say that it is never executed is refused.
+UniqueFd open_memfd(const char* name) {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  UniqueFd fd(::memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
+  if (!fd && errno == EINVAL) fd.reset(::memfd_create(name, kFlags));  // an older kernel
+  if (!fd) throw_errno("memfd_create");
+  return fd;
+}
+
+}  // namespace
 
 SharedMemory::SharedMemory(int fd, std::size_t num_bytes) : num_bytes_(num_bytes) {
+  RINGCOMM_STEP("before memory is mapped");
   void* address = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (address == MAP_FAILED)
     throw_errno("mmap of " + std::to_string(num_bytes) + " bytes of shared memory");
@@ -31,8 +49,7 @@ SharedMemory::~SharedMemory() {
 }
 
 UniqueFd create_memfd(std::size_t num_bytes, const char* name) {
-  UniqueFd fd(::memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw_errno("memfd_create");
+  UniqueFd fd = open_memfd(name);
   if (::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) != 0)
     throw_errno("ftruncate of a memfd to " + std::to_string(num_bytes) + " bytes");
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -44,6 +61,15 @@ std::size_t size_of_memfd(int fd) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) throw_errno("fstat of a memfd");
   return static_cast<std::size_t>(status.st_size);
+}
+
+void check_sealed(int fd) {
+  constexpr int kWanted = F_SEAL_SHRINK | F_SEAL_GROW;
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kWanted) != kWanted)
+    throw Error({.kind = ErrorKind::kSystem},
+                "ringcomm: the shared memory that a peer sent is not sealed against resizing, so "
+                "it is not ringcomm's; it is not used");
 }
 
 }  // namespace ringcomm::shm

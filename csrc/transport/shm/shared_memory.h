@@ -35,4 +35,8 @@ UniqueFd create_memfd(std::size_t num_bytes, const char* name = "ringcomm");
 /// The size of a memfd. Throws Error.
 std::size_t size_of_memfd(int fd);
 
+/// Throws Error unless `fd`, which a peer has sent, is a memfd that no process can resize: an
+/// access past the end of a mapping is a SIGBUS.
+void check_sealed(int fd);
+
 }  // namespace ringcomm::shm

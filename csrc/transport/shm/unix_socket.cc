@@ -3,14 +3,19 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <utility>
 
+#include "core/errors.h"
+#include "core/test_steps.h"
 #include "transport/shm/system_error.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm::shm {
 namespace {
@@ -31,9 +36,11 @@ struct Address {
 Address abstract_address(const std::string& name) {
   Address address;
   address.value.sun_family = AF_UNIX;
+  if (name.size() > sizeof(address.value.sun_path) - 1)
+    throw Error({.kind = ErrorKind::kSystem}, "ringcomm: a name of " + std::to_string(name.size()) +
+                                                  " bytes is too long for an abstract Unix socket");
   // A leading zero byte marks the abstract namespace: no file, gone with its last descriptor.
-  std::memcpy(address.value.sun_path + 1, name.data(),
-              std::min(name.size(), sizeof(address.value.sun_path) - 1));
+  std::memcpy(address.value.sun_path + 1, name.data(), name.size());
   address.num_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
 }
@@ -56,17 +63,6 @@ struct DescriptorMessage {
   msghdr header{};
 };
 
-bool is_readable(int socket, std::chrono::milliseconds timeout) {
-  pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
-  const auto timeout_ms = static_cast<int>(
-      std::min<std::chrono::milliseconds::rep>(timeout.count(), std::numeric_limits<int>::max()));
-  for (;;) {
-    const int ready = ::poll(&entry, 1, timeout_ms);
-    if (ready >= 0) return ready > 0;
-    if (errno != EINTR) throw_errno("poll of a Unix socket");
-  }
-}
-
 }  // namespace
 
 UniqueFd listen_at(const std::string& name) {
@@ -79,13 +75,23 @@ UniqueFd listen_at(const std::string& name) {
 }
 
 UniqueFd connect_to(const std::string& name) {
+  RINGCOMM_STEP("before a connection");
   UniqueFd fd = open_socket();
   const Address address = abstract_address(name);
-  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.value), address.num_bytes) ==
-      0)
-    return fd;
-  if (errno != ECONNREFUSED) throw_errno("connect to the abstract Unix socket " + name);
-  return UniqueFd();
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address.value), address.num_bytes) !=
+      0) {
+    if (errno != ECONNREFUSED) throw_errno("connect to the abstract Unix socket " + name);
+    return UniqueFd();
+  }
+  if (!is_trusted_peer(fd.get())) {
+    const PeerCredentials peer = credentials_of_peer(fd.get());
+    throw Error({.kind = ErrorKind::kSystem, .pid = peer.pid},
+                "ringcomm: the process at the abstract Unix socket " + name + " (pid " +
+                    std::to_string(peer.pid) + ") runs as user " + std::to_string(peer.uid) +
+                    " and this one as user " + std::to_string(::geteuid()) +
+                    "; run all ranks of a host as one user");
+  }
+  return fd;
 }
 
 PeerCredentials credentials_of_peer(int socket) {
@@ -96,7 +102,28 @@ PeerCredentials credentials_of_peer(int socket) {
   return {credentials.pid, credentials.uid};
 }
 
+bool is_readable(int socket, std::chrono::milliseconds timeout) {
+  pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
+  const auto deadline = deadline_after(timeout);
+  for (;;) {
+    const auto left =
+        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left_ms = std::clamp<std::chrono::milliseconds::rep>(
+        left.count(), 0, std::numeric_limits<int>::max());
+    const int ready = ::poll(&entry, 1, static_cast<int>(left_ms));
+    if (ready >= 0) return ready > 0;
+    if (errno != EINTR) throw_errno("poll of a Unix socket");
+  }
+}
+
+bool is_trusted_peer(int socket) {
+  // Root may read this process's memory anyway, and ranks may drop root after they have met.
+  const uid_t uid = credentials_of_peer(socket).uid;
+  return uid == ::geteuid() || uid == 0;
+}
+
 void send_text(int socket, const std::string& text) {
+  RINGCOMM_STEP("before a request");
   if (::send(socket, text.data(), text.size(), MSG_NOSIGNAL) < 0)
     throw_errno("send on a Unix socket");
 }
@@ -104,12 +131,15 @@ void send_text(int socket, const std::string& text) {
 bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text) {
   if (!is_readable(socket, timeout)) return false;
   std::array<char, kMaxTextBytes> buffer;
-  const ssize_t num_bytes = ::recv(socket, buffer.data(), buffer.size(), 0);
-  text.assign(buffer.data(), num_bytes > 0 ? static_cast<std::size_t>(num_bytes) : 0);
+  // MSG_TRUNC: the size of the message, also where it is larger than the buffer.
+  const ssize_t num_bytes = ::recv(socket, buffer.data(), buffer.size(), MSG_TRUNC);
+  const bool is_text = num_bytes > 0 && static_cast<std::size_t>(num_bytes) <= buffer.size();
+  text.assign(buffer.data(), is_text ? static_cast<std::size_t>(num_bytes) : 0);
   return true;
 }
 
 void send_fd(int socket, int fd) {
+  RINGCOMM_STEP("before memory is sent");
   DescriptorMessage message;
   cmsghdr* header = CMSG_FIRSTHDR(&message.header);
   header->cmsg_level = SOL_SOCKET;
@@ -121,6 +151,7 @@ void send_fd(int socket, int fd) {
 }
 
 UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout) {
+  RINGCOMM_STEP("before memory is received");
   if (!is_readable(socket, timeout)) return UniqueFd();
   DescriptorMessage message;
   if (::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC) <= 0) return UniqueFd();
@@ -128,11 +159,18 @@ UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout) {
     errno = EMFILE;
     throw_errno("recvmsg of a file descriptor");
   }
-  const cmsghdr* header = CMSG_FIRSTHDR(&message.header);
-  if (header == nullptr || header->cmsg_type != SCM_RIGHTS) return UniqueFd();
-  int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
-  return UniqueFd(fd);
+  cmsghdr* header = CMSG_FIRSTHDR(&message.header);
+  if (header == nullptr || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
+    return UniqueFd();
+  // The room for one descriptor is rounded up, and may hold two: each belongs to this process now.
+  const std::size_t num_fds = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+  UniqueFd received;
+  for (std::size_t i = 0; i < num_fds; ++i) {
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+    received.reset(fd);
+  }
+  return num_fds == 1 ? std::move(received) : UniqueFd();
 }
 
 }  // namespace ringcomm::shm

@@ -9,12 +9,14 @@
 
 namespace ringcomm::shm {
 
-/// Sequenced-packet Unix sockets in the abstract namespace, and descriptors passed over them. All
-/// throw Error.
+/// Sequenced-packet Unix sockets in the abstract namespace, and descriptors passed over them.
+/// Abstract names have no file permissions and can be taken by any user once they are free, so both
+/// ends check that the other runs as the same user or root. All throw Error.
 
 /// A socket that listens at `name`.
 UniqueFd listen_at(const std::string& name);
-/// A socket connected to `name`; none when nobody listens there.
+/// A socket connected to `name`; none when no process listens there. Throws when the process that
+/// listens runs as another user.
 UniqueFd connect_to(const std::string& name);
 
 struct PeerCredentials {
@@ -22,13 +24,19 @@ struct PeerCredentials {
   uid_t uid;
 };
 PeerCredentials credentials_of_peer(int socket);
+/// Whether the other end is a process of this one's user, or of root.
+bool is_trusted_peer(int socket);
+
+/// Whether a message, or the end of the connection, came in time.
+bool is_readable(int socket, std::chrono::milliseconds timeout);
 
 void send_text(int socket, const std::string& text);
-/// One message, or an empty text when the other end is closed. False when none came in time.
+/// One message; an empty text when the other end is closed or sent more than a text may have.
+/// False when none came in time.
 bool recv_text(int socket, std::chrono::milliseconds timeout, std::string& text);
 
 void send_fd(int socket, int fd);
-/// The descriptor of one message; none when the other end closed without sending one or nothing
+/// The descriptor of one message; none when the other end closed or sent anything else, or nothing
 /// came in time.
 UniqueFd recv_fd(int socket, std::chrono::milliseconds timeout);
 

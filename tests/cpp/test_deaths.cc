@@ -1,0 +1,424 @@
+// A rank that is killed, stopped, or replaced by exec() at every step of what groups do: every
+// other rank must get an error that names it, within two seconds of a death, by time-out of a stop.
+//
+// Steps are counted by the library itself (core/test_steps.h): cursors that advance, memory that is
+// mapped, sent or received, and what a rank writes for its peers. So new code is covered without a
+// list. Ranks are processes, forked from a process without threads: this program again, started
+// with the one test case "child: ...".
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <new>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collective_case.h"
+#include "collectives/p2p_op.h"
+#include "core/test_steps.h"
+#include "sanitizers.h"
+#include "third_party/doctest/doctest.h"
+#include "transport/backoff.h"
+#include "transport/prefixed_store.h"
+#include "transport/shm/shared_arena.h"
+
+namespace {
+
+using namespace ringcomm;
+using std::chrono::milliseconds;
+using testing::Case;
+using testing::CaseBuffers;
+
+constexpr int kMaxRanks = 4;
+constexpr const char* kPlanVariable = "RINGCOMM_TEST_DEATHS";
+
+// A machine that is busy may let a rank notice late, or be late itself, once: such a run is
+// repeated, with longer time-outs.
+constexpr int kMaxTries = 3;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr bool kIsSanitized = true;
+#else
+constexpr bool kIsSanitized = false;
+#endif
+constexpr milliseconds kSoon{kIsSanitized ? 10'000 : 2'000};
+constexpr milliseconds kPatience{20'000};
+constexpr milliseconds kStopTimeout{600};
+
+enum class End { kKilled, kStopped, kReplaced };
+constexpr const char* kEndNames[] = {"killed", "stopped", "replaced"};
+
+std::int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+// What a rank has come to.
+struct Report {
+  std::atomic<bool> is_there = false;
+  bool is_error = false;
+  ErrorKind kind = ErrorKind::kSystem;
+  int culprit = -1;
+  std::int64_t at_ns = 0;
+  std::array<char, 400> text = {};
+};
+
+// Memory that the ranks of a run share with the process that looks on.
+struct Board {
+  std::atomic<int> num_steps = 0;
+  std::atomic<bool> is_counting = false;
+  std::atomic<std::int64_t> end_ns = 0;
+  std::array<char, 80> last_step = {};
+  std::array<Report, kMaxRanks> reports;
+};
+
+// One file for each key, there whole or not at all.
+class FolderStore final : public KeyValueStore {
+ public:
+  FolderStore(std::string folder, std::function<void()> has_set)
+      : folder_(std::move(folder)), has_set_(std::move(has_set)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    const std::string path = path_of(key);
+    const std::string fresh = path + "." + std::to_string(::getpid());
+    std::ofstream(fresh) << value;
+    RINGCOMM_STEP("before the store has a record");
+    std::filesystem::rename(fresh, path);
+    has_set_();
+    RINGCOMM_STEP("after the store has a record");
+  }
+  bool try_get(const std::string& key, std::string& value) override {
+    std::ifstream file(path_of(key));
+    if (!file) return false;
+    std::ostringstream text;
+    text << file.rdbuf();
+    value = text.str();
+    RINGCOMM_STEP("after a record was read");
+    return true;
+  }
+  bool get(const std::string&, milliseconds, std::string&) override { std::abort(); }
+  std::int64_t add(const std::string&, std::int64_t) override { std::abort(); }
+  void set_first(const std::string&, const std::string&) override { std::abort(); }
+  std::unique_ptr<KeyValueStore> clone() override { std::abort(); }
+
+ private:
+  std::string path_of(const std::string& key) const {
+    std::string name = key;
+    std::replace(name.begin(), name.end(), '/', '_');
+    return folder_ + "/" + name;
+  }
+
+  std::string folder_;
+  std::function<void()> has_set_;
+};
+
+// ---- what ranks do
+
+struct Plan {
+  int world_size = 2;
+  int victim = 0;
+  int step = 0;  ///< counted from 1; 0: none
+  End end = End::kKilled;
+  milliseconds stop_timeout = kStopTimeout;
+
+  std::string to_text() const {
+    return "rank " + std::to_string(victim) + " of " + std::to_string(world_size) + " " +
+           kEndNames[static_cast<int>(end)] + " at step " + std::to_string(step);
+  }
+};
+
+Board* board = nullptr;
+Plan plan;
+
+void call(Communicator& communicator, const Case& c, const WaitLimits& limits) {
+  CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
+  communicator.run(buffers.call(), limits);
+  buffers.check();
+}
+
+void run_collectives(Communicator& communicator, const WaitLimits& limits) {
+  communicator.run({.op = OpKind::kBarrier}, limits);
+  for (const Algorithm algorithm : testing::kAlgorithms) {
+    // In a ring a rank may wait for a neighbour that waits for the one that has stopped, and blame
+    // it.
+    if (plan.end == End::kStopped && algorithm == Algorithm::kRing) continue;
+    call(communicator, {.algorithm = algorithm, .num_elems = 300}, limits);
+  }
+  for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                          OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
+    call(communicator, {.op = op, .root = testing::rooted(op) ? 1 : -1, .num_elems = 100}, limits);
+  call(communicator, {.op = OpKind::kAllToAll, .num_elems = 50, .is_uneven = true}, limits);
+}
+
+void send_around(Communicator& communicator, const WaitLimits& limits) {
+  const int rank = communicator.rank(), world_size = communicator.world_size();
+  std::vector<std::byte> out(300'000), in(out.size());  // more than a link holds, in two pieces
+  const auto op = [&](P2pOp::Kind kind, int peer, std::vector<std::byte>& data) {
+    auto made = std::make_shared<P2pOp>();
+    made->kind = kind;
+    made->peer = peer;
+    made->data = data.data();
+    made->num_bytes = data.size();
+    made->timeout = limits.timeout;
+    communicator.p2p()->post(made);
+    return made;
+  };
+  const auto sent = op(P2pOp::Kind::kSend, (rank + 1) % world_size, out);
+  const auto received = op(P2pOp::Kind::kRecv, (rank + world_size - 1) % world_size, in);
+  for (const auto& waited : {received, sent}) {
+    communicator.p2p()->wait(waited, PointToPoint::Clock::time_point::max(), {});
+    if (waited->error != nullptr) std::rethrow_exception(waited->error);
+  }
+}
+
+void sum_shared(Communicator& communicator, const WaitLimits& limits) {
+  constexpr std::size_t kElems = std::size_t{1} << 20;
+  void* block = shm::SharedArena::instance().allocate(kElems * sizeof(float));
+  const void* input = block;
+  communicator.run({.op = OpKind::kAllReduce,
+                    .dtype = DType::kFloat32,
+                    .num_elems = kElems,
+                    .inputs = &input,
+                    .outputs = &block},
+                   limits);
+  shm::SharedArena::instance().deallocate(block);
+}
+
+// ---- the rank that ends
+
+void count_step(const char* what) {
+  if (!board->is_counting.load()) return;
+  if (board->num_steps.fetch_add(1) + 1 != plan.step) return;
+  std::snprintf(board->last_step.data(), board->last_step.size(), "%s", what);
+  board->end_ns = now_ns();
+  if (plan.end == End::kKilled) ::raise(SIGKILL);
+  if (plan.end == End::kStopped) ::raise(SIGSTOP);
+  if (plan.end == End::kReplaced) ::execl("/bin/sleep", "sleep", "100", nullptr);
+}
+
+void live(int rank, const std::string& folder, bool aborts) {
+  const bool is_victim = rank == plan.victim;
+  const auto count = [&](bool is_on) {
+    if (is_victim) board->is_counting = is_on;
+  };
+  // Before its first record the others cannot know of a rank.
+  FolderStore store(folder, [&, is_first = true]() mutable {
+    if (std::exchange(is_first, false)) count(!aborts);
+  });
+  const bool may_stop = plan.end == End::kStopped && plan.step != 0;
+  const WaitLimits limits{.timeout = may_stop ? plan.stop_timeout : kPatience,
+                          .is_interrupted = {}};
+  const auto make = [&](KeyValueStore& in, const HasDied& has_died) {
+    return std::make_unique<Communicator>(in, rank, plan.world_size, CommunicatorOptions{},
+                                          limits.timeout, MakeMessages{}, has_died);
+  };
+  const auto group = make(store, {});
+  if (aborts) {
+    count(true);
+    if (is_victim) group->abort("by its user");
+  } else {
+    run_collectives(*group, limits);
+    // A rank that waits for a message of the one that stops is late for the call that comes next.
+    if (plan.end != End::kStopped) send_around(*group, limits);
+    sum_shared(*group, limits);
+    PrefixedStore part(store, "second/");
+    run_collectives(*make(part, [&](int peer) { return group->has_died(peer); }), limits);
+  }
+  count(false);
+  // Whatever the others still had of the rank that ended, these need it.
+  for (int i = 0; i < 2; ++i) group->run({.op = OpKind::kBarrier}, limits);
+}
+
+void report(int rank, const Error* error, const char* text) {
+  Report& mine = board->reports[static_cast<std::size_t>(rank)];
+  mine.at_ns = now_ns();
+  mine.is_error = error != nullptr || *text != '\0';
+  if (error != nullptr) {
+    mine.kind = error->info().kind;
+    mine.culprit = error->info().rank;
+  }
+  std::snprintf(mine.text.data(), mine.text.size(), "%s", text);
+  mine.is_there = true;
+}
+
+[[noreturn]] void rank_main(int rank, const std::string& folder, bool aborts) {
+  if (rank == plan.victim) test_step = count_step;
+  try {
+    live(rank, folder, aborts);
+    report(rank, nullptr, "");
+  } catch (const Error& error) {
+    report(rank, &error, error.what());
+  } catch (const std::exception& error) {
+    report(rank, nullptr, error.what());
+  }
+  for (;;) ::pause();  // its end is no death that the others should see
+}
+
+// ---- the process that looks on
+
+bool wait_for_reports() {
+  const auto deadline = std::chrono::steady_clock::now() + 2 * kPatience;
+  const auto is_over = [] {
+    for (int rank = 0; rank < plan.world_size; ++rank) {
+      const bool has_ended = rank == plan.victim && board->end_ns.load() != 0;
+      if (!has_ended && !board->reports[static_cast<std::size_t>(rank)].is_there) return false;
+    }
+    return true;
+  };
+  for (Backoff backoff; !is_over(); backoff.sleep())
+    if (std::chrono::steady_clock::now() > deadline) return false;
+  return true;
+}
+
+std::string judge(bool& is_late) {
+  const std::int64_t end_ns = board->end_ns.load();
+  std::string problems;
+  for (int rank = 0; rank < plan.world_size; ++rank) {
+    if (rank == plan.victim && end_ns != 0) continue;
+    const Report& theirs = board->reports[static_cast<std::size_t>(rank)];
+    std::string problem;
+    if (!theirs.is_there) {
+      problem = "hangs";
+    } else if (end_ns == 0) {  // the step was not reached this time
+      if (theirs.is_error && theirs.kind != ErrorKind::kAborted) problem = "has an error";
+    } else if (!theirs.is_error) {
+      problem = "has no error";
+    } else if (theirs.kind == ErrorKind::kAborted) {
+      continue;  // it was told before the end
+    } else if (theirs.kind !=
+               (plan.end == End::kStopped ? ErrorKind::kTimeout : ErrorKind::kPeerDied)) {
+      problem = "has another error";
+    } else if (theirs.culprit != plan.victim) {
+      problem = "blames rank " + std::to_string(theirs.culprit);
+    } else if (plan.end != End::kStopped &&
+               theirs.at_ns - end_ns > kSoon / std::chrono::nanoseconds(1)) {
+      problem = "noticed after " + std::to_string((theirs.at_ns - end_ns) / 1'000'000) + " ms";
+      is_late = true;
+      continue;
+    }
+    if (!problem.empty())
+      problems += "\n    rank " + std::to_string(rank) + " " + problem + ": " + theirs.text.data();
+  }
+  return problems;
+}
+
+// Runs one plan; what went wrong, or nothing.
+std::string run_plan(const std::string& folder, bool aborts) {
+  for (int tries = 0; tries < kMaxTries; ++tries) {
+    new (board) Board;
+    std::filesystem::remove_all(folder);
+    std::filesystem::create_directory(folder);
+    std::vector<pid_t> ranks;
+    for (int rank = 0; rank < plan.world_size; ++rank) {
+      ranks.push_back(::fork());
+      if (ranks.back() == 0) rank_main(rank, folder, aborts);
+    }
+    const bool is_over = wait_for_reports();
+    for (const pid_t pid : ranks) ::kill(pid, SIGKILL);
+    for (const pid_t pid : ranks) ::waitpid(pid, nullptr, 0);
+    bool is_late = false;
+    const std::string problems = judge(is_late);
+    if (plan.end == End::kStopped && tries + 1 < kMaxTries && !problems.empty() && is_over) {
+      plan.stop_timeout *= 4;
+      continue;
+    }
+    if (!problems.empty() || !is_over)
+      return "  " + plan.to_text() + ", " + board->last_step.data() + ":" + problems;
+    if (!is_late) return {};
+  }
+  return "  " + plan.to_text() + ", " + board->last_step.data() + ": noticed too late";
+}
+
+// Every `stride`-th step of every rank; how many runs failed.
+int run_steps(int world_size, End end, int stride, bool aborts, const std::string& folder) {
+  int num_failed = 0, num_runs = 0;
+  const std::int64_t begin_ns = now_ns();
+  for (int victim = 0; victim < world_size; ++victim) {
+    plan = {.world_size = world_size, .victim = victim, .step = 0, .end = end};
+    std::string failure = run_plan(folder, aborts);
+    const int num_steps = board->num_steps.load();
+    for (int step = 1 + victim % stride; failure.empty() && step <= num_steps; step += stride) {
+      plan.step = step;
+      plan.stop_timeout = kStopTimeout;
+      failure = run_plan(folder, aborts);
+      ++num_runs;
+    }
+    if (failure.empty()) continue;
+    ++num_failed;
+    std::fprintf(stderr, "%s\n", failure.c_str());
+  }
+  std::fprintf(stderr, "  %d runs of %d ranks, one %s%s: %.1f s\n", num_runs, world_size,
+               kEndNames[static_cast<int>(end)], aborts ? " in an abort" : "",
+               static_cast<double>(now_ns() - begin_ns) / 1e9);
+  return num_failed;
+}
+
+TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
+  const char* text = std::getenv(kPlanVariable);
+  if (text == nullptr) return;
+  int world_size = 0, end = 0, stride = 0, aborts = 0;
+  REQUIRE(std::sscanf(text, "%d %d %d %d", &world_size, &end, &stride, &aborts) == 4);
+  void* memory =
+      ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  REQUIRE(memory != MAP_FAILED);
+  board = static_cast<Board*>(memory);
+  const std::string folder =
+      std::filesystem::temp_directory_path() / ("ringcomm-deaths-" + std::to_string(::getpid()));
+  const int num_failed = run_steps(world_size, static_cast<End>(end), stride, aborts != 0, folder);
+  std::filesystem::remove_all(folder);
+  ::_exit(num_failed == 0 ? 0 : 1);
+}
+
+bool run_child(int world_size, End end, int stride, bool aborts = false) {
+  const std::string text = std::to_string(world_size) + " " +
+                           std::to_string(static_cast<int>(end)) + " " + std::to_string(stride) +
+                           " " + std::to_string(aborts ? 1 : 0);
+  const pid_t pid = ::fork();
+  if (pid == 0) {  // only calls that a child of a program with threads may make
+    ::setenv(kPlanVariable, text.c_str(), 1);
+    ::execl("/proc/self/exe", "ringcomm_tests", "--no-skip", "--test-case=child: a rank ends*",
+            nullptr);
+    ::_exit(127);
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return status == 0;
+}
+
+// All of it, or as much as fits a run of all tests.
+int stride_of(int sample) {
+  if (std::getenv("RINGCOMM_ALL_DEATHS") != nullptr) return 1;
+  return kIsSanitized ? 4 * sample : sample;
+}
+
+TEST_CASE("deaths: a rank that is killed at any step is named by all others") {
+  CHECK(run_child(3, End::kKilled, stride_of(5)));
+  CHECK(run_child(2, End::kKilled, stride_of(11)));
+  CHECK(run_child(4, End::kKilled, stride_of(37)));
+}
+
+TEST_CASE("deaths: a rank that replaces itself by exec() at any step is named by all others") {
+  CHECK(run_child(3, End::kReplaced, stride_of(17)));
+}
+
+TEST_CASE("deaths: a rank that stops at any step is a time-out that names it") {
+  CHECK(run_child(3, End::kStopped, stride_of(41)));
+}
+
+TEST_CASE("deaths: a rank that ends while it gives up") {
+  CHECK(run_child(3, End::kKilled, 1, true));
+}
+
+}  // namespace

@@ -1,0 +1,404 @@
+// What a stranger, or a peer that runs wild, can do to a rank: get an error out of it, and nothing
+// else. AddressSanitizer sees a read or write outside of a buffer.
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/failure.h"
+#include "core/errors.h"
+#include "third_party/doctest/doctest.h"
+#include "thread_ranks.h"
+#include "transport/shm/group.h"
+#include "transport/shm/host_arch.h"
+#include "transport/shm/peer_memory.h"
+#include "transport/shm/process_hub.h"
+#include "transport/shm/rank_record.h"
+#include "transport/shm/shared_memory.h"
+#include "transport/shm/unix_socket.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace ringcomm::shm;
+using std::chrono::milliseconds;
+using testing::error_of;
+using testing::expect_error;
+using testing::MemoryStore;
+
+constexpr uid_t kStranger = 65534;
+constexpr milliseconds kPatience{30'000};
+
+std::string fresh_name(const char* what) {
+  static int number = 0;
+  return "ringcomm-test-" + std::to_string(::getpid()) + "-" + what + std::to_string(number++);
+}
+
+std::size_t num_open_files() {
+  return static_cast<std::size_t>(
+      std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+bool is_root() {
+  if (::geteuid() == 0) return true;
+  MESSAGE("skipped: needs root, to run a process as another user");
+  return false;
+}
+
+// Runs `body` in a forked process; its exit status. Only calls that a child of a program with
+// threads may make.
+int status_of_child(const std::function<int()>& body) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::alarm(30);
+    int code = 99;
+    try {
+      code = body();
+    } catch (...) {
+    }
+    ::_exit(code);
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+// A message of any bytes, with any number of descriptors.
+void send_raw(int socket, const std::string& bytes, const std::vector<int>& fds = {}) {
+  std::string copy = bytes;
+  iovec data{.iov_base = copy.data(), .iov_len = copy.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(8 * sizeof(int))] = {};
+  msghdr message{};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  }
+  if (::sendmsg(socket, &message, MSG_NOSIGNAL) < 0) return;  // it hung up: so it may
+}
+
+// A process that pretends to be a hub: keeps who watches it, and answers requests as it likes.
+class FakeHub {
+ public:
+  explicit FakeHub(std::function<void(int connection)> answer)
+      : name_(fresh_name("fake")), listener_(listen_at(name_)), answer_(std::move(answer)) {
+    thread_ = std::thread([this] { run(); });
+  }
+  ~FakeHub() {
+    is_over_ = true;
+    thread_.join();
+  }
+  const std::string& name() const { return name_; }
+
+ private:
+  void run() {
+    std::vector<UniqueFd> kept;
+    while (!is_over_) {
+      if (!is_readable(listener_.get(), milliseconds(10))) continue;
+      UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      std::string text;
+      if (recv_text(connection.get(), milliseconds(1000), text) && text != "watch" && !text.empty())
+        answer_(connection.get());
+      else
+        kept.push_back(std::move(connection));
+    }
+  }
+
+  std::string name_;
+  UniqueFd listener_;
+  std::function<void(int)> answer_;
+  std::atomic<bool> is_over_ = false;
+  std::thread thread_;
+};
+
+UniqueFd unsealed_memfd(std::size_t num_bytes) {
+  UniqueFd fd(::memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  REQUIRE(::ftruncate(fd.get(), static_cast<off_t>(num_bytes)) == 0);
+  return fd;
+}
+
+// ---- strangers
+
+TEST_CASE("hostile: another user at the name of a hub is refused") {
+  if (!is_root()) return;
+  const std::string name = fresh_name("stolen");
+  int ends[2] = {};
+  REQUIRE(::pipe(ends) == 0);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::alarm(30);
+    if (::setuid(kStranger) != 0) ::_exit(1);
+    const UniqueFd listener = listen_at(name);
+    [[maybe_unused]] const ssize_t ignored = ::write(ends[1], "x", 1);
+    for (;;) ::pause();
+  }
+  ::close(ends[1]);
+  char ready = 0;
+  REQUIRE(::read(ends[0], &ready, 1) == 1);
+  ProcessHub& hub = ProcessHub::instance();
+  const std::vector<std::string> texts = {"runs as user 65534", "run all ranks of a host as one"};
+  expect_error(error_of([&] { connect_to(name); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { hub.watch(name); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { hub.fetch(name, "key", kPatience); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([&] { PeerMemory(name).find({.region_id = 1}, 1, kPatience); }),
+               ErrorKind::kSystem, texts);
+  // In a store that survives programs, a record of a program that has ended leads there.
+  MemoryStore store;
+  const RankRecord record{.host_id = host_id(),
+                          .host = host_name(),
+                          .hub_address = name,
+                          .pid = pid,
+                          .memory_key = "key",
+                          .options = "o=1"};
+  store.set("ringcomm/rank/0", record.to_text());
+  expect_error(error_of([&] {
+                 Group(store, {.rank = 1, .world_size = 2, .options = "o=1"}, {}, kPatience);
+               }),
+               ErrorKind::kSystem, texts);
+  ::kill(pid, SIGKILL);
+  ::waitpid(pid, nullptr, 0);
+  ::close(ends[0]);
+}
+
+TEST_CASE("hostile: another user gets nothing from a hub") {
+  if (!is_root()) return;
+  ProcessHub& hub = ProcessHub::instance();
+  hub.offer("test/ours", create_memfd(4096));
+  const std::string address = hub.address();
+  CHECK(status_of_child([&] {
+          if (::setuid(kStranger) != 0) return 1;
+          const UniqueFd socket = connect_to(address);
+          send_raw(socket.get(), "test/ours");
+          return recv_fd(socket.get(), milliseconds(5000)) ? 2 : 0;
+        }) == 0);
+  CHECK(static_cast<bool>(hub.fetch(address, "test/ours", kPatience)));
+  hub.withdraw("test/ours");
+}
+
+// ---- messages
+
+TEST_CASE("hostile: garbage, oversized and repeated requests leave the hub at work") {
+  ProcessHub& hub = ProcessHub::instance();
+  hub.offer("test/prey", create_memfd(4096));
+  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/prey", kPatience)));
+  const std::size_t num_before = num_open_files();
+  const UniqueFd own = create_memfd(4096);
+  for (const std::size_t num_bytes : {1, 7, 255, 256, 257, 4096, 100'000}) {
+    for (const char byte : {'\0', 'w', '\xff'}) {
+      const UniqueFd socket = connect_to(hub.address());
+      send_raw(socket.get(), std::string(num_bytes, byte));
+      CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+    }
+  }
+  {
+    const UniqueFd socket = connect_to(hub.address());  // a watcher that goes on talking
+    for (int i = 0; i < 50; ++i) send_raw(socket.get(), "watch");
+    send_raw(socket.get(), "test/prey");
+    CHECK(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+    CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+  }
+  for (int i = 0; i < 20; ++i) {  // descriptors that nobody asked for
+    const UniqueFd socket = connect_to(hub.address());
+    send_raw(socket.get(), "watch", {own.get(), own.get(), own.get()});
+    send_raw(socket.get(), std::string("test/prey\0", 10), {own.get()});
+    CHECK_FALSE(static_cast<bool>(recv_fd(socket.get(), kPatience)));
+  }
+  CHECK(static_cast<bool>(hub.fetch(hub.address(), "test/prey", kPatience)));
+  hub.withdraw("test/prey");
+  testing::wait_until([&] { return num_open_files() <= num_before; },
+                      "as many descriptors as before");
+}
+
+TEST_CASE("hostile: a name that is too long for a socket is an error") {
+  const std::vector<std::string> texts = {"200 bytes", "too long"};
+  expect_error(error_of([] { connect_to(std::string(200, 'x')); }), ErrorKind::kSystem, texts);
+  expect_error(error_of([] { listen_at(std::string(200, 'x')); }), ErrorKind::kSystem, texts);
+}
+
+TEST_CASE("hostile: answers without one descriptor are none, and leak none") {
+  const UniqueFd own = create_memfd(4096);
+  const std::vector<std::vector<int>> sets = {{}, {own.get(), own.get()}};
+  for (const std::vector<int>& fds : sets)
+    for (const std::size_t num_bytes : {1, 5000}) {
+      FakeHub hub([&](int connection) { send_raw(connection, std::string(num_bytes, 'x'), fds); });
+      CHECK_FALSE(
+          static_cast<bool>(ProcessHub::instance().fetch(hub.name(), "key", milliseconds(5000))));
+      const std::size_t num_before = num_open_files();
+      for (int i = 0; i < 10; ++i)
+        ProcessHub::instance().fetch(hub.name(), "key", milliseconds(5000));
+      testing::wait_until([&] { return num_open_files() <= num_before; },
+                          "as many descriptors as before");
+    }
+}
+
+// ---- memory
+
+TEST_CASE("hostile: a group's memory that can be resized, or is short, is not used") {
+  const SegmentConfig config;
+  const std::size_t num_bytes = SegmentLayout(2, config).num_bytes();
+  const UniqueFd unsealed = unsealed_memfd(num_bytes);
+  const UniqueFd file(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
+  const UniqueFd small = create_memfd(num_bytes - 4096);
+  const UniqueFd none = create_memfd(0);
+  const struct {
+    int fd;
+    ErrorKind kind;
+    const char* text;
+  } cases[] = {{unsealed.get(), ErrorKind::kSystem, "not sealed"},
+               {file.get(), ErrorKind::kSystem, "not sealed"},
+               {small.get(), ErrorKind::kMismatch, "another size"},
+               {none.get(), ErrorKind::kMismatch, "another size"}};
+  for (const auto& c : cases) {
+    FakeHub hub([&](int connection) { send_fd(connection, c.fd); });
+    MemoryStore store;
+    const RankRecord record{.host_id = host_id(),
+                            .host = host_name(),
+                            .hub_address = hub.name(),
+                            .pid = ::getpid(),
+                            .memory_key = "key",
+                            .options = "o=1"};
+    store.set("ringcomm/rank/0", record.to_text());
+    const GroupIdentity identity{.rank = 1, .world_size = 2, .options = "o=1"};
+    expect_error(error_of([&] { Group(store, identity, config, kPatience); }), c.kind, {c.text});
+  }
+}
+
+TEST_CASE("hostile: a peer's buffers outside of its memory, or in memory that can shrink") {
+  constexpr std::size_t kBytes = 1 << 20;
+  const UniqueFd unsealed = unsealed_memfd(kBytes);
+  const UniqueFd sealed = create_memfd(kBytes);
+  FakeHub shrinking([&](int connection) { send_fd(connection, unsealed.get()); });
+  expect_error(error_of([&] { PeerMemory(shrinking.name()).find({.region_id = 1}, 1, kPatience); }),
+               ErrorKind::kSystem, {"not sealed"});
+  FakeHub honest([&](int connection) { send_fd(connection, sealed.get()); });
+  PeerMemory memory(honest.name());
+  for (const std::uint64_t offset : {std::uint64_t{kBytes}, ~std::uint64_t{0}, std::uint64_t{1}})
+    expect_error(
+        error_of([&] { memory.find({.region_id = 1, .offset_bytes = offset}, kBytes, kPatience); }),
+        ErrorKind::kSystem, {"is not inside"});
+  CHECK(memory.find({.region_id = 1, .offset_bytes = 0}, kBytes, kPatience) != nullptr);
+}
+
+TEST_CASE(
+    "hostile: a reason for an abort that a wild peer has written stays inside of its bounds") {
+  MemoryStore store;
+  Group group(store, {.rank = 0, .world_size = 1, .options = "o=1"}, {}, testing::kBound);
+  auto* base =
+      reinterpret_cast<std::byte*>(&group.doorbell(0)) - offsetof(RankControl, doorbell) - 4096;
+  AbortRecord& record = *reinterpret_cast<AbortRecord*>(base);
+  REQUIRE(record.state == AbortRecord::kNone);
+  std::memset(base, 0xff, sizeof(AbortRecord));
+  CHECK(group.state_of(0) == Stop::kNone);  // written by no rank that there is
+  record.state = AbortRecord::kWritten;
+  CHECK(group.state_of(0) == Stop::kAborted);
+  const AbortReason reason = group.abort_reason();
+  CHECK(reason.origin == -1);
+  CHECK(reason.culprit == -1);
+  CHECK(reason.text.size() == sizeof(record.text));
+  record.origin = record.culprit = 1'000'000;
+  Failure failure(&group, 0, 1);
+  const Error error = error_of([&] {
+    failure.raise_stopped(Stop::kAborted, 0,
+                          Activity{.op = "barrier", .description = "barrier #0"});
+  });
+  CHECK(error.info().rank == -1);
+}
+
+// ---- the system
+
+TEST_CASE("a wait for a message ends in time, however many signals come") {
+  struct sigaction action{}, before{};
+  action.sa_handler = [](int) {};
+  REQUIRE(::sigaction(SIGUSR1, &action, &before) == 0);
+  int ends[2] = {};
+  REQUIRE(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
+  const UniqueFd one(ends[0]), other(ends[1]);
+  std::atomic<bool> is_over = false;
+  std::thread waiter([&] {
+    is_readable(one.get(), milliseconds(200));
+    is_over = true;
+  });
+  for (int i = 0; i < 1000 && !is_over; ++i) {
+    ::pthread_kill(waiter.native_handle(), SIGUSR1);
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  CHECK(is_over.load());
+  waiter.join();
+  ::sigaction(SIGUSR1, &before, nullptr);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // which lets no thread start in a child of a threaded program
+TEST_CASE("a hub without a thread is an error that says so, and no hub") {
+  if (!is_root()) return;
+  const int status = status_of_child([] {
+    const rlimit none{.rlim_cur = 0, .rlim_max = 100};
+    const rlimit some{.rlim_cur = 100, .rlim_max = 100};
+    if (::setuid(kStranger) != 0 || ::setrlimit(RLIMIT_NPROC, &none) != 0) return 1;
+    const Error error = error_of([] { ProcessHub::instance(); });
+    expect_error(error, ErrorKind::kSystem, {"ringcomm-hub", "could not be started", "ulimit -u"});
+    if (::setrlimit(RLIMIT_NPROC, &some) != 0) return 2;
+    ProcessHub& hub = ProcessHub::instance();
+    hub.offer("key", create_memfd(4096));
+    return hub.fetch(hub.address(), "key", kPatience) ? 0 : 3;
+  });
+  CHECK(status == 0);
+}
+
+TEST_CASE("memory is had where the kernel wants it never to be executed") {
+  if (!is_root()) return;
+  const int status = status_of_child([] {
+    if (::unshare(CLONE_NEWPID) != 0) return 50;
+    return status_of_child([] {
+      std::ofstream setting("/proc/sys/vm/memfd_noexec");
+      if (!(setting << "2" << std::flush)) return 50;
+      return create_memfd(4096) ? 0 : 1;
+    });
+  });
+  if (status == 50)
+    MESSAGE("skipped: no vm.memfd_noexec here, or no right to set it");
+  else
+    CHECK(status == 0);
+}
+
+TEST_CASE("a child that was forked while another thread made a group can make one") {
+  class Never final : public StopSource {
+    Stop stopped(int) override { return Stop::kNone; }
+  } never;
+  std::atomic<bool> is_over = false;
+  std::thread busy([&] {
+    while (!is_over) HostArch(never, 0, 2);
+  });
+  for (int i = 0; i < 20; ++i)
+    CHECK(status_of_child([&] {
+            ::alarm(5);
+            const HostArch arch(never, 0, 2);
+            return 0;
+          }) == 0);
+  is_over = true;
+  busy.join();
+}
+#endif
+
+}  // namespace
