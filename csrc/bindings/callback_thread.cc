@@ -29,7 +29,7 @@ CallbackThread& CallbackThread::at(int level) {
 }
 
 CallbackThread::CallbackThread(int level) : level_(level), owner_(::getpid()) {
-  start_background_thread("ringcomm-future", [this] { run(); }).detach();
+  start_background_thread("ringcomm-future", [this] { run(); }, kDefaultStackBytes).detach();
 }
 
 void CallbackThread::post(std::function<void()> callback) {
