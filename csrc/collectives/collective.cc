@@ -1,5 +1,6 @@
 #include "collectives/collective.h"
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 
@@ -58,17 +59,33 @@ const char* name_of(Algorithm algorithm) {
   return "unknown algorithm";
 }
 
-void check_all_reduce_algorithm(Algorithm algorithm) {
-  if (algorithm == Algorithm::kDirect || algorithm == Algorithm::kHierarchical)
-    throw std::invalid_argument(std::string(name_of(algorithm)) + " is no algorithm of all_reduce");
+namespace {
+
+// "auto, one_shot, two_shot and ring"
+std::string names_of(std::span<const Algorithm> algorithms) {
+  std::string names;
+  for (std::size_t idx = 0; idx < algorithms.size(); ++idx) {
+    if (idx > 0) names += idx + 1 < algorithms.size() ? ", " : " and ";
+    names += name_of(algorithms[idx]);
+  }
+  return names;
+}
+
+}  // namespace
+
+void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> known,
+                                const std::string& carrier) {
+  if (std::find(known.begin(), known.end(), algorithm) != known.end()) return;
+  throw std::invalid_argument(std::string(name_of(algorithm)) +
+                              " is no algorithm of all_reduce on this group (" + carrier +
+                              "); known are " + names_of(known));
 }
 
 Algorithm algorithm_from_name(const std::string& name) {
-  for (const Algorithm known :
-       {Algorithm::kAuto, Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kRing})
+  for (const Algorithm known : kAllReduceAlgorithms)
     if (name == name_of(known)) return known;
-  throw std::invalid_argument("unknown algorithm '" + name +
-                              "'; known are auto, one_shot, two_shot and ring");
+  throw std::invalid_argument("unknown algorithm '" + name + "'; known are " +
+                              names_of(kAllReduceAlgorithms));
 }
 
 bool Collective::is_uneven(int world_size) const {

@@ -5,8 +5,11 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "collective_case.h"
+#include "hosts_ranks.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -82,8 +85,35 @@ TEST_CASE("a root that is no rank, and an op that is no collective, are refused"
       for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
     refused({.op = OpKind::kSend}, "send is not a collective");
     refused({.op = OpKind::kRecv}, "recv is not a collective");
-    refused({.algorithm = Algorithm::kDirect}, "direct is no algorithm of all_reduce");
+    refused({.algorithm = Algorithm::kDirect}, "direct is no algorithm of all_reduce on this group (");
   });
+}
+
+// Two_shot would run, and be counted as what was asked for.
+TEST_CASE("an algorithm that a carrier does not have is refused, at the call and in the options") {
+  struct Group {
+    std::string placement;  // a letter for each rank's host
+    std::string carrier;
+  };
+  for (const auto& [placement, carrier] : std::vector<Group>{
+           {"a", "a group of one"}, {"aa", "shm"}, {"ab", "p2p over memory"}, {"aab", "inside"}}) {
+    CAPTURE(placement);
+    for (const auto unknown : {Algorithm::kHierarchical, static_cast<Algorithm>(17)}) {
+      const std::string text = std::string(name_of(unknown)) + " is no algorithm of all_reduce";
+      testing::MemoryNetwork network(3);
+      testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+        if (communicator.rank() == 0) {
+          expect_refused(communicator, {.algorithm = unknown}, text);
+          expect_refused(communicator, {.algorithm = unknown}, carrier);
+        }
+        testing::run_case(communicator, {.num_elems = 9});
+      });
+      testing::MemoryNetwork other(3);
+      CHECK_THROWS_WITH_AS(testing::run_hosts_ranks(
+                               other, placement, [](Communicator&) {}, {.algorithm = unknown}),
+                           doctest::Contains(text.c_str()), std::runtime_error);
+    }
+  }
 }
 
 TEST_CASE("wrong options are refused before the group is made") {
