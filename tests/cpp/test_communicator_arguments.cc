@@ -100,7 +100,8 @@ TEST_CASE("an algorithm that a carrier does not have is refused, at the call and
     CAPTURE(placement);
     for (const auto unknown : {Algorithm::kHierarchical, static_cast<Algorithm>(17)}) {
       const std::string text = std::string(name_of(unknown)) + " is no algorithm of all_reduce";
-      testing::MemoryNetwork network(3);
+      const auto world_size = static_cast<int>(placement.size());
+      testing::MemoryNetwork network(world_size);
       testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
         if (communicator.rank() == 0) {
           expect_refused(communicator, {.algorithm = unknown}, text);
@@ -108,7 +109,7 @@ TEST_CASE("an algorithm that a carrier does not have is refused, at the call and
         }
         testing::run_case(communicator, {.num_elems = 9});
       });
-      testing::MemoryNetwork other(3);
+      testing::MemoryNetwork other(world_size);
       CHECK_THROWS_WITH_AS(testing::run_hosts_ranks(
                                other, placement, [](Communicator&) {}, {.algorithm = unknown}),
                            doctest::Contains(text.c_str()), std::runtime_error);

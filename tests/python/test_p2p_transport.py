@@ -339,3 +339,56 @@ def test_group_in_a_forked_child() -> None:
 
 def test_destroy_with_work_in_flight() -> None:
     run(2, test_faults.destroy_in_flight, fresh=True)
+
+
+# ---- deaths at whatever step
+
+
+def calls_without_end() -> None:
+    """Collectives of all sizes and patterns, one after another, until one raises."""
+    world_size = dist.get_world_size()
+    tensors = [torch.ones(num_elems) for num_elems in (10, 5000, 300_001)]
+    while True:
+        for turn, tensor in enumerate(tensors):
+            dist.all_reduce(tensor)
+            tensor.fill_(1.0)
+            dist.broadcast(tensor, turn % world_size)
+            dist.all_gather([torch.empty_like(tensor) for _ in range(world_size)], tensor)
+        dist.barrier()
+
+
+def lose_in_the_middle(rank: int, victim: int, how: str, delay_s: float) -> dict[str, Any] | None:
+    """The victim ends in the middle of some collective; what the others are told, and when."""
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == victim:
+        pid = os.getpid()
+        actions = {
+            "kill": lambda: os.kill(pid, signal.SIGKILL),
+            "stop": lambda: os.kill(pid, signal.SIGSTOP),
+            "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", SLEEP]),
+        }
+        threading.Timer(delay_s, actions[how]).start()
+    error = caught(calls_without_end)
+    error["seconds"] = time.monotonic() - begin - delay_s
+    if rank == min({0, 1, 2, 3} - {victim}) and how != "kill":
+        time.sleep(1.0)  # for the others to be told
+    return error
+
+
+SLEEP = "import time; time.sleep(6)"
+TIMEOUT_S = 2.0
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb"])
+@pytest.mark.parametrize("how", ["kill", "exec"])
+def test_a_rank_that_ends_in_the_middle(hosts: str, how: str) -> None:
+    env = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts]
+    for victim, delay_s in [(1, 0.05), (2, 0.081), (3, 0.133)]:
+        args = (victim, how, delay_s)
+        options: dict[str, Any] = {"fresh": True, "may_die": [victim], "env": env}
+        errors = run_ranks(4, lose_in_the_middle, *args, **options)
+        for rank, error in enumerate(errors):
+            if rank != victim:
+                assert (error["type"], error["rank"]) == ("PeerDiedError", victim), (rank, error)
+                assert error["seconds"] < test_faults.SOON_S, (rank, error)
