@@ -155,7 +155,9 @@ def interrupt_the_end(rank: int, name: str) -> tuple[str, float]:
     dist.barrier()
     if rank == 1:
         time.sleep(1.5)
-        return (caught(lambda: dist.all_reduce(torch.ones(3_000_000)))["type"], 0.0)
+        # Rank 0 may have published its part before it gave up: then the first call succeeds.
+        errors = [caught(lambda: dist.all_reduce(torch.ones(10))) for _ in range(2)]
+        return (errors[1]["type"], 0.0)
     unmatched(name)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     begin = time.monotonic()
@@ -175,4 +177,4 @@ def test_ctrl_c_while_the_group_is_destroyed(name: str, transport: str) -> None:
     (kind, seconds), (other, _) = run_ranks(2, interrupt_the_end, name, fresh=True, env=env)
     assert kind == "KeyboardInterrupt"
     assert seconds < 5.0  # of the group's 30
-    assert other == "RingcommError"
+    assert other in ("RingcommError", "PeerDiedError")
