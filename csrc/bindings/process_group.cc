@@ -50,7 +50,8 @@ ProcessGroupRingcomm::~ProcessGroupRingcomm() {
   try {
     shutdown();
   } catch (const python_error&) {
-    // A destructor cannot raise what a signal handler did: Python raises it at its next instruction.
+    // A destructor cannot raise what a signal handler did: Python raises it at its next
+    // instruction.
     PyErr_SetInterrupt();
   }
 }

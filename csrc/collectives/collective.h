@@ -35,8 +35,8 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// What users may ask for: an algorithm of all_reduce. Options are the group's, whatever carries its
-/// tensors, so each carrier says which of these it has (Carrier::all_reduce_algorithms) and the
+/// What users may ask for: an algorithm of all_reduce. Options are the group's, whatever carries
+/// its tensors, so each carrier says which of these it has (Carrier::all_reduce_algorithms) and the
 /// others are refused. A carrier of device tensors may run another one than asked for, where
 /// buffers do not allow it; Stats say what ran.
 inline constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,

@@ -92,7 +92,7 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   };
   try {
     queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
-  } catch (...) {  // it is not in the queue, and so was not called
+  } catch (...) {                                // it is not in the queue, and so was not called
     num_issued_.fetch_sub(1, std::memory_order_relaxed);
     throw;
   }

@@ -99,8 +99,8 @@ class Communicator {
   PointToPoint* p2p() { return p2p_.get(); }
 
   /// Before the group is destroyed, where nothing more is called: returns when the collectives that
-  /// were submitted and the sends are done, and ends the receives with an error. `is_interrupted` is
-  /// asked about every 50 ms, true ends the group; may be empty. A second call does nothing.
+  /// were submitted and the sends are done, and ends the receives with an error. `is_interrupted`
+  /// is asked about every 50 ms, true ends the group; may be empty. A second call does nothing.
   void close(const std::function<bool()>& is_interrupted);
 
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.

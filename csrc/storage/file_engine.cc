@@ -54,9 +54,8 @@ void FileEngine::start_threads(unsigned num_threads) {
   threads.reserve(num_threads);
   while (threads.size() < num_threads) {
     try {
-      threads.push_back(start_background_thread("ringcomm-file", [&queue = workers_->queue] {
-        work_on(queue);
-      }));
+      threads.push_back(
+          start_background_thread("ringcomm-file", [&queue = workers_->queue] { work_on(queue); }));
     } catch (const std::system_error&) {
       if (threads.empty()) throw;
       return;
@@ -84,11 +83,11 @@ std::shared_ptr<FileTransfer> FileEngine::start(bool is_write, int fd, void* dat
   for (std::size_t i = 0; i < num_blocks; ++i) {
     const std::size_t begin = i * block_bytes_;
     workers_->queue.push({.is_write = is_write,
-                 .fd = fd,
-                 .data = static_cast<char*>(data) + begin,
-                 .num_bytes = std::min(block_bytes_, num_bytes - begin),
-                 .offset = offset + static_cast<off_t>(begin),
-                 .transfer = transfer});
+                          .fd = fd,
+                          .data = static_cast<char*>(data) + begin,
+                          .num_bytes = std::min(block_bytes_, num_bytes - begin),
+                          .offset = offset + static_cast<off_t>(begin),
+                          .transfer = transfer});
   }
   return transfer;
 }

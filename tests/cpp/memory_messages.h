@@ -4,10 +4,10 @@
 // read from the sender's buffer only when they are delivered. A send ends with its receive, as
 // Gloo's does. Ranks can die, or be stopped at the n-th message that they start.
 //
-// An abort is as slow as Gloo's: first the waits end, then a hook runs, and only when abort() returns
-// does the network let go of messages that were destroyed meanwhile. Whatever it lets go of before
-// it was delivered it uses once more, as a late peer would: AddressSanitizer sees buffers that were
-// freed too early.
+// An abort is as slow as Gloo's: first the waits end, then a hook runs, and only when abort()
+// returns does the network let go of messages that were destroyed meanwhile. Whatever it lets go of
+// before it was delivered it uses once more, as a late peer would: AddressSanitizer sees buffers
+// that were freed too early.
 
 #include <atomic>
 #include <chrono>

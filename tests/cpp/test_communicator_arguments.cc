@@ -85,7 +85,8 @@ TEST_CASE("a root that is no rank, and an op that is no collective, are refused"
       for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
     refused({.op = OpKind::kSend}, "send is not a collective");
     refused({.op = OpKind::kRecv}, "recv is not a collective");
-    refused({.algorithm = Algorithm::kDirect}, "direct is no algorithm of all_reduce on this group (");
+    refused({.algorithm = Algorithm::kDirect},
+            "direct is no algorithm of all_reduce on this group (");
   });
 }
 
@@ -110,9 +111,9 @@ TEST_CASE("an algorithm that a carrier does not have is refused, at the call and
         testing::run_case(communicator, {.num_elems = 9});
       });
       testing::MemoryNetwork other(world_size);
-      CHECK_THROWS_WITH_AS(testing::run_hosts_ranks(
-                               other, placement, [](Communicator&) {}, {.algorithm = unknown}),
-                           doctest::Contains(text.c_str()), std::runtime_error);
+      CHECK_THROWS_WITH_AS(
+          testing::run_hosts_ranks(other, placement, [](Communicator&) {}, {.algorithm = unknown}),
+          doctest::Contains(text.c_str()), std::runtime_error);
     }
   }
 }

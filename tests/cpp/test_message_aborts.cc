@@ -1,5 +1,5 @@
-// Messages that end before they are delivered: slow aborts, and ranks that die at every message that
-// they start.
+// Messages that end before they are delivered: slow aborts, and ranks that die at every message
+// that they start.
 #include <array>
 #include <atomic>
 #include <chrono>

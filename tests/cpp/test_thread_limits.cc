@@ -1,5 +1,5 @@
-// Threads that cannot be had: the call fails, says so, keeps nothing of its caller's memory, and may
-// be made again.
+// Threads that cannot be had: the call fails, says so, keeps nothing of its caller's memory, and
+// may be made again.
 #include <cstddef>
 #include <exception>
 #include <memory>
@@ -63,8 +63,7 @@ TEST_CASE("no threads: sends and receives") {
       if (num_threads < 4) posted.push_back(receive());
       posted.push_back(send());
       posted.push_back(receive());
-      posted.push_back(
-          testing::post_send(communicator, 2, 5, testing::message(0, 5, 0, kLong)));
+      posted.push_back(testing::post_send(communicator, 2, 5, testing::message(0, 5, 0, kLong)));
       for (const auto& message : posted) testing::finish(communicator, message);
       for (const auto& message : posted)
         if (message.op->kind == P2pOp::Kind::kRecv)

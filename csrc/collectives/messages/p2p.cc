@@ -273,8 +273,8 @@ void MessageP2p::guard_sources() {
   const auto num_peers = static_cast<std::size_t>(transport_.world_size() - 1);
   guard_threads_.reserve(num_peers);
   while (guard_threads_.size() < num_peers) {
-    const int peer = (transport_.rank() + 1 + static_cast<int>(guard_threads_.size())) %
-                     transport_.world_size();
+    const int peer =
+        (transport_.rank() + 1 + static_cast<int>(guard_threads_.size())) % transport_.world_size();
     if (guards_.size() == guard_threads_.size())
       guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
     guard_threads_.push_back(start_background_thread(

@@ -286,8 +286,7 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
                 "ringcomm: a receive or send was waited for inside another one of its group, from "
                 "a signal handler "
                 "perhaps; it would wait for itself");
-  drive_or_sleep(
-      lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
+  drive_or_sleep(lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
   return op->is_done;
 }
 

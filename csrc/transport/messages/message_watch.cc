@@ -4,7 +4,6 @@
 #include <exception>
 #include <string>
 
-
 namespace ringcomm {
 namespace {
 
