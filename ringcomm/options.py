@@ -20,7 +20,9 @@ class Options:
     decides if it is set.
 
     Attributes:
-        algorithm: of all_reduce. "auto" chooses by size and number of ranks.
+        algorithm: of all_reduce. "auto" chooses by size and number of ranks, and on several hosts
+            goes host by host. Any other runs over all ranks alike, on several hosts over messages;
+            tensors of a GPU may take two_shot instead. ringcomm.stats() reports what ran.
         deterministic: "rank_order" makes every reduction equal to the left-to-right one over the
             ranks, to the last bit, whatever the algorithm, size and transport. None: equal on all
             ranks, and from run to run with the same options.

@@ -128,11 +128,13 @@ MessageTransport::MessagePtr C10dMessages::irecv(int peer, int tag, std::byte* d
   }
 }
 
-void C10dMessages::abort() {
+// Work::abort() ends a wait and no more: the works, and in them Gloo's buffers, live until their
+// last references go. Those of `works` go before this returns.
+void C10dMessages::end_messages() noexcept {
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(is_aborted_, true)) return;
+    is_aborted_ = true;
     works.assign(works_.begin(), works_.end());
   }
   for (const auto& work : works) {

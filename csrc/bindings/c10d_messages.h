@@ -30,11 +30,11 @@ class C10dMessages final : public MessageTransport {
 
   MessagePtr isend(int peer, int tag, const std::byte* data, std::size_t num_bytes) override;
   MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) override;
-  void abort() override;
 
  private:
   class Pending;
 
+  void end_messages() noexcept override;
   bool is_aborted();
 
   c10::intrusive_ptr<c10d::Backend> backend_;

@@ -32,7 +32,7 @@ CallbackThread& CallbackThread::at(int level) {
 }
 
 CallbackThread::CallbackThread(int level) : level_(level) {
-  start_background_thread("ringcomm-future", [this] { run(); }).detach();
+  start_background_thread("ringcomm-future", [this] { run(); }, kDefaultStackBytes).detach();
 }
 
 void CallbackThread::post(std::function<void()> callback) {

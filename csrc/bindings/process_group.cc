@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
 #include <chrono>
@@ -96,7 +97,15 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
   devices_ = std::make_shared<DeviceGroup>(store, options_, communicator_, rank, size);
 }
 
-ProcessGroupRingcomm::~ProcessGroupRingcomm() { shutdown(); }
+ProcessGroupRingcomm::~ProcessGroupRingcomm() {
+  try {
+    shutdown();
+  } catch (const python_error&) {
+    // A destructor cannot raise what a signal handler did: Python raises it at its next
+    // instruction.
+    PyErr_SetInterrupt();
+  }
+}
 
 std::shared_ptr<Communicator> ProcessGroupRingcomm::communicator() const {
   std::shared_ptr<Communicator> communicator;
@@ -139,15 +148,17 @@ void ProcessGroupRingcomm::shutdown() {
     new std::shared_ptr(std::move(devices));
     return;
   }
-  without_gil([&] {
+  const auto end = [&] {
     if (devices != nullptr) devices->drain();
+    communicator->close(is_interrupted);
     // Calls of other threads, which have nothing to wait for any more, use the communicator too.
     const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
     while (devices.use_count() > 1 && std::chrono::steady_clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     devices.reset();
     communicator.reset();
-  });
+  };
+  with_python_errors([&] { without_gil(end); });
 }
 
 void ProcessGroupRingcomm::eagerConnectSingleDevice(at::Device device) {

@@ -38,11 +38,11 @@ c10::intrusive_ptr<c10::ivalue::Future> LazyFuture::get(const std::vector<at::Te
   {
     const std::lock_guard lock(mutex_);
     if (future_ != nullptr) return future_;
-    // Here a thread that cannot be started is the caller's error; complete() has no caller.
-    if (!is_complete_) CallbackThread::at(callback_level_);
+    is_late = is_complete_;
+    // Started here, where a thread that cannot be had is the caller's error.
+    if (!is_late) CallbackThread::at(callback_level_);
     future_ =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    is_late = is_complete_;
   }
   // Without the lock: an error takes Python's.
   if (is_late) mark(*future_, results, error_);

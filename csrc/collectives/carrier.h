@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "collectives/collective.h"
@@ -54,6 +55,8 @@ class Carrier {
   /// reduce_scatter and an all_gather of uneven shares.
   virtual bool fuses_updates() const { return false; }
 
+  /// What it can be asked for; checked when the group is made, and before each call.
+  virtual std::span<const Algorithm> all_reduce_algorithms() const = 0;
   /// Fills in the algorithm of `header` and its geometry: from what is equal on all ranks.
   virtual void plan(const Collective& call, CallHeader& header) const = 0;
   /// Runs one collective, on one thread at a time; checks every peer's header before its data.

@@ -1,16 +1,10 @@
 #include "collectives/collective.h"
 
-#include <array>
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 
 namespace ringcomm {
-namespace {
-
-constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
-                                             Algorithm::kTwoShot, Algorithm::kRing};
-
-}  // namespace
 
 const char* name_of(OpKind op) {
   switch (op) {
@@ -65,19 +59,33 @@ const char* name_of(Algorithm algorithm) {
   return "unknown algorithm";
 }
 
-void check_all_reduce_algorithm(Algorithm algorithm) {
-  for (const Algorithm known : kAllReduceAlgorithms)
-    if (algorithm == known) return;
+namespace {
+
+// "auto, one_shot, two_shot and ring"
+std::string names_of(std::span<const Algorithm> algorithms) {
+  std::string names;
+  for (std::size_t idx = 0; idx < algorithms.size(); ++idx) {
+    if (idx > 0) names += idx + 1 < algorithms.size() ? ", " : " and ";
+    names += name_of(algorithms[idx]);
+  }
+  return names;
+}
+
+}  // namespace
+
+void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> known,
+                                const std::string& carrier) {
+  if (std::find(known.begin(), known.end(), algorithm) != known.end()) return;
   throw std::invalid_argument(std::string(name_of(algorithm)) +
-                              " is not an algorithm of all_reduce; use auto, one_shot, two_shot or "
-                              "ring");
+                              " is no algorithm of all_reduce on this group (" + carrier +
+                              "); known are " + names_of(known));
 }
 
 Algorithm algorithm_from_name(const std::string& name) {
   for (const Algorithm known : kAllReduceAlgorithms)
     if (name == name_of(known)) return known;
-  throw std::invalid_argument("unknown algorithm '" + name +
-                              "'; known are auto, one_shot, two_shot and ring");
+  throw std::invalid_argument("unknown algorithm '" + name + "'; known are " +
+                              names_of(kAllReduceAlgorithms));
 }
 
 bool Collective::is_uneven(int world_size) const {

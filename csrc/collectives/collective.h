@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "core/types.h"
@@ -35,8 +36,15 @@ const char* name_of(OpKind op);
 /// Whether the elements of the ranks become one.
 bool is_reduction(OpKind op);
 const char* name_of(Algorithm algorithm);
-/// Throws std::invalid_argument where all_reduce has no such algorithm.
-void check_all_reduce_algorithm(Algorithm algorithm);
+/// What users may ask for: an algorithm of all_reduce. Options are the group's, whatever carries
+/// its tensors, so each carrier says which of these it has (Carrier::all_reduce_algorithms) and the
+/// others are refused. A carrier of device tensors may run another one than asked for, where
+/// buffers do not allow it; Stats say what ran.
+inline constexpr std::array kAllReduceAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
+                                                    Algorithm::kTwoShot, Algorithm::kRing};
+/// Throws std::invalid_argument unless `known` has `algorithm`: names both, and the `carrier`.
+void check_all_reduce_algorithm(Algorithm algorithm, std::span<const Algorithm> known,
+                                const std::string& carrier);
 /// Throws std::invalid_argument naming the known ones.
 Algorithm algorithm_from_name(const std::string& name);
 

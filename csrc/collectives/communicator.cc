@@ -15,7 +15,6 @@ namespace {
 void check_op(const Collective& call, int world_size) {
   if (call.op == OpKind::kSend || call.op == OpKind::kRecv)
     throw std::invalid_argument(std::string(name_of(call.op)) + " is not a collective");
-  if (call.op == OpKind::kAllReduce) check_all_reduce_algorithm(call.algorithm);
   const bool has_root = call.op == OpKind::kBroadcast || call.op == OpKind::kReduce ||
                         call.op == OpKind::kGather || call.op == OpKind::kScatter;
   if (has_root && (call.root < 0 || call.root >= world_size))
@@ -61,12 +60,20 @@ Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
     transport_ = std::move(chosen.reason);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();
   }
+  check_algorithm(options.algorithm);
   failure_ = std::make_unique<Failure>(carrier_ != nullptr ? &carrier_->membership() : nullptr,
                                        rank, world_size);
   if (carrier_ != nullptr) p2p_ = carrier_->make_p2p(*failure_, stats_);
 }
 
 Communicator::~Communicator() = default;
+
+void Communicator::close(const std::function<bool()>& is_interrupted) {
+  queue_.drain([&] {
+    if (is_interrupted && is_interrupted()) abort("interrupted by a signal");
+  });
+  if (p2p_ != nullptr) p2p_->close(is_interrupted);
+}
 
 template <typename Body>
 void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
@@ -83,15 +90,19 @@ void Communicator::run_in_order(const Body& body, const WaitLimits& limits) {
   const auto poll = [&] {
     if (limits.is_interrupted && limits.is_interrupted()) abort("interrupted by a signal");
   };
-  queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
+  try {
+    queue_.run(std::ref(task), std::ref(poll));  // by reference: a copy would allocate
+  } catch (...) {                                // it is not in the queue, and so was not called
+    num_issued_.fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
   if (error != nullptr) std::rethrow_exception(error);
 }
 
 template <typename Body>
 OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
   failure_->rethrow_if_any();
-  num_issued_.fetch_add(1, std::memory_order_relaxed);
-  return queue_.submit([body = std::move(body), done = std::move(done)] {
+  auto ticket = queue_.submit([body = std::move(body), done = std::move(done)] {
     std::exception_ptr error;
     try {
       body();
@@ -100,6 +111,9 @@ OrderedQueue::Ticket Communicator::submit_in_order(Body body, Done done) {
     }
     done(error);
   });
+  // Counted when it is in: where its thread cannot be had, it was not called.
+  num_issued_.fetch_add(1, std::memory_order_relaxed);
+  return ticket;
 }
 
 void Communicator::run(const Collective& call, const WaitLimits& limits) {
@@ -123,8 +137,15 @@ OrderedQueue::Ticket Communicator::submit(Sequence sequence, const WaitLimits& l
       std::move(done));
 }
 
+void Communicator::check_algorithm(Algorithm algorithm) const {
+  check_all_reduce_algorithm(
+      algorithm, carrier_ != nullptr ? carrier_->all_reduce_algorithms() : kAllReduceAlgorithms,
+      transport_);
+}
+
 void Communicator::validate(const Collective& call) const {
   check_op(call, world_size_);
+  if (call.op == OpKind::kAllReduce) check_algorithm(call.algorithm);
   check_own_share(call, rank_);
   if (is_reduction(call.op)) reduce_op_of(call);
   if (call.op == OpKind::kReduceUpdateGather) {

@@ -57,7 +57,7 @@ class Communicator {
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
                const HasDied& has_died = {});
-  /// Runs the collectives that were submitted, then leaves the group.
+  /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -100,6 +100,11 @@ class Communicator {
   /// Sends and receives; null in a group of one.
   PointToPoint* p2p() { return p2p_.get(); }
 
+  /// Before the group is destroyed, where nothing more is called: returns when the collectives that
+  /// were submitted and the sends are done, and ends the receives with an error. `is_interrupted`
+  /// is asked about every 50 ms, true ends the group; may be empty. A second call does nothing.
+  void close(const std::function<bool()>& is_interrupted);
+
   /// Ends the group: calls that wait, here and on the other ranks, throw kAborted naming this rank.
   void abort(const std::string& why) { failure_->abort(why); }
   Failure& failure() { return *failure_; }
@@ -112,6 +117,7 @@ class Communicator {
   bool is_inherited() const { return failure_->is_inherited(); }
 
  private:
+  void check_algorithm(Algorithm algorithm) const;
   void validate(const Collective& call) const;
   template <typename Body>
   void run_in_order(const Body& body, const WaitLimits& limits);

@@ -17,7 +17,6 @@ std::string CommunicatorOptions::to_text() const {
 }
 
 void CommunicatorOptions::validate() const {
-  check_all_reduce_algorithm(algorithm);
   if (num_slots < 2 || num_slots > 64)
     throw std::invalid_argument(
         "num_slots is 2 to 64 (with one slot the ranks of a ring would wait for each other "

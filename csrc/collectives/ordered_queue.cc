@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "transport/background_thread.h"
 
 namespace ringcomm {
 namespace {
@@ -14,21 +13,38 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 }  // namespace
 
 OrderedQueue::~OrderedQueue() {
+  drain({});
   {
-    std::unique_lock lock(mutex_);
-    while (is_running_ || !entries_.empty()) {
-      if (may_run_front()) {
-        run_front(lock);
-      } else {
-        ++num_waiting_;
-        has_news_.wait(lock);
-        --num_waiting_;
-      }
-    }
+    const std::lock_guard lock(mutex_);
     is_stopping_ = true;
   }
   has_work_.notify_all();
   if (progress_thread_.joinable()) progress_thread_.join();
+}
+
+void OrderedQueue::drain(const Poll& poll) {
+  std::unique_lock lock(mutex_);
+  run_or_sleep(lock, [this] { return !is_running_ && entries_.empty(); }, poll);
+}
+
+// Runs tasks until `is_over`, or sleeps while another thread does.
+template <class IsOver>
+void OrderedQueue::run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over,
+                                const Poll& poll) {
+  while (!is_over()) {
+    if (may_run_front()) {
+      run_front(lock);
+      continue;
+    }
+    ++num_waiting_;
+    const bool is_timeout = has_news_.wait_for(lock, kPollInterval) == std::cv_status::timeout;
+    --num_waiting_;
+    if (is_timeout && poll) {
+      lock.unlock();
+      poll();
+      lock.lock();
+    }
+  }
 }
 
 void OrderedQueue::check_not_in_task() const {
@@ -96,20 +112,7 @@ OrderedQueue::Ticket OrderedQueue::submit(Task task) {
 void OrderedQueue::wait(const Ticket& ticket, const Poll& poll) {
   std::unique_lock lock(mutex_);
   if (!ticket->is_done) check_not_in_task();
-  while (!ticket->is_done) {
-    if (may_run_front()) {
-      run_front(lock);
-      continue;
-    }
-    ++num_waiting_;
-    const bool is_timeout = has_news_.wait_for(lock, kPollInterval) == std::cv_status::timeout;
-    --num_waiting_;
-    if (is_timeout && poll) {
-      lock.unlock();
-      poll();
-      lock.lock();
-    }
-  }
+  run_or_sleep(lock, [&] { return ticket->is_done; }, poll);
 }
 
 bool OrderedQueue::wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll) {

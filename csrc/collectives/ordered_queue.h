@@ -8,6 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "transport/background_thread.h"
+
 namespace ringcomm {
 
 /// Runs tasks one at a time, in the order in which they were put in, on whichever thread is there
@@ -50,11 +52,15 @@ class OrderedQueue {
   /// not done then.
   bool wait_until(const Ticket& ticket, Clock::time_point deadline, const Poll& poll);
   bool is_done(const Ticket& ticket);
+  /// Returns when no task is left; runs tasks until then if nobody else does.
+  void drain(const Poll& poll);
 
  private:
   void check_not_in_task() const;
   void run_front(std::unique_lock<std::mutex>& lock);
   void run_unlocked(std::unique_lock<std::mutex>& lock, const Task& task);
+  template <class IsOver>
+  void run_or_sleep(std::unique_lock<std::mutex>& lock, const IsOver& is_over, const Poll& poll);
   bool may_run_front() const { return !is_left_to_thread_ && !is_running_ && !entries_.empty(); }
   void progress();
 
@@ -67,7 +73,7 @@ class OrderedQueue {
   bool is_running_ = false;  // a task, on some thread
   bool is_stopping_ = false;
   bool is_left_to_thread_ = false;
-  std::thread progress_thread_;
+  BackgroundThread progress_thread_;
 };
 
 }  // namespace ringcomm

@@ -32,10 +32,12 @@ void raise_misfit(Failure& failure, const P2pOp& receive, std::uint64_t sent_byt
                          activity_of(receive));
 }
 
-std::exception_ptr orphaned(const P2pOp& receive, int rank) {
-  return std::make_exception_ptr(Error({.kind = ErrorKind::kAborted, .rank = rank, .op = "recv"},
-                                       "ringcomm: " + activity_of(receive).description +
-                                           ": the group was destroyed before a message came"));
+std::exception_ptr orphaned(const P2pOp& op, int rank) {
+  const Activity activity = activity_of(op);
+  return std::make_exception_ptr(
+      Error({.kind = ErrorKind::kAborted, .rank = rank, .op = activity.op},
+            "ringcomm: " + activity.description + ": the group was destroyed before " +
+                (op.kind == P2pOp::Kind::kSend ? "it was sent" : "a message came")));
 }
 
 }  // namespace ringcomm

@@ -18,7 +18,7 @@ void check_peer(const P2pOp& op, int rank, int world_size);
 /// A message of `sent_bytes` has met a receive of another size, on `rank`: ends the group.
 [[noreturn]] void raise_misfit(Failure& failure, const P2pOp& receive, std::uint64_t sent_bytes,
                                int rank);
-/// The error of a receive whose group is destroyed.
-std::exception_ptr orphaned(const P2pOp& receive, int rank);
+/// The error of an operation whose group is destroyed.
+std::exception_ptr orphaned(const P2pOp& op, int rank);
 
 }  // namespace ringcomm

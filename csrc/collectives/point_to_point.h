@@ -23,6 +23,10 @@ class PointToPoint {
   /// `is_interrupted` is asked about every 50 ms, true ends the group; may be empty.
   virtual bool wait(const P2pOpPtr& op, Clock::time_point deadline,
                     const Interrupted& is_interrupted) = 0;
+  /// Before this is destroyed, where nothing is posted any more: returns when the sends are
+  /// received, or their receivers gone or their time-outs over, and ends the receives with an
+  /// error. `is_interrupted` as in wait(). A second call does nothing.
+  virtual void close(const Interrupted& is_interrupted) = 0;
 };
 
 }  // namespace ringcomm

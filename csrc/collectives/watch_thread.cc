@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "transport/background_thread.h"
-
 namespace ringcomm {
 
 WatchThread::WatchThread(const char* name, Pace pace, std::function<bool()> look)

@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <thread>
+
+#include "transport/background_thread.h"
 
 namespace ringcomm {
 
@@ -40,7 +41,7 @@ class WatchThread {
   std::int64_t looks_left_ = 0;
   bool is_awake_ = false;
   bool is_over_ = false;
-  std::thread thread_;  // last: it uses all of the above
+  BackgroundThread thread_;  // last: it uses all of the above
 };
 
 }  // namespace ringcomm

@@ -9,41 +9,48 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
+
+#include "transport/process_generation.h"
 
 namespace ringcomm {
 
-/// A read or write of a file that is under way: done when all of its blocks are.
+/// A read or write of a file that is under way: done when all of its blocks are. Without a lock,
+/// which a thread might hold while another one forks.
 class FileTransfer {
  public:
-  explicit FileTransfer(std::size_t num_blocks) : num_left_(num_blocks) {}
+  explicit FileTransfer(std::size_t num_blocks) : num_left_(static_cast<int>(num_blocks)) {}
 
   /// What a block that met the end of the file reports in place of an errno.
   static constexpr int kEndOfFile = -1;
 
   /// Says that a block is done; the first error stays. Any thread.
   void finish_block(int error) {
-    const std::lock_guard lock(mutex_);
-    if (error_ == 0) error_ = error;
-    if (--num_left_ == 0) done_.notify_all();
+    int none = 0;
+    error_.compare_exchange_strong(none, error);
+    if (num_left_.fetch_sub(1) == 1) num_left_.notify_all();
   }
 
-  /// Blocks; returns 0, the errno of the first block that failed, or kEndOfFile. Any thread.
+  /// Blocks; returns 0, the errno of the first block that failed, or kEndOfFile. Any thread. Throws
+  /// std::runtime_error in a forked child where the transfer was under way at the fork: the
+  /// parent's threads finish it, and the child does not see that.
   int wait() {
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [&] { return num_left_ == 0; });
+    for (int left = num_left_; left != 0; left = num_left_) {
+      if (generation_ != process_generation())
+        throw std::runtime_error(
+            "ringcomm: this transfer of a file was under way when the process was forked, and ends "
+            "in the parent only; wait for transfers before forking");
+      num_left_.wait(left);
+    }
     return error_;
   }
 
-  bool is_done() {
-    const std::lock_guard lock(mutex_);
-    return num_left_ == 0;
-  }
+  bool is_done() const { return num_left_ == 0; }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable done_;
-  std::size_t num_left_;
-  int error_ = 0;
+  const int generation_ = process_generation();
+  std::atomic<int> num_left_;
+  std::atomic<int> error_ = 0;
 };
 
 /// A part of a transfer, which is one operation of the file system, or a few where those come back

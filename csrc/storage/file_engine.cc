@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <stdexcept>
-
-#include "transport/background_thread.h"
+#include <system_error>
 
 namespace ringcomm {
 namespace {
@@ -41,32 +40,54 @@ FileEngine::FileEngine(const std::string& kind, unsigned queue_depth, std::size_
   if (queue_depth == 0 || block_bytes == 0)
     throw std::invalid_argument("queue_depth and block_bytes are positive");
   if (kind == "io_uring") {
-    threads_.push_back(start_uring_thread(queue_, queue_depth));
+    workers_->threads.push_back(start_uring_thread(workers_->queue, queue_depth));
   } else if (kind == "threads") {
-    for (unsigned i = 0; i < std::min(queue_depth, kMaxThreads); ++i)
-      threads_.push_back(start_background_thread("ringcomm-file", [this] { work_on(queue_); }));
+    start_threads(std::min(queue_depth, kMaxThreads));
   } else {
     throw std::invalid_argument("an engine is \"io_uring\" or \"threads\", got \"" + kind + "\"");
   }
 }
 
+// One thread is enough: where a limit allows no more, those that there are do the work.
+void FileEngine::start_threads(unsigned num_threads) {
+  std::vector<BackgroundThread>& threads = workers_->threads;
+  threads.reserve(num_threads);
+  while (threads.size() < num_threads) {
+    try {
+      threads.push_back(
+          start_background_thread("ringcomm-file", [&queue = workers_->queue] { work_on(queue); }));
+    } catch (const std::system_error&) {
+      if (threads.empty()) throw;
+      return;
+    }
+  }
+}
+
 FileEngine::~FileEngine() {
-  queue_.close();
-  for (std::thread& thread : threads_) thread.join();
+  if (generation_ != process_generation()) {
+    static_cast<void>(workers_.release());
+    return;
+  }
+  workers_->queue.close();
+  for (BackgroundThread& thread : workers_->threads) thread.join();
 }
 
 std::shared_ptr<FileTransfer> FileEngine::start(bool is_write, int fd, void* data,
                                                 std::size_t num_bytes, off_t offset) {
+  if (generation_ != process_generation())
+    throw std::runtime_error(
+        "ringcomm: this process was forked from the one that opened the file engine, and has none "
+        "of its threads; open files after forking");
   const std::size_t num_blocks = (num_bytes + block_bytes_ - 1) / block_bytes_;
   auto transfer = std::make_shared<FileTransfer>(num_blocks);
   for (std::size_t i = 0; i < num_blocks; ++i) {
     const std::size_t begin = i * block_bytes_;
-    queue_.push({.is_write = is_write,
-                 .fd = fd,
-                 .data = static_cast<char*>(data) + begin,
-                 .num_bytes = std::min(block_bytes_, num_bytes - begin),
-                 .offset = offset + static_cast<off_t>(begin),
-                 .transfer = transfer});
+    workers_->queue.push({.is_write = is_write,
+                          .fd = fd,
+                          .data = static_cast<char*>(data) + begin,
+                          .num_bytes = std::min(block_bytes_, num_bytes - begin),
+                          .offset = offset + static_cast<off_t>(begin),
+                          .transfer = transfer});
   }
   return transfer;
 }

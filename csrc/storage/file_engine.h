@@ -3,10 +3,11 @@
 #include <cstddef>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "storage/block_queue.h"
+#include "transport/background_thread.h"
+#include "transport/process_generation.h"
 
 namespace ringcomm {
 
@@ -15,6 +16,9 @@ namespace ringcomm {
 ///
 /// For files opened with O_DIRECT, block_bytes, and the addresses, offsets and sizes of transfers
 /// are to be multiples of what the file system asks for; the engine does not look.
+///
+/// A forked child has no part in an engine: its threads are the parent's. There start() throws and
+/// the destructor returns at once.
 class FileEngine {
  public:
   /// `kind` is "io_uring" or "threads". Throws std::invalid_argument for another one and for values
@@ -28,14 +32,23 @@ class FileEngine {
   /// Whether io_uring was there to compile with.
   static bool has_uring();
 
-  /// Starts a transfer. The memory has to stay until it is done.
+  /// Starts a transfer. The memory has to stay until it is done. Throws std::runtime_error in a
+  /// forked child.
   std::shared_ptr<FileTransfer> start(bool is_write, int fd, void* data, std::size_t num_bytes,
                                       off_t offset);
 
  private:
+  void start_threads(unsigned num_threads);
+
+  struct Workers {
+    BlockQueue queue;
+    std::vector<BackgroundThread> threads;
+  };
+
   const std::size_t block_bytes_;
-  BlockQueue queue_;
-  std::vector<std::thread> threads_;
+  const int generation_ = process_generation();
+  // Leaked in a forked child: the queue may be locked, and counts the parent's threads as waiters.
+  std::unique_ptr<Workers> workers_ = std::make_unique<Workers>();
 };
 
 /// Does a block with pread() or pwrite(), to the end. Returns what FileTransfer::finish_block
@@ -44,6 +57,6 @@ int run_block(const FileBlock& block);
 
 /// A thread with a ring of its own, which works on the queue until that is closed and empty. Throws
 /// std::runtime_error as FileEngine does.
-std::thread start_uring_thread(BlockQueue& queue, unsigned queue_depth);
+BackgroundThread start_uring_thread(BlockQueue& queue, unsigned queue_depth);
 
 }  // namespace ringcomm

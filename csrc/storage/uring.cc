@@ -5,7 +5,6 @@
 #include <string>
 
 #include "storage/file_engine.h"
-#include "transport/background_thread.h"
 
 #ifdef RINGCOMM_WITH_URING
 #include <liburing.h>
@@ -109,7 +108,7 @@ class Ring {
 
 bool FileEngine::has_uring() { return true; }
 
-std::thread start_uring_thread(BlockQueue& queue, unsigned queue_depth) {
+BackgroundThread start_uring_thread(BlockQueue& queue, unsigned queue_depth) {
   auto ring = std::make_shared<Ring>(queue_depth);
   return start_background_thread("ringcomm-uring", [ring, &queue] { ring->work_on(queue); });
 }
@@ -122,7 +121,7 @@ namespace ringcomm {
 
 bool FileEngine::has_uring() { return false; }
 
-std::thread start_uring_thread(BlockQueue&, unsigned) {
+BackgroundThread start_uring_thread(BlockQueue&, unsigned) {
   throw std::runtime_error(
       "this build has no io_uring: install liburing's headers (apt-get install liburing-dev) and "
       "build again");

@@ -2,8 +2,14 @@
 
 // Messages between threads of one process, for tests: late, overtaking each other between tags, and
 // read from the sender's buffer only when they are delivered. A send ends with its receive, as
-// Gloo's does. Ranks can die.
+// Gloo's does. Ranks can die, or be stopped at the n-th message that they start.
+//
+// An abort is as slow as Gloo's: first the waits end, then a hook runs, and only when abort()
+// returns does the network let go of messages that were destroyed meanwhile. Whatever it lets go of
+// before it was delivered it uses once more, as a late peer would: AddressSanitizer sees buffers
+// that were freed too early.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -36,6 +42,7 @@ class MemoryNetwork {
         max_delay_(max_delay),
         random_(seed),
         is_gone_(static_cast<std::size_t>(world_size)),
+        is_aborting_(static_cast<std::size_t>(world_size)),
         deliverer_([this] { deliver(); }) {}
   ~MemoryNetwork() {
     {
@@ -54,6 +61,14 @@ class MemoryNetwork {
   void kill(int rank) {
     const std::lock_guard lock(mutex_);
     leave(rank);
+  }
+
+  /// Called in every abort(), between the end of the waits and that of the messages. Set before the
+  /// ranks start.
+  void on_abort(std::function<void(int rank)> hook) { on_abort_ = std::move(hook); }
+  /// Called before a rank starts a message, with the number of those before it; likewise.
+  void on_start(std::function<void(int rank, int num_started)> hook) {
+    on_start_ = std::move(hook);
   }
 
   /// Messages that met a receive of another size; a transport may crash then.
@@ -81,6 +96,8 @@ class MemoryNetwork {
     std::size_t num_bytes = 0;
     bool is_send = false;
     bool is_over = false;
+    bool is_aborted = false;    // waits have ended, and the buffer is used until `is_over`
+    bool is_destroyed = false;  // while the abort goes on
     MessageEnd end = MessageEnd::kDone;
     std::shared_ptr<Post> partner = {};
     Clock::time_point due = {};
@@ -94,12 +111,15 @@ class MemoryNetwork {
         : network_(network), post_(std::move(post)) {}
     ~MemoryMessage() override {
       const std::lock_guard lock(network_.mutex_);
-      if (!post_->is_over) std::abort();  // its buffer may be gone, and the network would use it
+      if (post_->is_over) return;
+      if (!post_->is_aborted) std::abort();  // its buffer may be gone, and the network would use it
+      post_->is_destroyed = true;
+      if (!network_.is_aborting_[static_cast<std::size_t>(post_->owner)]) network_.let_go(*post_);
     }
     MessageEnd wait() override {
       std::unique_lock lock(network_.mutex_);
-      network_.changed_.wait(lock, [this] { return post_->is_over; });
-      return post_->end;
+      network_.changed_.wait(lock, [this] { return post_->is_over || post_->is_aborted; });
+      return post_->is_over ? post_->end : MessageEnd::kAborted;
     }
     int source() const override { return post_->from; }
     const std::string& failure() const override {
@@ -142,15 +162,21 @@ class MemoryNetwork {
                     .data = data,
                     .num_bytes = num_bytes});
     }
-    void abort() override {
-      const std::lock_guard lock(network_.mutex_);
-      is_aborted_ = true;
-      network_.end_all([this](const Post& post) { return post.owner == rank_; },
-                       MessageEnd::kAborted);
-    }
 
    private:
+    void end_messages() noexcept override {
+      {
+        const std::lock_guard lock(network_.mutex_);
+        is_aborted_ = true;
+        network_.begin_abort(rank_);
+      }
+      if (network_.on_abort_) network_.on_abort_(rank_);
+      const std::lock_guard lock(network_.mutex_);
+      network_.end_abort(rank_);
+    }
+
     MessagePtr start(Post post) {
+      if (network_.on_start_) network_.on_start_(rank_, num_started_++);
       const std::lock_guard lock(network_.mutex_);
       const auto posted = std::make_shared<Post>(std::move(post));
       if (is_aborted_)
@@ -163,6 +189,7 @@ class MemoryNetwork {
     MemoryNetwork& network_;
     int rank_;
     bool is_aborted_ = false;
+    std::atomic<int> num_started_ = 0;
   };
 
   static bool fit(const Post& send, const Post& recv) {
@@ -218,6 +245,43 @@ class MemoryNetwork {
         if (is_meant(*post)) end(*post, how);
   }
 
+  template <class Body>
+  void for_each_post(const Body& body) {
+    for (const std::list<PostPtr>* posts : {&waiting_, &stranded_})
+      for (const PostPtr& post : *posts) body(*post);
+    for (const PostPtr& send : matched_) {
+      body(*send);
+      body(*send->partner);
+    }
+  }
+
+  // Ends the waits of a rank, and no more.
+  void begin_abort(int rank) {
+    is_aborting_[static_cast<std::size_t>(rank)] = true;
+    for_each_post([rank](Post& post) { post.is_aborted |= post.owner == rank && !post.is_over; });
+    changed_.notify_all();
+  }
+
+  // Lets go of those messages that were destroyed since.
+  void end_abort(int rank) {
+    is_aborting_[static_cast<std::size_t>(rank)] = false;
+    std::vector<Post*> destroyed;
+    for_each_post([&](Post& post) {
+      if (post.owner == rank && post.is_destroyed && !post.is_over) destroyed.push_back(&post);
+    });
+    for (Post* post : destroyed) let_go(*post);
+  }
+
+  // A last use of the buffer, as by a peer that was faster than this rank; then none any more.
+  void let_go(Post& post) {
+    for (std::size_t i = 0; i < post.num_bytes; ++i)
+      if (post.is_send)
+        last_read_ = post.data[i];
+      else
+        post.data[i] = std::byte{0xdd};
+    end_all([&post](const Post& other) { return &other == &post; }, MessageEnd::kAborted);
+  }
+
   void leave(int rank) {
     is_gone_[static_cast<std::size_t>(rank)] = true;
     end_all([rank](const Post& post) { return post.from == rank || post.to == rank; },
@@ -262,11 +326,15 @@ class MemoryNetwork {
   std::condition_variable changed_;
   std::mt19937 random_;
   std::vector<bool> is_gone_;
+  std::vector<bool> is_aborting_;  // by rank
+  std::function<void(int)> on_abort_;
+  std::function<void(int, int)> on_start_;
   std::list<PostPtr> waiting_;
   std::list<PostPtr> matched_;   // the sends
   std::list<PostPtr> stranded_;  // matched with one that was aborted
   std::vector<std::pair<int, std::uint64_t>> delivered_;
   int num_misfits_ = 0;
+  volatile std::byte last_read_ = {};
   bool is_stopping_ = false;
   std::thread deliverer_;  // last: it uses the rest
 };

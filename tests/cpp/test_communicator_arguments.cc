@@ -5,8 +5,11 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "collective_case.h"
+#include "hosts_ranks.h"
+#include "memory_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "thread_ranks.h"
 
@@ -82,10 +85,39 @@ TEST_CASE("a root that is no rank, and an op that is no collective, are refused"
       for (const int root : {-1, 3, 1000}) refused({.op = op, .root = root}, "root is a rank");
     refused({.op = OpKind::kSend}, "send is not a collective");
     refused({.op = OpKind::kRecv}, "recv is not a collective");
-    refused({.algorithm = Algorithm::kDirect}, "direct is not an algorithm of all_reduce");
-    refused({.algorithm = Algorithm::kHierarchical}, "hierarchical is not an algorithm");
-    refused({.algorithm = static_cast<Algorithm>(99)}, "unknown algorithm is not an algorithm");
+    refused({.algorithm = Algorithm::kDirect},
+            "direct is no algorithm of all_reduce on this group (");
+    refused({.algorithm = Algorithm::kHierarchical}, "hierarchical is no algorithm");
+    refused({.algorithm = static_cast<Algorithm>(99)}, "unknown algorithm is no algorithm");
   });
+}
+
+// Two_shot would run, and be counted as what was asked for.
+TEST_CASE("an algorithm that a carrier does not have is refused, at the call and in the options") {
+  struct Group {
+    std::string placement;  // a letter for each rank's host
+    std::string carrier;
+  };
+  for (const auto& [placement, carrier] : std::vector<Group>{
+           {"a", "a group of one"}, {"aa", "shm"}, {"ab", "p2p over memory"}, {"aab", "inside"}}) {
+    CAPTURE(placement);
+    for (const auto unknown : {Algorithm::kHierarchical, static_cast<Algorithm>(17)}) {
+      const std::string text = std::string(name_of(unknown)) + " is no algorithm of all_reduce";
+      const auto world_size = static_cast<int>(placement.size());
+      testing::MemoryNetwork network(world_size);
+      testing::run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+        if (communicator.rank() == 0) {
+          expect_refused(communicator, {.algorithm = unknown}, text);
+          expect_refused(communicator, {.algorithm = unknown}, carrier);
+        }
+        testing::run_case(communicator, {.num_elems = 9});
+      });
+      testing::MemoryNetwork other(world_size);
+      CHECK_THROWS_WITH_AS(
+          testing::run_hosts_ranks(other, placement, [](Communicator&) {}, {.algorithm = unknown}),
+          doctest::Contains(text.c_str()), std::runtime_error);
+    }
+  }
 }
 
 TEST_CASE("wrong options are refused before the group is made") {

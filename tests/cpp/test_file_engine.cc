@@ -1,5 +1,6 @@
 // Files read and written in blocks beside the program, by every engine that is here.
 #include <fcntl.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -169,5 +170,40 @@ TEST_CASE("options that make no engine are refused") {
   CHECK_THROWS_AS(FileEngine("aio", 1, 1), std::invalid_argument);
   if (!FileEngine::has_uring()) CHECK_THROWS_AS(FileEngine("io_uring", 1, 1), std::runtime_error);
 }
+
+#ifndef __SANITIZE_THREAD__  // which forbids threads in a forked child
+// The child has none of the threads, and condition variables that count them as waiters.
+TEST_CASE("a forked child ends, uses engines of its own, and is told where it uses the parent's") {
+  const ScratchFile file;
+  auto engine = std::make_unique<FileEngine>("threads", 2, kBlockBytes);
+  std::vector<char> bytes(kBlockBytes);
+  CHECK(engine->start(true, file.fd(), bytes.data(), bytes.size(), 0)->wait() == 0);
+  FileTransfer under_way(1);
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::alarm(20);
+    int num_wrong = 0;
+    const auto is_told = [](const auto& body) {
+      try {
+        body();
+      } catch (const std::runtime_error& error) {
+        return std::string(error.what()).find("forked") != std::string::npos;
+      }
+      return false;
+    };
+    num_wrong += !is_told([&] { engine->start(true, file.fd(), bytes.data(), bytes.size(), 0); });
+    num_wrong += !is_told([&] { under_way.wait(); });
+    num_wrong += under_way.is_done();
+    engine.reset();
+    FileEngine own("threads", 2, kBlockBytes);
+    num_wrong += own.start(true, file.fd(), bytes.data(), bytes.size(), 0)->wait() != 0;
+    ::_exit(num_wrong);
+  }
+  int status = -1;
+  REQUIRE(::waitpid(pid, &status, 0) == pid);
+  CHECK(status == 0);
+  CHECK(engine->start(true, file.fd(), bytes.data(), bytes.size(), 0)->wait() == 0);
+}
+#endif
 
 }  // namespace

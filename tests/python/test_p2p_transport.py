@@ -10,6 +10,8 @@ import datetime
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -339,3 +341,38 @@ def test_group_in_a_forked_child() -> None:
 
 def test_destroy_with_work_in_flight() -> None:
     run(2, test_faults.destroy_in_flight, fresh=True)
+
+
+# ---- deaths at whatever step (at every message: tests/cpp/test_message_aborts.cc)
+
+
+def calls_without_end() -> None:
+    """Collectives of all sizes and patterns, one after another, until one raises."""
+    world_size = dist.get_world_size()
+    tensors = [torch.ones(num_elems) for num_elems in (10, 5000, 300_001)]
+    while True:
+        for turn, tensor in enumerate(tensors):
+            dist.all_reduce(tensor)
+            tensor.fill_(1.0)
+            dist.broadcast(tensor, turn % world_size)
+            dist.all_gather([torch.empty_like(tensor) for _ in range(world_size)], tensor)
+        dist.barrier()
+
+
+def die_in_the_middle(rank: int, victim: int, delay_s: float) -> dict[str, Any]:
+    """The victim ends in the middle of some collective; what the others are told, and when."""
+    dist.barrier()
+    begin = time.monotonic()
+    if rank == victim:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    error = caught(calls_without_end)
+    return {**error, "seconds": time.monotonic() - begin - delay_s}
+
+
+def test_killed_in_the_middle() -> None:
+    for victim, delay_s in [(1, 0.05), (2, 0.081), (3, 0.133)]:
+        errors = run(4, die_in_the_middle, victim, delay_s, fresh=True, may_die=[victim])
+        for rank, error in enumerate(errors):
+            if rank != victim:
+                assert (error["type"], error["rank"]) == ("PeerDiedError", victim), (rank, error)
+                assert error["seconds"] < test_faults.SOON_S, (rank, error)

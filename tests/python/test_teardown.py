@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -142,3 +143,38 @@ def restart_over_one_store(rank: int, path: str) -> list[float]:
 def test_groups_are_made_again_over_the_same_store(tmp_path: Any) -> None:
     path = str(tmp_path / "store")
     assert run_ranks(2, restart_over_one_store, path, backend=None, fresh=True) == [[9.0] * 3] * 2
+
+
+def unmatched(name: str) -> Any:
+    if name == "all_reduce":
+        return dist.all_reduce(torch.ones(10), async_op=True)
+    return dist.isend(torch.ones(10_000_000), 1)  # more than any buffer between the ranks holds
+
+
+def interrupt_the_end(rank: int, name: str) -> tuple[str, float]:
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.5)
+        # Rank 0 may have published its part before it gave up: then the first call succeeds.
+        errors = [caught(lambda: dist.all_reduce(torch.ones(10))) for _ in range(2)]
+        return (errors[1]["type"], 0.0)
+    unmatched(name)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    kind = "nothing"
+    try:
+        dist.destroy_process_group()
+    except KeyboardInterrupt:
+        kind = "KeyboardInterrupt"
+    return (kind, time.monotonic() - begin)
+
+
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+@pytest.mark.parametrize("name", ["all_reduce", "isend"])
+def test_ctrl_c_while_the_group_is_destroyed(name: str, transport: str) -> None:
+    """Destroying a group waits for what was started; Ctrl-C ends that wait, and the group."""
+    env = {"RINGCOMM_TRANSPORT": transport}
+    (kind, seconds), (other, _) = run_ranks(2, interrupt_the_end, name, fresh=True, env=env)
+    assert kind == "KeyboardInterrupt"
+    assert seconds < 5.0  # of the group's 30
+    assert other in ("RingcommError", "PeerDiedError")

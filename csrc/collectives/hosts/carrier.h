@@ -1,7 +1,9 @@
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <memory>
+#include <span>
 
 #include "collectives/carrier.h"
 #include "collectives/carrier_registry.h"
@@ -32,6 +34,7 @@ class HostsCarrier final : public Carrier {
   Membership& membership() override { return members_; }
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return false; }
+  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override {
@@ -39,6 +42,9 @@ class HostsCarrier final : public Carrier {
   }
 
  private:
+  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
+                                             Algorithm::kTwoShot, Algorithm::kRing};
+
   bool is_flat(const Collective& call) const;
   void dispatch(const Collective& call, const CallHeader& header);
 

@@ -49,18 +49,19 @@ void HostsEngine::begin(MessageWatch::Operation& operation, const CallHeader& he
   if (leaders_ != nullptr) leaders_->begin(operation);
 }
 
+// all_ is last: the messages of the others use the memory that it stages.
 void HostsEngine::finish() {
+  if (some_ != nullptr) in_numbers_of(some_subset_->ranks(), [&] { some_->finish(); });
+  if (leaders_ != nullptr) in_numbers_of(leaders_subset_->ranks(), [&] { leaders_->finish(); });
   all_.finish();
-  if (leaders_ != nullptr) leaders_->finish();
-  if (some_ != nullptr) some_->finish();
   drop();
 }
 
 void HostsEngine::drop() {
-  all_.drop();
-  if (leaders_ != nullptr) leaders_->drop();
   some_.reset();
   some_subset_.reset();
+  if (leaders_ != nullptr) leaders_->drop();
+  all_.drop();
 }
 
 MessageEngine& HostsEngine::among(const std::vector<int>& ranks) {

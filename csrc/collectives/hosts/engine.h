@@ -77,7 +77,7 @@ class HostsEngine {
     }
   }
 
-  /// Memory until the collective ends, aligned for any element.
+  /// Memory until the collective ends, aligned for any element; for the messages of all engines.
   std::byte* stage(std::size_t num_bytes) { return all_.stage(num_bytes); }
   void count_sent(std::uint64_t num_bytes) { traffic_.sent_bytes += num_bytes; }
   /// Whether a wait of run_local() ended because another rank of this host had given up.

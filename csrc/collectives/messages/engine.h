@@ -66,7 +66,7 @@ class MessageEngine {
   MessageTransport& transport_;
   Cut cut_;
   MessageWatch::Operation* operation_ = nullptr;
-  std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages, which use it
+  std::vector<std::unique_ptr<std::byte[]>> staging_;  // outlives the messages of this engine
   std::list<Posted> posted_;
   std::deque<Handle> sends_;  // of post_send()
 };

@@ -11,7 +11,6 @@
 
 #include "collectives/messages/tags.h"
 #include "collectives/p2p_errors.h"
-#include "transport/background_thread.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
@@ -54,22 +53,31 @@ MessageP2p::MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure
       stats_(stats),
       num_long_sends_(static_cast<std::size_t>(transport.world_size())) {}
 
-MessageP2p::~MessageP2p() {
-  {
-    Lock lock(mutex_);
-    std::optional<MessageWatch::Operation> flush;
+MessageP2p::~MessageP2p() { close({}); }
+
+void MessageP2p::close(const Interrupted& is_interrupted) {
+  Lock lock(mutex_);
+  if (is_stopping_) return;
+  std::optional<MessageWatch::Operation> flush;
+  try {
     if (num_sends_ > 0) flush.emplace(watch_, flush_deadline_);
-    has_news_.wait(lock, [this] { return num_sends_ == 0; });
-    is_stopping_ = true;
-    const bool must_abort = num_items_ > 0 || !guards_.empty();
-    lock.unlock();
-    if (must_abort) transport_.abort();
-    lock.lock();
-    has_news_.wait(lock, [this] { return num_items_ == 0; });
+  } catch (const std::system_error&) {  // no thread to watch the deadline
+    transport_.abort();
   }
+  while (num_sends_ > 0) {
+    has_news_.wait_for(lock, kPollInterval);
+    abort_if(lock, is_interrupted);
+  }
+  is_stopping_ = true;
+  const bool must_abort = num_items_ > 0 || !guards_.empty();
+  lock.unlock();
+  if (must_abort) transport_.abort();
+  lock.lock();
+  has_news_.wait(lock, [this] { return num_items_ == 0; });
+  lock.unlock();
   has_work_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-  for (std::thread& thread : guard_threads_) thread.join();
+  for (BackgroundThread& thread : threads_) thread.join();
+  for (BackgroundThread& thread : guard_threads_) thread.join();
 }
 
 void MessageP2p::check(const P2pOp& op) const {
@@ -86,54 +94,73 @@ void MessageP2p::post(const P2pOpPtr& op) {
   failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock(mutex_);
   failure_.rethrow_if_any();
+  if (is_stopping_) std::rethrow_exception(orphaned(*op, transport_.rank()));
   op->deadline = deadline_after(op->timeout);
-  auto item = start(op);
-  if (item->is_send()) {
+  // Whatever may fail comes before the message is started: from then on the transport uses the
+  // caller's memory.
+  auto item = prepare(op);
+  if (threads_.empty()) start_thread();
+  if (op->peer < 0) guard_sources();
+  const LaneKey key{op->kind, op->peer, op->tag};
+  const auto place = lanes_.try_emplace(key, Lane{.key = key, .items = {}}).first;
+  Lane& lane = place->second;
+  lane.items.push_back(std::move(item));
+  const bool is_early = lane.items.back()->is_early;
+  try {
+    start(*lane.items.back());
+  } catch (...) {  // Unsupported
+    lane.items.pop_back();
+    if (lane.items.empty()) lanes_.erase(place);
+    throw;
+  }
+  ++num_items_;
+  if (is_early) ++num_early_;
+  if (op->kind == P2pOp::Kind::kSend) {
     ++num_sends_;
     flush_deadline_ = std::max(flush_deadline_, op->deadline);
-    item->is_early = item->envelope.is_whole() && num_early_ < kMaxEarly;
   }
-  const bool is_early = item->is_early;
-  if (is_early)
-    ++num_early_;
-  else
-    item->watched.emplace(watch_, op->deadline);
-  ++num_items_;
-  const LaneKey key{op->kind, op->peer, op->tag};
-  Lane& lane = lanes_.try_emplace(key, Lane{.key = key, .items = {}}).first->second;
-  lane.items.push_back(std::move(item));
   if (lane.items.size() == 1) {
     ready_.push_back(&lane);
     need_thread(kMaxThreads);
   }
-  if (op->peer < 0) {
-    guard_sources();
+  if (op->peer < 0)
     fail_orphan(lock, MessageEnd::kFailed, (transport_.rank() + 1) % transport_.world_size());
-  }
   if (is_early) tell(lock, op);
 }
 
-// In the order of the calls, with the lock held: messages of a lane match in that order.
-std::unique_ptr<MessageP2p::Item> MessageP2p::start(const P2pOpPtr& op) {
+// What the operation needs of this process: throws where that cannot be had.
+std::unique_ptr<MessageP2p::Item> MessageP2p::prepare(const P2pOpPtr& op) {
   auto item = std::make_unique<Item>(op);
-  Envelope& envelope = item->envelope;
-  auto* bytes = reinterpret_cast<std::byte*>(&envelope);
-  const int tag = MessageTags::of(op->tag);
-  if (op->kind == P2pOp::Kind::kRecv) {
-    item->envelope_message = transport_.irecv(op->peer, tag, bytes, sizeof(envelope));
-    return item;
-  }
-  envelope.num_bytes = op->num_bytes;
-  if (!envelope.is_whole()) {
-    std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op->peer)];
-    envelope.data_tag = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
-  } else if (op->num_bytes > 0) {
-    std::memcpy(envelope.data.data(), op->data, op->num_bytes);
-  }
-  item->envelope_message = transport_.isend(op->peer, tag, bytes, sizeof(envelope));
-  if (!envelope.is_whole())
-    item->data_message = transport_.isend(op->peer, envelope.data_tag, op->data, op->num_bytes);
+  item->envelope.num_bytes = item->is_send() ? op->num_bytes : 0;
+  item->is_early = item->is_send() && item->envelope.is_whole() && num_early_ < kMaxEarly;
+  if (!item->is_early) item->watched.emplace(watch_, op->deadline);
   return item;
+}
+
+// In the order of the calls, with the lock held: messages of a lane match in that order.
+void MessageP2p::start(Item& item) {
+  const P2pOp& op = *item.op;
+  Envelope& envelope = item.envelope;
+  auto* bytes = reinterpret_cast<std::byte*>(&envelope);
+  const int tag = MessageTags::of(op.tag);
+  if (!item.is_send()) {
+    item.envelope_message = transport_.irecv(op.peer, tag, bytes, sizeof(envelope));
+    return;
+  }
+  if (!envelope.is_whole()) {
+    std::uint32_t& count = num_long_sends_[static_cast<std::size_t>(op.peer)];
+    envelope.data_tag = MessageTags::kFirstLong + static_cast<int>(count++ % MessageTags::kNumLong);
+  } else if (op.num_bytes > 0) {
+    std::memcpy(envelope.data.data(), op.data, op.num_bytes);
+  }
+  item.envelope_message = transport_.isend(op.peer, tag, bytes, sizeof(envelope));
+  if (!envelope.is_whole())
+    item.data_message = transport_.isend(op.peer, envelope.data_tag, op.data, op.num_bytes);
+}
+
+void MessageP2p::start_thread() {
+  threads_.reserve(threads_.size() + 1);  // a thread that has no place could not be joined
+  threads_.push_back(start_background_thread("ringcomm-p2p", [this] { run_thread(); }));
 }
 
 void MessageP2p::need_thread(std::size_t max_threads) {
@@ -143,9 +170,9 @@ void MessageP2p::need_thread(std::size_t max_threads) {
   }
   if (threads_.size() >= max_threads) return;
   try {
-    threads_.push_back(start_background_thread("ringcomm-p2p", [this] { run_thread(); }));
+    start_thread();
   } catch (const std::system_error&) {
-    if (threads_.empty()) throw;  // otherwise the lane has its turn later
+    // post() has started one at least: the lane has its turn later.
   }
 }
 
@@ -183,8 +210,9 @@ void MessageP2p::run_thread() {
 // Runs without the lock, on one thread per lane; what goes wrong is the operation's error.
 void MessageP2p::complete(Item& item) {
   if (item.is_early) {
-    // Whoever sent it has gone on; that its receiver has gone is for others to say.
-    static_cast<void>(item.envelope_message->wait());
+    // The send is done; a receiver that has gone is another operation's error. Until abort() has
+    // returned, the transport may still read the envelope, which ends with the item.
+    if (item.envelope_message->wait() == MessageEnd::kAborted) transport_.abort();
     return;
   }
   try {
@@ -239,15 +267,19 @@ void MessageP2p::tell(Lock& lock, const P2pOpPtr& op) {
   lock.lock();
 }
 
+// One message and one thread for each peer. Where a thread cannot be had, the next call goes on
+// from there.
 void MessageP2p::guard_sources() {
-  if (guards_.empty())
-    for (int peer = 0; peer < transport_.world_size(); ++peer) {
-      if (peer == transport_.rank()) continue;
+  const auto num_peers = static_cast<std::size_t>(transport_.world_size() - 1);
+  guard_threads_.reserve(num_peers);
+  while (guard_threads_.size() < num_peers) {
+    const int peer =
+        (transport_.rank() + 1 + static_cast<int>(guard_threads_.size())) % transport_.world_size();
+    if (guards_.size() == guard_threads_.size())
       guards_.push_back(transport_.irecv(peer, MessageTags::kGuard, &guarded_byte_, 1));
-      guard_threads_.push_back(start_background_thread(
-          "ringcomm-guard",
-          [this, peer, message = guards_.back().get()] { guard(peer, *message); }));
-    }
+    guard_threads_.push_back(start_background_thread(
+        "ringcomm-guard", [this, peer, message = guards_.back().get()] { guard(peer, *message); }));
+  }
 }
 
 void MessageP2p::guard(int peer, Message& message) {
@@ -295,12 +327,16 @@ bool MessageP2p::wait(const P2pOpPtr& op, Clock::time_point deadline,
   while (!op->is_done && Clock::now() < deadline) {
     has_news_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval));
     if (op->is_done) break;
-    lock.unlock();
-    if (is_interrupted && is_interrupted())
-      failure_.abort("interrupted by a signal in a send or receive");
-    lock.lock();
+    abort_if(lock, is_interrupted);
   }
   return op->is_done;
+}
+
+void MessageP2p::abort_if(Lock& lock, const Interrupted& is_interrupted) {
+  lock.unlock();
+  if (is_interrupted && is_interrupted())
+    failure_.abort("interrupted by a signal in a send or receive");
+  lock.lock();
 }
 
 }  // namespace ringcomm

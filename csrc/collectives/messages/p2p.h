@@ -7,13 +7,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <tuple>
 #include <vector>
 
 #include "collectives/failure.h"
 #include "collectives/point_to_point.h"
 #include "collectives/stats.h"
+#include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/message_watch.h"
 
@@ -36,8 +36,6 @@ class MessageP2p final : public PointToPoint {
  public:
   /// All must live as long.
   MessageP2p(MessageTransport& transport, MessageWatch& watch, Failure& failure, Stats& stats);
-  /// Ends the receives that are still waiting with an error, after what is to be sent is sent, as
-  /// long as the receivers live and within the messages' time-outs.
   ~MessageP2p() override;
   MessageP2p(const MessageP2p&) = delete;
   MessageP2p& operator=(const MessageP2p&) = delete;
@@ -45,6 +43,7 @@ class MessageP2p final : public PointToPoint {
   void post(const P2pOpPtr& op) override;
   bool wait(const P2pOpPtr& op, Clock::time_point deadline,
             const Interrupted& is_interrupted) override;
+  void close(const Interrupted& is_interrupted) override;
 
  private:
   struct Envelope;
@@ -57,12 +56,15 @@ class MessageP2p final : public PointToPoint {
   using Lock = std::unique_lock<std::mutex>;
 
   void check(const P2pOp& op) const;
-  std::unique_ptr<Item> start(const P2pOpPtr& op);
+  std::unique_ptr<Item> prepare(const P2pOpPtr& op);
+  void start(Item& item);
   void guard_sources();
   void guard(int peer, Message& message);
   void fail_orphan(Lock& lock, MessageEnd end, int peer);
+  void start_thread();
   void need_thread(std::size_t max_threads);
   void hurry(const P2pOp& op);
+  void abort_if(Lock& lock, const Interrupted& is_interrupted);
   void run_thread();
   void complete(Item& item);
   void complete_recv(Item& item);
@@ -86,10 +88,10 @@ class MessageP2p final : public PointToPoint {
   bool is_stopping_ = false;
   std::condition_variable has_work_;
   std::condition_variable has_news_;
-  std::vector<std::thread> threads_;
+  std::vector<BackgroundThread> threads_;
   std::byte guarded_byte_ = {};
   std::vector<MessageTransport::MessagePtr> guards_;  // by whom receives from any source wait for
-  std::vector<std::thread> guard_threads_;
+  std::vector<BackgroundThread> guard_threads_;
   int num_gone_ = 0;  // peers
 };
 

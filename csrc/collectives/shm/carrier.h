@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <span>
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
@@ -29,11 +31,15 @@ class ShmCarrier final : public Carrier {
   std::unique_ptr<PointToPoint> make_p2p(Failure& failure, Stats& stats) override;
   bool runs_in_caller() const override { return true; }
   bool fuses_updates() const override { return true; }
+  std::span<const Algorithm> all_reduce_algorithms() const override { return kAlgorithms; }
   void plan(const Collective& call, CallHeader& header) const override;
   Traffic run(const Collective& call, const CallHeader& header, const WaitLimits& limits) override;
   std::size_t mapped_bytes() const override { return group_.num_bytes(); }
 
  private:
+  static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
+                                             Algorithm::kTwoShot, Algorithm::kRing};
+
   std::uint64_t dispatch_explained(const Collective& call, const CallHeader& header);
   std::uint64_t dispatch(const Collective& call, const CallHeader& header);
   std::uint64_t run_staged(const Collective& call, const CallHeader& header);

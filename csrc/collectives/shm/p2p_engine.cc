@@ -8,7 +8,6 @@
 
 #include "collectives/p2p_errors.h"
 #include "core/errors.h"
-#include "transport/background_thread.h"
 
 namespace ringcomm {
 namespace {
@@ -32,9 +31,9 @@ P2pEngine::P2pEngine(shm::Group& group, Failure& failure, Stats& stats)
       arch_(slice_, group.rank(), group.world_size()),
       mailboxes_(static_cast<std::size_t>(group.world_size())) {}
 
-P2pEngine::~P2pEngine() {
+void P2pEngine::close(const Interrupted& is_interrupted) {
   Lock lock(mutex_);
-  is_stopping_ = true;  // from here on nothing is received
+  if (std::exchange(is_stopping_, true)) return;  // from here on nothing is received
   has_work_.notify_all();
   if (thread_.joinable()) {
     nudge_driver();
@@ -49,7 +48,7 @@ P2pEngine::~P2pEngine() {
   }
   receives_.clear();
   settle(lock);
-  drive(lock, [this] { return pending_.empty(); }, {});
+  drive_or_sleep(lock, [this] { return pending_.empty(); }, is_interrupted);
 }
 
 P2pMailbox& P2pEngine::mailbox(int rank) {
@@ -83,6 +82,7 @@ void P2pEngine::post(const P2pOpPtr& op) {
   failure_.check_not_inherited();  // before the lock, which may have been held at the fork
   Lock lock = enter();
   failure_.rethrow_if_any();
+  if (is_stopping_) std::rethrow_exception(orphaned(*op, group_.rank()));
   op->deadline = deadline_after(op->timeout);
   // What is done at once costs no look, which may be one into Python.
   if (pending_.empty()) next_look_ = Clock::now() + kLookInterval;
@@ -286,7 +286,13 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
                 "ringcomm: a receive or send was waited for inside another one of its group, from "
                 "a signal handler "
                 "perhaps; it would wait for itself");
-  const auto is_over = [&] { return op->is_done || Clock::now() >= deadline; };
+  drive_or_sleep(lock, [&] { return op->is_done || Clock::now() >= deadline; }, is_interrupted);
+  return op->is_done;
+}
+
+// Drives until `is_over`, or sleeps while another thread does.
+void P2pEngine::drive_or_sleep(Lock& lock, const std::function<bool()>& is_over,
+                               const Interrupted& is_interrupted) {
   while (!is_over()) {
     if (!is_driving_) {
       drive(lock, is_over, is_interrupted);
@@ -300,7 +306,6 @@ bool P2pEngine::wait(const P2pOpPtr& op, Clock::time_point deadline,
     abort_if(is_interrupted);
     lock.lock();
   }
-  return op->is_done;
 }
 
 void P2pEngine::run_thread() {

@@ -16,6 +16,7 @@
 #include "collectives/shm/p2p_mailbox.h"
 #include "collectives/stats.h"
 #include "core/wait_policy.h"
+#include "transport/background_thread.h"
 #include "transport/shm/group.h"
 #include "transport/shm/host_arch.h"
 
@@ -29,15 +30,14 @@ namespace ringcomm {
 class P2pEngine final : public PointToPoint {
  public:
   P2pEngine(shm::Group& group, Failure& failure, Stats& stats);
-  /// Ends the receives that are still waiting with an error; sends what is still to be sent, as
-  /// long as the receivers live and within the messages' time-outs.
-  ~P2pEngine() override;
+  ~P2pEngine() override { close({}); }
   P2pEngine(const P2pEngine&) = delete;
   P2pEngine& operator=(const P2pEngine&) = delete;
 
   void post(const P2pOpPtr& op) override;
   bool wait(const P2pOpPtr& op, Clock::time_point deadline,
             const Interrupted& is_interrupted) override;
+  void close(const Interrupted& is_interrupted) override;
 
  private:
   // Ends each sleep at the doorbell after one slice: the driver itself looks at deadlines and at
@@ -63,6 +63,8 @@ class P2pEngine final : public PointToPoint {
   P2pMailbox& mailbox(int rank);
   void start_thread();
   void drive(Lock& lock, const std::function<bool()>& is_enough, const Interrupted& is_interrupted);
+  void drive_or_sleep(Lock& lock, const std::function<bool()>& is_over,
+                      const Interrupted& is_interrupted);
   void abort_if(const Interrupted& is_interrupted);
   void look_around(Lock& lock, const Interrupted& is_interrupted);
   void fail_stuck();
@@ -95,7 +97,7 @@ class P2pEngine final : public PointToPoint {
   int num_waiting_ = 0;
   bool is_thread_asleep_ = false;
   bool is_stopping_ = false;
-  std::thread thread_;
+  BackgroundThread thread_;
 };
 
 }  // namespace ringcomm

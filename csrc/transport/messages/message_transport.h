@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -18,8 +19,9 @@ enum class [[nodiscard]] MessageEnd : std::uint8_t {
 /// A send or a receive on its way.
 class Message {
  public:
-  /// The transport uses the message's buffer no more: of a message that is done, or whose transport
-  /// has been aborted. Others must not be destroyed.
+  /// Returns when the transport no longer uses the message's buffer. Allowed once wait() has
+  /// returned kDone or kFailed, or abort() of the transport has returned. Not after kAborted alone:
+  /// a transport that is being aborted may still use the buffer.
   virtual ~Message() = default;
 
   /// Blocks until the message has ended, however long that takes: deadlines, signals and the news
@@ -67,8 +69,18 @@ class MessageTransport {
   /// `peer` may be kAnySource; that alone throws, Unsupported, where the transport cannot do it.
   virtual MessagePtr irecv(int peer, int tag, std::byte* data, std::size_t num_bytes) = 0;
 
-  /// For ever: all messages that have not ended, now and later, end with kAborted.
-  virtual void abort() = 0;
+  /// For ever: all messages that have not ended, now and later, end with kAborted. Every caller
+  /// returns only when the first call is through, so that each may destroy its messages, and then
+  /// free their buffers.
+  void abort() {
+    std::call_once(aborted_, [this] { end_messages(); });
+  }
+
+ private:
+  /// What abort() does; called once. When it returns, the messages may be destroyed.
+  virtual void end_messages() noexcept = 0;
+
+  std::once_flag aborted_;
 };
 
 }  // namespace ringcomm

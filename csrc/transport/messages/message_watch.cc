@@ -4,8 +4,6 @@
 #include <exception>
 #include <string>
 
-#include "transport/background_thread.h"
-
 namespace ringcomm {
 namespace {
 

@@ -4,9 +4,9 @@
 #include <condition_variable>
 #include <list>
 #include <mutex>
-#include <thread>
 
 #include "core/stop.h"
+#include "transport/background_thread.h"
 #include "transport/messages/message_transport.h"
 #include "transport/messages/store_membership.h"
 
@@ -58,7 +58,7 @@ class MessageWatch {
   bool is_stopping_ = false;
   Clock::time_point store_fails_since_ = Clock::time_point::max();  // the thread's, as the next
   bool is_store_gone_ = false;
-  std::thread thread_;
+  BackgroundThread thread_;
 };
 
 }  // namespace ringcomm

@@ -1,0 +1,209 @@
+// Messages that end before they are delivered: slow aborts, and ranks that die at every message
+// that they start.
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "hosts_ranks.h"
+#include "memory_messages.h"
+#include "p2p_messages.h"
+#include "third_party/doctest/doctest.h"
+
+namespace {
+
+using namespace ringcomm;
+using namespace std::chrono_literals;
+using testing::Case;
+using testing::CaseBuffers;
+using testing::error_of;
+using testing::expect;
+using testing::expect_error;
+using testing::kPatient;
+using testing::MemoryNetwork;
+using testing::run_hosts_ranks;
+using testing::within;
+
+// Has every abort take long. No call may return meanwhile: its caller frees the buffers.
+class SlowAborts {
+ public:
+  explicit SlowAborts(MemoryNetwork& network) {
+    network.on_abort([this](int rank) {
+      std::atomic<bool>& is_aborting = is_aborting_.at(static_cast<std::size_t>(rank));
+      is_aborting = true;
+      // A call that does not wait for this abort returns within a millisecond or so.
+      for (int i = 0; i < 100 && num_early_ == 0; ++i) std::this_thread::sleep_for(1ms);
+      is_aborting = false;
+    });
+  }
+  ~SlowAborts() { CHECK(num_early_ == 0); }
+  SlowAborts(const SlowAborts&) = delete;
+  SlowAborts& operator=(const SlowAborts&) = delete;
+
+  void call_has_returned(int rank) {
+    if (is_aborting_.at(static_cast<std::size_t>(rank))) ++num_early_;
+  }
+
+ private:
+  std::array<std::atomic<bool>, 8> is_aborting_ = {};
+  std::atomic<int> num_early_ = 0;
+};
+
+// A letter for the host of each rank: where no two share one, all goes over messages.
+TEST_CASE("aborts: a call returns when its messages have ended, though another thread ends them") {
+  const std::vector<std::pair<std::string, Case>> cases = {
+      {"abc", {.num_elems = 10}},
+      {"abc", {.algorithm = Algorithm::kTwoShot, .num_elems = 5000}},
+      {"abc", {.algorithm = Algorithm::kRing, .num_elems = 5000}},
+      {"abc", {.op = OpKind::kAllToAll, .num_elems = 2000}},
+      {"aab", {.num_elems = 5000}},     // leaders send what another engine has staged
+      {"aab", {.num_elems = 270'000}},  // in pieces, by all ranks
+      {"aab", {.op = OpKind::kBroadcast, .root = 0, .num_elems = 300'000}},
+  };
+  for (const auto& [placement, c] : cases) {
+    CAPTURE(placement);
+    CAPTURE(c.to_text());
+    MemoryNetwork network(3);
+    SlowAborts aborts(network);
+    std::atomic<int> num_told = 0;
+    run_hosts_ranks(network, placement, [&, &c = c](Communicator& communicator) {
+      const int rank = communicator.rank();
+      if (rank == 2) testing::wait_until([&] { return num_told == 2; }, "all to be told");
+      CaseBuffers buffers(c, rank, 3);
+      error_of([&] {
+        communicator.run(buffers.call(), within(100ms));
+        testing::barrier(communicator, within(100ms));  // where its part of the call was over
+      });
+      aborts.call_has_returned(rank);
+      ++num_told;
+    });
+  }
+}
+
+// A late receive ends the group; the others' buffers, and the envelope of a send that was done when
+// it was posted, are in use until then.
+TEST_CASE("aborts: sends and receives") {
+  MemoryNetwork network(2);
+  SlowAborts aborts(network);
+  std::atomic<bool> is_told = false;
+  run_hosts_ranks(network, "ab", [&](Communicator& communicator) {
+    if (communicator.rank() == 1) {
+      testing::wait_until([&] { return is_told.load(); }, "rank 0 to be told");
+      return;
+    }
+    testing::post_send(communicator, 1, 1, testing::Bytes(100));
+    const auto sent = testing::post_send(communicator, 1, 2, testing::Bytes(20'000));
+    const auto late = testing::post_recv(communicator, 1, 3, 44, 100ms);
+    const auto received = testing::post_recv(communicator, -1, 4, 20'000);
+    for (const auto* message : {&late, &sent, &received}) {
+      error_of([&] { testing::finish(communicator, *message); });
+      aborts.call_has_returned(0);
+    }
+    is_told = true;
+  });
+}
+
+// ---- deaths
+
+using Body = std::function<void(Communicator&)>;
+
+// Runs `body` once for each message that `victim` starts in it: there its process stops, and its
+// connections close. All others have an error that names it, at the latest in the call after.
+// Returns the number of deaths.
+int die_at_every_message(const std::string& placement, int victim, const Body& body) {
+  const int num_others = static_cast<int>(placement.size()) - 1;
+  for (int step = 0;; ++step) {
+    MemoryNetwork network(num_others + 1, 50us, static_cast<unsigned>(step));
+    std::atomic<bool> has_begun = false;
+    std::atomic<bool> has_survived = false;
+    std::atomic<int> num_messages = 0;
+    std::atomic<int> num_told = 0;
+    network.on_start([&](int rank, int) {
+      if (rank != victim || !has_begun || num_messages++ != step) return;
+      network.kill(victim);
+      testing::wait_until([&] { return num_told == num_others; }, "all to be told");
+    });
+    run_hosts_ranks(network, placement, [&](Communicator& communicator) {
+      testing::barrier(communicator);
+      if (communicator.rank() == victim) {
+        has_begun = true;
+        try {
+          body(communicator);
+          has_survived = num_messages <= step;
+          for (;;) testing::barrier(communicator);
+        } catch (const std::exception&) {
+          return;  // long dead
+        }
+      }
+      const Error error = error_of([&] {
+        body(communicator);
+        for (;;) testing::barrier(communicator);
+      });
+      ++num_told;
+      expect_error(error, ErrorKind::kPeerDied, {"rank " + std::to_string(victim)});
+      expect(error.info().rank == victim, "the dead rank to be blamed");
+    });
+    if (has_survived) return step;
+  }
+}
+
+Body body_of(const Case& c) {
+  return [c](Communicator& communicator) {
+    CaseBuffers buffers(c, communicator.rank(), communicator.world_size());
+    communicator.run(buffers.call(), kPatient);
+  };
+}
+
+TEST_CASE("deaths: at every message of a collective over messages") {
+  const std::vector<Case> cases = {
+      {.algorithm = Algorithm::kOneShot, .num_elems = 5000},
+      {.algorithm = Algorithm::kTwoShot, .num_elems = 5000},
+      {.algorithm = Algorithm::kRing, .num_elems = 5000},
+      {.op = OpKind::kBroadcast, .root = 1, .num_elems = 300'000},
+      {.op = OpKind::kReduce, .root = 0, .num_elems = 300'000},
+      {.op = OpKind::kAllToAll, .num_elems = 2000},
+      {.op = OpKind::kScatter, .root = 3, .num_elems = 20},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.to_text());
+    CHECK(die_at_every_message("abcd", 2, body_of(c)) > 1);
+  }
+}
+
+// The rank that dies is alone on its host; ranks of one host are processes (tests/python). The
+// leaders are numbered by host: an error in those numbers would name another rank.
+TEST_CASE("deaths: at every message of a collective over several hosts") {
+  const std::vector<Case> cases = {
+      {.num_elems = 10},
+      {.num_elems = 270'000},
+      {.op = OpKind::kBroadcast, .root = 0, .num_elems = 300'000},
+      {.op = OpKind::kReduce, .root = 3, .num_elems = 3000},
+      {.op = OpKind::kAllGather, .num_elems = 5000},
+      {.op = OpKind::kGather, .root = 1, .num_elems = 2000},
+  };
+  for (const Case& c : cases) {
+    CAPTURE(c.to_text());
+    CHECK(die_at_every_message("aabbc", 4, body_of(c)) > 1);
+  }
+}
+
+TEST_CASE("deaths: at every message of sends and receives") {
+  for (const int victim : {0, 1}) {
+    CAPTURE(victim);
+    CHECK(die_at_every_message("abc", victim, [](Communicator& communicator) {
+            if (communicator.rank() == 2) return;
+            for (const std::size_t num_bytes : {10U, 20'000U}) {
+              if (communicator.rank() == 0)
+                testing::send_and_finish(communicator, 1, 5, 0, num_bytes);
+              else
+                testing::recv_and_check(communicator, 0, 5, 0, num_bytes);
+            }
+          }) > 1);
+  }
+}
+
+}  // namespace
