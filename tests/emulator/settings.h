@@ -15,7 +15,7 @@ namespace ringcomm::emulator {
 /// With their defaults, RINGCOMM_EMULATOR_...
 /// - DEVICES (1): number of GPUs; CUDA_VISIBLE_DEVICES=1,0 chooses among them and orders
 /// - BOX (""): the box that the GPUs are in: processes with the same one share them
-/// - SMS (8): multiprocessors of each
+/// - SMS (16): multiprocessors of each
 /// - REAL_SMS (as SMS): how many of them run blocks: with less, a control for tests of what counts
 ///   on them
 /// - BLOCKS_PER_SM (2): blocks that one can hold at a time, at most
@@ -41,8 +41,8 @@ namespace ringcomm::emulator {
 struct Settings {
   std::vector<int> devices;  ///< the GPU behind each ordinal
   std::uint32_t box = 0;     ///< a number made of its name
-  int num_sms = 8;
-  int num_real_sms = 8;
+  int num_sms = 16;
+  int num_real_sms = 16;
   int blocks_per_sm = 2;
   int threads_per_block = 1;
   std::size_t memory_bytes = std::size_t{8} << 30;

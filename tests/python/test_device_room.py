@@ -6,6 +6,7 @@ multiprocessor, so ranks that wait can keep out what a late rank must do first.
 
 from __future__ import annotations
 
+import datetime
 import time
 from typing import Any
 
@@ -24,7 +25,7 @@ SLOW_S = 0.5
 
 
 def run(world_size: int, fn: Any, *args: Any, env: Any = None, **options: Any) -> list[Any]:
-    env = {**with_kernels(), **(env or {})}
+    env = {**with_kernels(), "RINGCOMM_EMULATOR_SMS": "8", **(env or {})}
     return run_on_gpus(world_size, fn, *args, env=env, fresh=True, **options)
 
 
@@ -37,18 +38,19 @@ def transport(group: Any) -> str:
     return str(name)
 
 
-def groups_in_use(num_groups: int) -> list[Any]:
-    groups = [dist.new_group() for _ in range(num_groups)]
+def groups_in_use(num_groups: int, timeout_s: float = 30.0) -> list[Any]:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = [dist.new_group(timeout=timeout) for _ in range(num_groups)]
     for group in groups:
         dist.all_reduce(torch.ones(1, device=GPU), group=group)
     emugpu.synchronize()
     return groups
 
 
-def check_late_rank(rank: int, num_groups: int) -> int:
+def check_late_rank(rank: int, num_groups: int, timeout_s: float = 30.0) -> int:
     """All but one rank wait in all groups; that one computes first. Returns how many take turns."""
     world_size = dist.get_world_size()
-    groups = groups_in_use(num_groups)
+    groups = groups_in_use(num_groups, timeout_s)
     numel = 200_000  # a slice for each block of any group
     for late in range(world_size):
         tensors = [torch.full((numel,), rank + 1.0, device=GPU) for _ in groups]
@@ -60,11 +62,13 @@ def check_late_rank(rank: int, num_groups: int) -> int:
             for _ in range(5):
                 computed = computed * 2
             assert computed.tolist() == [32.0] * 1000  # before it comes to any group
-        works = []
-        for group, tensor in zip(groups, tensors, strict=True):
-            works.append(dist.all_reduce(tensor, group=group, async_op=True))
+        works = [
+            dist.all_reduce(tensor, group=group, async_op=True)
+            for group, tensor in zip(groups, tensors, strict=True)
+        ]
         for work in works:
-            work.wait()
+            assert work is not None
+            work.wait(datetime.timedelta(seconds=30))  # on the host, which hears of errors
         for tensor in tensors:
             assert tensor.tolist() == [world_size * (world_size + 1) / 2] * numel
     return sum("taking turns" in transport(group) for group in groups)
@@ -80,7 +84,7 @@ def test_groups_under_way_at_once_leave_room_for_a_late_rank(
 
 def check_hang(rank: int) -> str:
     try:
-        check_late_rank(rank, 4)
+        check_late_rank(rank, 4, 3.0)
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -88,7 +92,7 @@ def check_hang(rank: int) -> str:
 
 def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> None:
     """The control of the test above: where blocks are not counted right, the late rank hangs."""
-    said = run(2, check_hang, env={"RINGCOMM_EMULATOR_REAL_SMS": "6"}, group_timeout_s=3.0)
+    said = run(2, check_hang, env={"RINGCOMM_EMULATOR_REAL_SMS": "6"})
     assert all("3000 ms" in text for text in said), said
 
 
@@ -110,19 +114,20 @@ def check_refusals(rank: int) -> None:
     for group in groups[1:]:
         dist.destroy_process_group(group)
     dist.barrier()
+    (again,) = groups_in_use(1)
+    assert "side by side" in transport(again)
+    dist.destroy_process_group(again)
+    dist.barrier()
     work = dist.isend(x, 1 - rank, group=groups[0])
     received = torch.zeros(10, device=GPU)
     dist.recv(received, 1 - rank, group=groups[0])
     assert work is not None
     work.wait()
     assert received.tolist() == [2.0] * 10
-    dist.barrier()
-    again = groups_in_use(1)
-    assert "side by side" in transport(again[0])
 
 
 def test_what_has_no_room_is_refused_until_groups_are_destroyed() -> None:
-    run(2, check_refusals)
+    run(2, check_refusals, env={"RINGCOMM_EMULATOR_SMS": "12"})
 
 
 def check_overlap(rank: int) -> str:

@@ -97,6 +97,7 @@ void Engine::check_messages(const std::vector<Mail>& messages) {
     throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
                                 group_.why_turns());
   check_batch(messages);
+  const ContextGuard guard(group_.device());
   for (const Mail& mail : messages) {
     unsigned& blocks_per_lane = messages_[mail.peer].blocks_per_lane;
     if (blocks_per_lane == 0) blocks_per_lane = group_.take_seats_for_messages();
