@@ -11,7 +11,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-cpp test-tsan test-asan test-checker test-python \
-        test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
+        stress test-gpu test-torch test-emulator kernels lint format types compat packaging bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -47,6 +47,10 @@ kernels: check-python  ## compile the kernels for GPUs, where nvcc is (ARGS="--a
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)
+
+stress: check-python  ## 10,000 random sequences of collectives (ARGS="-x")
+	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}"; $(PREPARE) --need train --need test --extension -- \
+	    -m pytest -s tests/python/test_random_sequences.py $(ARGS)
 
 test-gpu: check-python  ## GPU tests in each layout that the box allows (ARGS="--only one-2-mps")
 	@$(PREPARE) --need train --need test --extension -- tools/gpu_layouts.py $(ARGS)

@@ -1,0 +1,543 @@
+"""One call of a random sequence, as one rank makes it: its tensors, and what they must hold after.
+
+Inputs are integers from a table that all ranks have, so that each rank knows what every rank gave.
+The model is numpy's, in 64 bits, and shares no code with what is tested.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringcomm
+
+Array = Any  # numpy's, of int64
+
+UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+INTS = (*UNSIGNED, "int8", "int16", "int32", "int64")
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+REDUCED = (*FLOATS, *INTS, "bool")
+MOVED = (*REDUCED, "complex64", "complex128", "float8_e5m2", "float8_e4m3fn")
+NUMBER_OPS = ("sum", "avg", "max", "min", "product", "premul_sum")
+BIT_OPS = ("band", "bor", "bxor")
+
+# Small enough for products of four and for float8; never 0, which would hide a product's errors.
+_TABLE = np.random.default_rng(3).choice(np.array([-2, -1, 1, 2], dtype=np.int8), 3 << 20)
+_FUNCTIONS = {
+    "sum": np.add,
+    "avg": np.add,
+    "premul_sum": np.add,
+    "product": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def ops_of(dtype: str) -> tuple[str, ...]:
+    """What ringcomm reduces elements of the type with."""
+    if dtype == "bool":
+        return ("sum", "max", "min", "product", *BIT_OPS)
+    return NUMBER_OPS + BIT_OPS if dtype in INTS else NUMBER_OPS
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is equal on all ranks; whatever else a rank chooses, it draws from `variety`.
+
+    Attributes:
+        kind: a key of KINDS.
+        group: index into the groups of the pool; -1 is the group of the case itself.
+        size: elements of a rank's tensor, or of its share.
+        uneven: 0 gives every share that size; another number draws sizes from it.
+        root: rank in the group, modulo its size: root, or receiver.
+        wait: 0 for a synchronous call; else how many more calls are made before the wait.
+        variety: 0 for contiguous tensors on the heap and no delays.
+        threads: of kind "threads": the calls of each of two threads, on two groups.
+    """
+
+    kind: str
+    group: int = 0
+    dtype: str = "float32"
+    op: str = "sum"
+    size: int = 1
+    uneven: int = 0
+    root: int = 0
+    wait: int = 0
+    variety: int = 0
+    threads: tuple[tuple[Call, ...], ...] = ()
+
+
+@dataclass
+class Expectation:
+    """A tensor with all memory around it, and what it must be when the call is over."""
+
+    base: Tensor
+    expected: Tensor
+
+
+def _layout(name: str, base: Tensor, num_elems: int) -> Tensor:
+    if name == "offset":
+        return base[1 : num_elems + 1]
+    if name == "strided":
+        return base[1::2][:num_elems]
+    if name == "transposed" and num_elems % 3 == 0:
+        return base[:num_elems].view(3, -1).t()
+    return base[:num_elems]
+
+
+@dataclass
+class Side:
+    """A rank's side of a call.
+
+    Attributes:
+        number: of the call; equal on all ranks, and of no other call of the pool.
+        rank: in the group.
+        members: the global rank of each of the group's.
+        group: None is the default group.
+        marks: for barriers: one number for each global rank, in memory that all have.
+        is_swapped: the model takes the values of ranks 0 and 1 for each other's (a check of it).
+    """
+
+    call: Call
+    number: int
+    rank: int
+    members: Sequence[int]
+    group: Any
+    marks: Array
+    is_swapped: bool = False
+    expectations: list[Expectation] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        call = self.call
+        self.n = len(self.members)
+        self.root = call.root % self.n
+        self.is_root = self.rank == self.root
+        self.dtype: torch.dtype = getattr(torch, call.dtype)
+        self.is_async = call.wait > 0
+        self.common = random.Random(f"{call.variety} {call.uneven}")
+        self.own_random = random.Random(f"{call.variety} {self.rank}")
+        self.has_layouts = call.variety > 0 and self.common.random() < 0.5
+        # All, some or no tensors in memory of empty_shared(): all takes the direct paths.
+        self.shared_share = self.common.choice([0.0, 0.5, 1.0]) if call.variety > 0 else 0.0
+        self.is_in_place = call.variety > 0 and self.common.random() < 0.3
+
+    # ---- values
+
+    def value(self, rank: int, num_elems: int, slot: int = 0) -> Array:
+        """What a rank gives, as it is."""
+        span = len(_TABLE) - num_elems
+        begin = (self.number * 7919 + rank * 104_729 + slot * 1_299_709) % max(1, span)
+        values = _TABLE[begin : begin + num_elems].astype(np.int64)
+        if self.call.dtype == "bool":
+            return (values > 0).astype(np.int64)
+        if self.call.dtype in UNSIGNED:
+            return values & 255
+        is_float = self.call.dtype in FLOATS
+        if is_float and self.call.op == "avg":
+            return values * self.n
+        return values * 2 if is_float and self.call.op == "premul_sum" else values
+
+    def model(self, rank: int, num_elems: int, slot: int = 0) -> Array:
+        """What the model thinks that a rank gives."""
+        if self.is_swapped and rank < 2:
+            rank = 1 - rank
+        return self.value(rank, num_elems, slot)
+
+    def factor(self, rank: int) -> float:
+        """Of premul_sum. The product of it and a value is whole."""
+        factors = [0.5, 2.0, -1.0, 4.0] if self.call.dtype in FLOATS else [3.0, -2.0, 1.0, -1.0]
+        return factors[rank]
+
+    def reduced(self, num_elems: int, slot: int = 0) -> Array:
+        op = self.call.op
+        arrays = [self.model(rank, num_elems, slot) for rank in range(self.n)]
+        if op == "premul_sum":
+            arrays = [
+                (array * self.factor(rank)).astype(np.int64) for rank, array in enumerate(arrays)
+            ]
+        if self.call.dtype == "bool":
+            op = {"sum": "bor", "product": "band"}.get(op, op)
+        result = reduce(_FUNCTIONS[op], arrays)
+        if op == "avg":  # of integers: in the type, which wraps around, then towards zero
+            if self.call.dtype in INTS:
+                result = result.astype(self.call.dtype).astype(np.int64)
+            result = np.sign(result) * (np.abs(result) // self.n)
+        return result
+
+    @property
+    def reduce_op(self) -> Any:
+        if self.call.op == "premul_sum":
+            return dist._make_nccl_premul_sum(self.factor(self.rank))
+        return getattr(dist.ReduceOp, self.call.op.upper())
+
+    def sizes(self, row: int = 0) -> list[int]:
+        """Of the share of each rank; `row` for tables of one line for each rank."""
+        size = self.call.size
+        if self.call.uneven == 0:
+            return [size] * self.n
+        draw = random.Random(f"{self.call.uneven} {row}")
+        return [draw.choice([0, 1, size, size, size + 1, size // 2]) for _ in range(self.n)]
+
+    # ---- tensors
+
+    def tensor(
+        self, given: Array | int, expected: Array | None = None, is_flat: bool = False
+    ) -> Tensor:
+        """A tensor of these values, or of a size; None expects that it stays as it is.
+
+        Its layout and its memory are drawn; it has one dimension where `is_flat`.
+        """
+        num_elems = given if isinstance(given, int) else len(given)
+        layout = "plain"
+        if self.has_layouts:
+            choices = ["plain", "offset", "strided", *([] if is_flat else ["transposed"])]
+            layout = self.own_random.choice(choices)
+        length = 2 * num_elems + 2 if layout == "strided" else num_elems + 2 * (layout == "offset")
+        if self.own_random.random() < self.shared_share:
+            base = ringcomm.empty_shared(length, dtype=self.dtype)
+        else:
+            base = torch.empty(length, dtype=self.dtype)
+        base.copy_(torch.tensor(1))
+        view = _layout(layout, base, num_elems)
+        if not isinstance(given, int):
+            _fill(view, given)
+        after = base.clone()
+        if expected is not None:
+            _fill(_layout(layout, after, num_elems), expected)
+        self.expectations.append(Expectation(base, after))
+        return view
+
+    def own(self, num_elems: int) -> Tensor:
+        """What this rank gives, and must find as it was."""
+        return self.tensor(self.value(self.rank, num_elems))
+
+    def wrong(self) -> list[str]:
+        """What is not as the model says, when the call is over.
+
+        Then this rank may use its tensors again, so they are overwritten.
+        """
+        for check in self.checks:
+            check()
+        for idx, tensor in enumerate(self.expectations):
+            actual, expected = _bytes_of(tensor.base).copy(), _bytes_of(tensor.expected)
+            _bytes_of(tensor.base)[:] = 85
+            if np.array_equal(actual, expected):
+                continue
+            where = np.flatnonzero(actual != expected) // tensor.base.element_size()
+            first = int(where[0])
+            self.complaints.append(
+                f"tensor {idx}, {len(tensor.base)} elements: wrong from {first} to {where[-1]}, "
+                f"{_element(actual, first, tensor.base)} instead of {tensor.expected[first].item()}"
+            )
+        return self.complaints
+
+    def spoil(self) -> None:
+        """Changes one element of what is expected, in every tensor that has any."""
+        for expectation in self.expectations:
+            _bytes_of(expectation.expected)[-1:] ^= 1
+
+    def expect(self, is_right: bool, what: str) -> None:
+        if not is_right:
+            self.complaints.append(what)
+
+
+def _fill(view: Tensor, values: Array) -> None:
+    view.copy_(torch.from_numpy(values).view(view.shape))
+
+
+def _element(data: Array, idx: int, like: Tensor) -> Any:
+    return torch.from_numpy(data).view(like.dtype)[idx].item()
+
+
+def _bytes_of(tensor: Tensor) -> Array:
+    return tensor.view(torch.uint8).numpy() if len(tensor) > 0 else np.zeros(0, np.uint8)
+
+
+# ---- collectives; each returns what is to be waited for: a work, several, or None
+
+
+def all_reduce(s: Side) -> Any:
+    size = s.call.size
+    tensor = s.tensor(s.value(s.rank, size), s.reduced(size))
+    return dist.all_reduce(tensor, s.reduce_op, group=s.group, async_op=s.is_async)
+
+
+def reduce_to_root(s: Side) -> Any:
+    size = s.call.size
+    tensor = s.tensor(s.value(s.rank, size), s.reduced(size) if s.is_root else None)
+    root = s.members[s.root]
+    return dist.reduce(tensor, root, s.reduce_op, group=s.group, async_op=s.is_async)
+
+
+def broadcast(s: Side) -> Any:
+    size = s.call.size
+    tensor = s.tensor(s.value(s.rank, size), s.model(s.root, size))
+    return dist.broadcast(tensor, s.members[s.root], group=s.group, async_op=s.is_async)
+
+
+def all_gather(s: Side) -> Any:
+    sizes = s.sizes()
+    outputs = [s.tensor(size, s.model(r, size)) for r, size in enumerate(sizes)]
+    return dist.all_gather(outputs, s.own(sizes[s.rank]), group=s.group, async_op=s.is_async)
+
+
+def all_gather_into_tensor(s: Side) -> Any:
+    size = s.call.size
+    whole = np.concatenate([s.model(r, size) for r in range(s.n)])
+    if s.is_in_place:
+        s.has_layouts = False
+        before = np.zeros_like(whole)
+        before[s.rank * size : (s.rank + 1) * size] = s.value(s.rank, size)
+        output = s.tensor(before, whole)
+        given = output[s.rank * size : (s.rank + 1) * size]
+    else:
+        output, given = s.tensor(s.n * size, whole), s.own(size)
+    return dist.all_gather_into_tensor(output, given, group=s.group, async_op=s.is_async)
+
+
+def reduce_scatter(s: Side) -> Any:
+    sizes = s.sizes()
+    output = s.tensor(sizes[s.rank], s.reduced(sizes[s.rank], s.rank))
+    inputs = [s.tensor(s.value(s.rank, size, slot)) for slot, size in enumerate(sizes)]
+    return dist.reduce_scatter(output, inputs, s.reduce_op, group=s.group, async_op=s.is_async)
+
+
+def reduce_scatter_tensor(s: Side) -> Any:
+    size, total = s.call.size, s.n * s.call.size
+    mine = slice(s.rank * size, (s.rank + 1) * size)
+    given, result = s.value(s.rank, total), s.reduced(total)[mine]
+    if s.is_in_place:
+        s.has_layouts = False
+        after = given.copy()
+        after[mine] = result
+        source = s.tensor(given, after)
+        output = source[mine]
+    else:
+        source, output = s.tensor(given), s.tensor(size, result)
+    return dist.reduce_scatter_tensor(
+        output, source, s.reduce_op, group=s.group, async_op=s.is_async
+    )
+
+
+def all_to_all(s: Side) -> Any:
+    rows = [s.sizes(row) for row in range(s.n)]
+    outputs = [s.tensor(rows[r][s.rank], s.model(r, rows[r][s.rank], s.rank)) for r in range(s.n)]
+    inputs = [s.tensor(s.value(s.rank, size, r)) for r, size in enumerate(rows[s.rank])]
+    return dist.all_to_all(outputs, inputs, group=s.group, async_op=s.is_async)
+
+
+def all_to_all_single(s: Side) -> Any:
+    rows = [s.sizes(row) for row in range(s.n)]
+    splits = [rows[r][s.rank] for r in range(s.n)]
+    expected = [s.model(r, size, s.rank) for r, size in enumerate(splits)]
+    given = [s.value(s.rank, size, r) for r, size in enumerate(rows[s.rank])]
+    output = s.tensor(sum(splits), np.concatenate(expected), is_flat=True)
+    source = s.tensor(np.concatenate(given), is_flat=True)
+    # Ranks may say that their splits are even or leave it out.
+    is_told = s.call.uneven > 0 or s.rank % 2 == 0
+    told = (splits, rows[s.rank]) if is_told else (None, None)
+    return dist.all_to_all_single(output, source, told[0], told[1], s.group, s.is_async)
+
+
+def gather(s: Side) -> Any:
+    sizes = s.sizes()
+    outputs = None
+    if s.is_root:
+        outputs = [s.tensor(size, s.model(r, size)) for r, size in enumerate(sizes)]
+    own, root = s.own(sizes[s.rank]), s.members[s.root]
+    return dist.gather(own, outputs, root, group=s.group, async_op=s.is_async)
+
+
+def scatter(s: Side) -> Any:
+    sizes = s.sizes()
+    inputs = None
+    if s.is_root:
+        inputs = [s.tensor(s.value(s.root, size, r)) for r, size in enumerate(sizes)]
+    output = s.tensor(sizes[s.rank], s.model(s.root, sizes[s.rank], s.rank))
+    return dist.scatter(output, inputs, s.members[s.root], group=s.group, async_op=s.is_async)
+
+
+def barrier(s: Side) -> Any:
+    """No rank leaves before all have come."""
+    s.marks[s.members[s.rank]] = s.number
+
+    def check() -> None:
+        s.expect(all(s.marks[m] >= s.number for m in s.members), "left before all had come")
+
+    s.checks.append(check)
+    if s.call.uneven > 0 and not s.is_async:
+        return ringcomm.monitored_barrier(s.group)
+    return dist.barrier(group=s.group, async_op=s.is_async)
+
+
+def coalesced(s: Side) -> Any:
+    """Three calls of one kind through torch's manager."""
+    collective = (all_reduce, all_gather_into_tensor, reduce_scatter_tensor)[s.call.uneven % 3]
+    is_async, s.is_async = s.is_async, False
+    with dist._coalescing_manager(group=s.group, async_ops=is_async) as manager:
+        for size in (s.call.size, 0, 3):
+            s.call = replace(s.call, size=size)
+            collective(s)
+    return manager if is_async else None
+
+
+# ---- messages
+
+
+def messages(s: Side) -> Any:
+    """Up to four messages between any ranks, each side's posted in an order of its own but for
+    those of one pair and tag; one by one, or as a batch."""
+    draw = random.Random(s.call.uneven)
+    todo = []
+    for slot in range(draw.randint(1, 4)):
+        source, target = draw.sample(range(s.n), 2)
+        size = draw.choice([0, 1, s.call.size, s.call.size])
+        todo.append((source, target, draw.randint(0, 2), size, slot))
+    keys: dict[Any, float] = {}
+    mine = [m for m in todo if s.rank in m[:2]]
+    if s.call.variety > 0:
+        mine.sort(key=lambda m: keys.setdefault(m[:3], s.own_random.random()))
+    works: list[Any] = []
+    ops: list[dist.P2POp] = []
+    for source, target, tag, size, slot in mine:
+        function: Any
+        if s.rank == source:
+            function, peer, tensor = dist.isend, target, s.tensor(s.value(source, size, slot))
+        else:
+            function, peer = dist.irecv, source
+            tensor = s.tensor(size, s.model(source, size, slot))
+        if s.call.variety % 2 == 0:
+            works.append(function(tensor, s.members[peer], s.group, tag))
+        else:
+            ops.append(dist.P2POp(function, tensor, s.members[peer], s.group, tag))
+    return dist.batch_isend_irecv(ops) if ops else works
+
+
+def send_and_receive(s: Side) -> Any:
+    """From the root's neighbour to the root, one of the two blocking, or both."""
+    source, size, tag = (s.root + 1) % s.n, s.call.size, s.call.uneven % 3
+    blocks = (s.call.variety + s.rank) % 3 > 0
+    if s.rank == source:
+        tensor = s.tensor(s.value(source, size))
+        return (dist.send if blocks else dist.isend)(tensor, s.members[s.root], s.group, tag)
+    if not s.is_root:
+        return None
+    tensor = s.tensor(size, s.model(source, size))
+    if not blocks:
+        return dist.irecv(tensor, s.members[source], s.group, tag)
+    s.expect(dist.recv(tensor, s.members[source], s.group, tag) == s.members[source], "source")
+    return None
+
+
+def from_any_source(s: Side) -> Any:
+    """Each rank sends the root up to two messages, which it takes as they come."""
+    draw = random.Random(s.call.uneven)
+    counts = [0 if r == s.root else draw.randint(0, 2) for r in range(s.n)]
+    size, tag = s.call.size, 100 + s.number
+    if not s.is_root:
+        return [
+            dist.isend(s.tensor(s.value(s.rank, size, slot)), s.members[s.root], s.group, tag)
+            for slot in range(counts[s.rank])
+        ]
+    buffers = [s.tensor(size) for _ in range(sum(counts))]
+    sources: list[int] = []
+    works: list[Any] = []
+    for buffer in buffers:
+        if s.is_async:
+            works.append(dist.irecv(buffer, None, s.group, tag))
+        else:
+            source = dist.recv(buffer, None, s.group, tag)
+            sources.append(s.members.index(source) if source in s.members else -1)
+
+    def check() -> None:
+        found = sources or [work._source_rank() for work in works]
+        s.expect([found.count(r) for r in range(s.n)] == counts, f"sources {found}")
+        for idx, source in enumerate(found):
+            expected = s.model(source, size, found[:idx].count(source))
+            expectation = s.expectations[idx]
+            layout = _strides_like(buffers[idx], expectation)
+            _fill(layout, expected)
+
+    s.checks.append(check)
+    return works
+
+
+def _strides_like(view: Tensor, expectation: Expectation) -> Tensor:
+    """The part of what is expected that is where `view` is in its base."""
+    return expectation.expected.as_strided(view.size(), view.stride(), view.storage_offset())
+
+
+# ---- objects, always synchronous
+
+
+def objects(s: Side) -> None:
+    """Each form of collectives of objects, and of messages of them."""
+    sizes = [1 + draw for draw in s.sizes()]
+
+    def thing(rank: int) -> Any:
+        return {"rank": rank, "call": s.number, "text": "ä" * min(sizes[rank], 5000)}
+
+    order = [1, 0, *range(2, s.n)] if s.is_swapped else list(range(s.n))
+    given, todo = thing(s.rank), [thing(rank) for rank in range(s.n)]
+    modelled = [todo[rank] for rank in order]
+    root = s.members[s.root]
+    form = s.call.uneven % 5
+    expected: Any = modelled
+    found: list[Any] = [None] * s.n
+    if form == 0:
+        dist.all_gather_object(found, given, s.group)
+    elif form == 1:
+        dist.gather_object(given, found if s.is_root else None, root, s.group)
+        expected = modelled if s.is_root else found
+    elif form == 2:
+        found = list(todo) if s.is_root else found
+        dist.broadcast_object_list(found, root, s.group)
+    elif form == 3:
+        found, expected = [None], [modelled[s.rank]]
+        dist.scatter_object_list(found, todo if s.is_root else None, root, s.group)
+    elif s.is_root:
+        dist.send_object_list(todo, s.members[(s.root + 1) % s.n], s.group)
+        return
+    elif s.rank == (s.root + 1) % s.n:
+        dist.recv_object_list(found, root, s.group)
+    else:
+        return
+    s.expect(found == expected, f"objects {found} instead of {expected}"[:500])
+
+
+COLLECTIVES: dict[str, Callable[[Side], Any]] = {
+    "all_reduce": all_reduce,
+    "broadcast": broadcast,
+    "all_gather": all_gather,
+    "reduce_scatter_tensor": reduce_scatter_tensor,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "reduce_scatter": reduce_scatter,
+    "reduce": reduce_to_root,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all_single,
+    "barrier": barrier,
+}
+KINDS: dict[str, Callable[[Side], Any]] = {
+    **COLLECTIVES,
+    "coalesced": coalesced,
+    "messages": messages,
+    "send_and_receive": send_and_receive,
+    "from_any_source": from_any_source,
+    "objects": objects,
+}
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "coalesced")

@@ -1,0 +1,259 @@
+"""Random sequences of calls on overlapping groups, run by one rank; strategies draw them.
+
+See sequence_calls.py for what a call is and what it must give, test_random_sequences.py for how a
+sequence is run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from sequence_calls import KINDS, Call, Side
+
+import ringcomm
+from ringcomm import Options
+
+WORLD = 4
+SUBSETS = [members for size in (4, 3, 2) for members in itertools.combinations(range(WORLD), size)]
+# All groups of two ranks and more, and some with other options.
+FAMILY: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    *((members, {}) for members in SUBSETS),
+    ((0, 1, 2, 3), {"algorithm": "ring", "num_slots": 3, "slot_bytes": 4096}),
+    ((0, 1, 2, 3), {"algorithm": "two_shot", "deterministic": "rank_order"}),
+    ((0, 1, 2, 3), {"algorithm": "ring", "deterministic": "rank_order"}),
+    ((0, 2, 3), {"algorithm": "two_shot"}),
+    ((1, 2, 3), {"algorithm": "ring"}),
+    ((1, 3), {"algorithm": "one_shot"}),
+    ((0, 1), {"algorithm": "ring", "slot_bytes": 64}),
+]
+# The environment of each rank.
+POOLS: dict[str, list[dict[str, str]]] = {
+    "shm": [{}] * WORLD,
+    "p2p": [{"RINGCOMM_TRANSPORT": "p2p"}] * WORLD,
+    "hosts": [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "aabb"],
+}
+# A call that is not over by then never will be.
+WAIT_S = 60.0
+# An error that another rank has found, on a busy machine.
+SOON_S = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all ranks do.
+
+    Attributes:
+        calls: in an order that is the same on all ranks; each is made by its group's members.
+        fresh: the ranks of a group made for the case and destroyed after it; empty for none.
+        pool: how the ranks reach each other; a key of POOLS.
+        deviation: a call, a rank of the fresh group, and what this rank has otherwise in that call.
+            All calls are then synchronous ones of that group, and all its ranks must raise.
+    """
+
+    calls: tuple[Call, ...]
+    fresh: tuple[int, ...] = ()
+    pool: str = "shm"
+    deviation: tuple[int, int, dict[str, Any]] | None = None
+
+    def members(self, call: Call) -> tuple[int, ...]:
+        return self.fresh if call.group < 0 else FAMILY[call.group][0]
+
+    def to_json(self) -> str:
+        defaults = asdict(Call(""))
+
+        def short(call: dict[str, Any]) -> dict[str, Any]:
+            told = {key: value for key, value in call.items() if value != defaults[key]}
+            if "threads" in told:
+                told["threads"] = [[short(one) for one in thread] for thread in told["threads"]]
+            return told
+
+        calls = [short(asdict(call)) for call in self.calls]
+        return json.dumps({**vars(self), "calls": calls})
+
+    @staticmethod
+    def from_json(text: str) -> Case:
+        def call(told: dict[str, Any]) -> Call:
+            threads = tuple(tuple(map(call, thread)) for thread in told.pop("threads", ()))
+            return Call(**told, threads=threads)
+
+        told = json.loads(text)
+        calls, fresh = tuple(map(call, told.pop("calls"))), tuple(told.pop("fresh"))
+        return Case(calls, fresh, **told)
+
+
+def new_group(members: tuple[int, ...], options: Options) -> Any:
+    timeout = timedelta(seconds=WAIT_S)
+    return dist.new_group(list(members), timeout, pg_options=options)
+
+
+@cache
+def family() -> list[Any]:
+    """The groups of this rank's pool; None where it is no member."""
+    groups = []
+    for members, options in FAMILY:
+        chosen = Options(**options)
+        if chosen.slot_bytes == 64 and "RINGCOMM_TRANSPORT" in os.environ:
+            chosen = replace(chosen, slot_bytes=4096)  # a slot is a message, of some 1,000 a second
+        group = new_group(members, chosen)
+        groups.append(group if dist.get_rank() in members else None)
+    return groups
+
+
+@cache
+def marks_of(path: str) -> Any:
+    return np.memmap(path, dtype=np.int64, mode="r+", shape=(WORLD,))
+
+
+class Run:
+    """One rank's run of a case."""
+
+    def __init__(self, rank: int, case: Case, serial: int, marks: str, mutation: str) -> None:
+        self.rank = rank
+        self.case = case
+        self.serial = serial
+        self.marks = marks_of(marks)
+        self.mutation = mutation
+        self.groups = family()
+        self.fresh: Any = None
+        self.wrong: list[str] = []
+        # What is not over: when to wait, what for, and of which call.
+        self.pending: list[tuple[int, Any, Side]] = []
+
+    def side(self, call: Call, idx: int) -> Side | None:
+        members = self.case.members(call)
+        if self.rank not in members:
+            return None
+        group = self.fresh if call.group < 0 else self.groups[call.group]
+        number = self.serial * 100 + idx
+        rank = members.index(self.rank)
+        is_swapped = self.mutation == "swapped"
+        return Side(call, number, rank, members, group, self.marks, is_swapped)
+
+    def make_group(self) -> None:
+        if self.case.fresh:
+            group = new_group(self.case.fresh, Options())
+            self.fresh = group if self.rank in self.case.fresh else None
+
+    def make_calls(self) -> None:
+        for idx, call in enumerate(self.case.calls):
+            if call.kind == "threads":
+                self.run_threads(call, idx)
+            elif (side := self.side(call, idx)) is not None:
+                self.begin(side, idx)
+            self.finish_until(idx)
+        self.finish_until(len(self.case.calls) + 100)
+
+    def begin(self, side: Side, idx: int) -> None:
+        call = side.call
+        if call.variety > 0 and side.own_random.random() < 0.25:
+            time.sleep(side.own_random.random() * 2e-3)
+        works = KINDS[call.kind](side)
+        works = works if isinstance(works, list) else [works]
+        works = [work for work in works if work is not None]
+        if call.variety > 0:
+            side.own_random.shuffle(works)
+        self.pending += [(idx + call.wait, work, side) for work in works]
+        if not works:
+            self.look_at(side)
+
+    def finish_until(self, idx: int) -> None:
+        """Waits for what is due, in any order; looks at calls of which no work is left."""
+        due = [entry for entry in self.pending if entry[0] <= idx]
+        self.pending = [entry for entry in self.pending if entry[0] > idx]
+        random.Random(f"{self.rank} {idx} {len(due)}").shuffle(due)
+        for _, work, side in due:
+            if side.call.variety % 5 == 4 and hasattr(work, "get_future"):
+                work.get_future().wait()
+            else:
+                work.wait()
+        for side in {id(side): side for _, _, side in due}.values():
+            self.look_at(side)
+
+    def look_at(self, side: Side) -> None:
+        if self.mutation == "off_by_one":
+            side.spoil()
+        idx = side.number - self.serial * 100
+        self.wrong += [f"call {idx}, {side.call}: {text}" for text in side.wrong()]
+
+    def run_threads(self, call: Call, idx: int) -> None:
+        """Each thread's calls are synchronous, and made by the members of their group."""
+        errors: list[BaseException] = []
+
+        def run(calls: Sequence[Call], number: int) -> None:
+            try:
+                for each, one in enumerate(calls):
+                    side = self.side(replace(one, wait=0), idx)
+                    if side is not None:
+                        side.number = number + each
+                        KINDS[one.kind](side)
+                        self.look_at(side)
+            except BaseException as error:
+                errors.append(error)
+
+        # Numbers of calls, from which values come, that no other call of the case has.
+        threads = [
+            threading.Thread(target=run, args=(calls, self.serial * 100 + 40 + 20 * i))
+            for i, calls in enumerate(call.threads)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        if errors:
+            raise errors[0]
+        assert not any(thread.is_alive() for thread in threads), f"threads of call {idx}"
+
+
+def run_case(rank: int, case: Case, serial: int, marks: str, mutation: str = "") -> list[str]:
+    """What was wrong on this rank.
+
+    Args:
+        serial: of no other case of the pool.
+        marks: a file with a number for each rank.
+        mutation: of the model: "swapped" takes ranks 0 and 1 for each other, "off_by_one" changes
+            one element.
+    """
+    run = Run(rank, case, serial, marks, mutation)
+    run.make_group()
+    if case.deviation is not None:
+        return run_deviation(run, *case.deviation)
+    run.make_calls()
+    if run.fresh is not None:
+        dist.destroy_process_group(run.fresh)
+    return run.wrong
+
+
+def run_deviation(run: Run, at: int, deviant: int, change: dict[str, Any]) -> list[str]:
+    """Results must be right until an error comes, which must be a MismatchError, on every rank."""
+    if run.fresh is None:
+        return []
+    begin = time.monotonic()
+    try:
+        for idx, call in enumerate(run.case.calls):
+            side = run.side(call, idx)
+            assert side is not None
+            if idx == at and side.rank == deviant:
+                KINDS[replace(call, **change).kind](replace(side, call=replace(call, **change)))
+            else:
+                run.begin(side, idx)
+        dist.barrier(run.fresh)
+        run.wrong.append("no error")
+    except Exception as error:
+        if not isinstance(error, ringcomm.MismatchError):
+            run.wrong.append(f"{type(error).__name__} instead of MismatchError: {error}")
+        if time.monotonic() - begin > SOON_S:
+            run.wrong.append(f"the error took more than {SOON_S} s: {error}")
+    dist.destroy_process_group(run.fresh)
+    return run.wrong

@@ -1,0 +1,240 @@
+"""Random sequences of calls on overlapping groups of four ranks, against numpy.
+
+CI runs the same sequences each time; `make stress` runs 10,000 others and prints their seed, which
+RINGCOMM_SEQUENCE_SEED sets. What fails is printed with the command that runs it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from ranks import RankFailure, run_ranks
+from sequence_calls import COLLECTIVES, KINDS, MOVED, REDUCED, REDUCTIONS, Call, ops_of
+from sequences import FAMILY, POOLS, SUBSETS, WAIT_S, WORLD, Case, run_case
+
+# Of sequences in all; those of a run are divided among the pools.
+NUM_SEQUENCES = int(os.environ.get("RINGCOMM_SEQUENCES", "0"))
+SEED = int(os.environ.get("RINGCOMM_SEQUENCE_SEED", "0")) or int.from_bytes(os.urandom(4), "big")
+IS_STRESS = NUM_SEQUENCES > 0
+# One draw of hypothesis's, which gets slower with the number of its examples.
+PIECE = 250
+
+# Kinds in the order in which a failure is made simpler, and how often each is drawn.
+KINDS_DRAWN = [*KINDS, "all_reduce", "all_reduce", "all_to_all_single", "messages", "messages"]
+# Forms of one collective, which ranks may mix.
+OPERATION = {
+    kind: kind.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
+    for kind in COLLECTIVES
+}
+# Where paths change, in bytes: a line, an envelope of messages, direct paths, one_shot, a slot of
+# a link, a piece of a board, the board.
+EDGES = [64, 4 << 10, 8 << 10, 48 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
+# Several pieces and slices, odd.
+LARGE = [777_777, 1_500_001, 3_000_001]
+# Elements of all ranks together, of which the model's table has more.
+MAX_TOTAL = 3_000_000
+
+
+def sizes(draw: Any, dtype: str, num_ranks: int, has_shares: bool) -> int:
+    itemsize = getattr(torch, dtype).itemsize
+    kind = draw(st.integers(0, 19))
+    if kind < 11:
+        return draw(
+            st.sampled_from([1, 0, num_ranks, num_ranks - 1, num_ranks + 1, 3, 17, 67, 1000])
+        )
+    if kind < 18:
+        num_elems = draw(st.sampled_from(EDGES)) // itemsize
+        if has_shares and draw(st.booleans()):
+            num_elems //= num_ranks
+        num_elems += draw(st.integers(-1, 1))
+    else:
+        num_elems = min(draw(st.sampled_from(LARGE)) // itemsize, 400_000)
+    return min(num_elems, MAX_TOTAL // (num_ranks if has_shares else 1))
+
+
+def draw_call(draw: Any, kinds: list[str], fresh: tuple[int, ...], groups: list[int]) -> Call:
+    kind = draw(st.sampled_from(kinds))
+    group = draw(st.sampled_from(groups))
+    num_ranks = len(fresh if group < 0 else FAMILY[group][0])
+    dtype = draw(st.sampled_from(REDUCED if kind in REDUCTIONS else MOVED))
+    has_shares = kind not in ("all_reduce", "reduce", "broadcast")
+    return Call(
+        kind,
+        group,
+        dtype,
+        draw(st.sampled_from(ops_of(dtype))) if kind in REDUCTIONS else "sum",
+        sizes(draw, dtype, num_ranks, has_shares),
+        draw(st.integers(0, 99)),
+        draw(st.integers(0, num_ranks - 1)),
+        draw(st.sampled_from([0, 0, 1, 2, 5])),
+        draw(st.integers(0, 9999)),
+    )
+
+
+@st.composite
+def cases(draw: Any, pool: str) -> Case:
+    fresh: tuple[int, ...] = ()
+    if draw(st.integers(0, 9)) == 9:
+        fresh = draw(st.sampled_from(SUBSETS))
+    groups = [*range(len(FAMILY)), *([-1] * 5 if fresh else [])]
+    calls = []
+    for _ in range(draw(st.integers(1, 12))):
+        if draw(st.integers(0, 29)) < 29:
+            calls.append(draw_call(draw, KINDS_DRAWN, fresh, groups))
+            continue
+        collectives = [kind for kind in COLLECTIVES if kind != "barrier"]
+        pair = draw(
+            st.lists(st.sampled_from(range(len(FAMILY))), min_size=2, max_size=2, unique=True)
+        )
+        threads = tuple(
+            tuple(draw_call(draw, collectives, (), [group]) for _ in range(3)) for group in pair
+        )
+        calls.append(Call("threads", threads=threads))
+    return Case(tuple(calls), fresh, pool)
+
+
+@st.composite
+def deviations(draw: Any, pool: str) -> Case:
+    """A call at which one rank of a group has something else."""
+    fresh = draw(st.sampled_from(SUBSETS))
+    calls = [
+        draw_call(draw, list(COLLECTIVES), fresh, [-1]) for _ in range(draw(st.integers(1, 4)))
+    ]
+    # A monitored barrier is messages, which a collective elsewhere leaves to their time-out.
+    calls = [replace(c, wait=0, uneven=0 if c.kind == "barrier" else c.uneven) for c in calls]
+    at = draw(st.integers(0, len(calls) - 1))
+    calls[at] = call = replace(calls[at], uneven=0)
+    changes: list[dict[str, Any]] = []
+    for kind in COLLECTIVES:
+        if OPERATION[kind] != OPERATION[call.kind]:
+            is_possible = kind not in REDUCTIONS or call.dtype in REDUCED
+            changes.append({"kind": kind} if is_possible else {"kind": kind, "dtype": "float32"})
+    if call.kind != "barrier":
+        changes += [{"size": call.size + 1}] * 4
+        other = "int32" if call.dtype != "int32" else "uint32"  # which every operation has
+        changes += [{"dtype": other}] * 4
+    if call.kind in ("broadcast", "reduce", "gather", "scatter"):
+        changes += [{"root": (call.root + 1) % len(fresh)}] * 4
+    if call.kind in REDUCTIONS:
+        changes += [{"op": "min" if call.op == "max" else "max"}] * 4
+    deviant = draw(st.integers(0, len(fresh) - 1))
+    return Case(tuple(calls), fresh, pool, (at, deviant, draw(st.sampled_from(changes))))
+
+
+# ---- running
+
+
+serials = itertools.count(1)
+failures: list[str] = []
+
+
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with a number for each rank."""
+    path = tmp_path_factory.mktemp("sequences") / "marks"
+    np.zeros(WORLD, np.int64).tofile(path)
+    return str(path)
+
+
+def check(case: Case, marks: str) -> None:
+    __tracebackhide__ = True
+    try:
+        results = run_all(case, marks)
+        wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(results) for text in texts]
+    except RankFailure as failure:
+        wrong = [str(failure)]
+    if wrong:
+        command = f"RINGCOMM_SEQUENCE={shlex.quote(case.to_json())} make stress"
+        text = "\n".join([*wrong, f"\nRun this sequence again:\n{command}"])
+        if IS_STRESS and not failures:  # to make it simpler may take minutes
+            print(f"\n{text}", flush=True)
+        failures.append(text)
+        raise AssertionError(text)
+
+
+def run_all(case: Case, marks: str, mutation: str = "") -> list[list[str]]:
+    args = (case, next(serials), marks, mutation)
+    return run_ranks(
+        WORLD, run_case, *args, env=POOLS[case.pool], group_timeout_s=WAIT_S, timeout_s=WAIT_S + 10
+    )
+
+
+def explore(strategy: st.SearchStrategy[Case], num_cases: int, piece: int, marks: str) -> None:
+    """Runs drawn cases: always the same in CI, of a seed that is printed under `make stress`."""
+
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        derandomize=not IS_STRESS,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def run(case: Case) -> None:
+        check(case, marks)
+
+    if IS_STRESS:
+        print(f"RINGCOMM_SEQUENCE_SEED={SEED}, piece {piece}")
+        seed(SEED + piece)(run)
+    run()
+
+
+def pieces(of_ci: dict[str, int], shares: dict[str, float]) -> list[Any]:
+    """Pool, cases, and number of each piece; none where one sequence is to be run again."""
+    if "RINGCOMM_SEQUENCE" in os.environ:
+        return []
+    if not IS_STRESS:
+        return [(pool, num_cases, 0) for pool, num_cases in of_ci.items()]
+    found = []
+    for pool, share in shares.items():
+        num_cases = round(share * NUM_SEQUENCES)
+        sizes = [PIECE] * (num_cases // PIECE) + [num_cases % PIECE] * (num_cases % PIECE > 0)
+        found += [(pool, size, piece) for piece, size in enumerate(sizes)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pool", "num_cases", "piece"),
+    pieces({"shm": 220, "p2p": 40, "hosts": 40}, {"shm": 0.7, "p2p": 0.15, "hosts": 0.15}),
+)
+def test_sequences(pool: str, num_cases: int, piece: int, marks: str) -> None:
+    explore(cases(pool), num_cases, piece, marks)
+
+
+@pytest.mark.parametrize(
+    ("pool", "num_cases", "piece"),
+    pieces({"shm": 20, "p2p": 5, "hosts": 5}, {"shm": 0.05, "p2p": 0.02, "hosts": 0.02}),
+)
+def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) -> None:
+    """A rank that makes another call: MismatchError on all ranks, and no wrong result before."""
+    explore(deviations(pool), num_cases, piece, marks)
+
+
+@pytest.mark.skipif("RINGCOMM_SEQUENCE" not in os.environ, reason="no sequence to run again")
+def test_again(marks: str) -> None:
+    """The sequence of RINGCOMM_SEQUENCE."""
+    check(Case.from_json(os.environ["RINGCOMM_SEQUENCE"]), marks)
+
+
+# ---- the model notices
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
+def test_errors_are_found(kind: str, marks: str) -> None:
+    """One element changed, or two ranks taken for each other."""
+    # With factors that differ, so that the order of the ranks matters to reductions as well.
+    case = Case((Call(kind, size=50, op="premul_sum" if kind in REDUCTIONS else "sum"),))
+    check(case, marks)
+    if kind != "objects":
+        assert any(run_all(case, marks, "off_by_one"))
+    assert any(run_all(case, marks, "swapped"))
