@@ -8,6 +8,7 @@ GLOO_SOCKET_IFNAME, Gloo's own, names another one.
 """
 
 import datetime
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from ringcomm.options import Options
 
 __all__ = ["checked", "for_device", "make"]
+
+# What a rank tells in the store that has made its end; any other text is why it could not.
+_MADE = "made"
 
 
 def checked(name: str) -> str:
@@ -85,13 +89,50 @@ def make(
         global_ranks: the group's, by rank.
 
     Returns:
-        A c10d Backend.
+        A c10d Backend. All ranks have theirs by then: a rank that leaves the group at once would
+        otherwise close connections that others are still making.
+
+    Raises:
+        RuntimeError: a rank could not make its end, or has not done so in time.
     """
     # A part of the store that no earlier group over it has written to: programs destroy and make
     # groups over one store, and backends leave their addresses there. Each rank counts how often it
     # came; the ranks of a group come equally often.
     generation = store.add(f"ringcomm/message_backend/{rank}", 1)
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
+    try:
+        backend = _make_own(name, store, rank, size, timeout, group_name, global_ranks)
+    except Exception as error:
+        store.set(f"made/{rank}", str(error) or type(error).__name__)
+        raise
+    store.set(f"made/{rank}", _MADE)
+    _wait_for_others(store, size, timeout)
+    return backend
+
+
+def _wait_for_others(store: dist.Store, size: int, timeout: datetime.timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    for rank in range(size):
+        # Not store.wait(), which Ctrl-C does not end.
+        while not store.check([f"made/{rank}"]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} has not made its end in {timeout}")
+            time.sleep(0.002)
+        told = store.get(f"made/{rank}").decode()
+        if told != _MADE:
+            raise RuntimeError(f"rank {rank}: {told}")
+
+
+def _make_own(
+    name: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    group_name: str,
+    global_ranks: list[int],
+) -> Any:
+    """This rank's end, for which other ranks may be needed or not."""
     if name == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     if name == "nccl" and name.upper() not in dist.Backend._plugins:

@@ -1,4 +1,7 @@
-"""Reductions against numpy: every type, the sizes at which paths change, layouts of tensors."""
+"""Reductions against numpy: every type, the sizes at which paths change, layouts of tensors.
+
+Any two parameters' values meet; combinations of three are drawn in test_random_sequences.py.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,7 @@ OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-CASES = [(op, dtype) for op in oracle.NUMBER_OPS for dtype in oracle.FLOATS + oracle.INTS] + [
-    (op, dtype) for op in oracle.BIT_OPS for dtype in oracle.INTS
-]
-# An average of truth values has no meaning: test_errors.py.
-BOOL_CASES = [(op, torch.bool) for op in [*oracle.NUMBER_OPS, *oracle.BIT_OPS] if op != "avg"]
+TYPES = [*oracle.FLOATS, *oracle.INTS, torch.bool]
 ALGORITHMS = ["one_shot", "two_shot", "ring"]
 MIB = 1 << 20
 
@@ -63,12 +62,20 @@ def check_all_reduce(
         oracle.assert_equal(tensor, oracle.reduced(inputs, op))
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(("op", "dtype"), CASES + BOOL_CASES)
-def test_all_reduce_types(world_size: int, op: str, dtype: torch.dtype) -> None:
-    # One vector and a bit; then two_shot.
-    sizes = [67, one_shot_limit(world_size) // dtype.itemsize + 5]
-    run_ranks(world_size, check_all_reduce, op, dtype, sizes, "auto")
+def ops_of(dtype: torch.dtype) -> list[str]:
+    if dtype.is_floating_point:
+        return oracle.NUMBER_OPS
+    # An average of truth values has no meaning: test_errors.py.
+    return [op for op in OPS if (op, dtype) != ("avg", torch.bool)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_all_reduce_types(dtype: torch.dtype) -> None:
+    for turn, op in enumerate(ops_of(dtype), TYPES.index(dtype)):
+        world_size = WORLDS[turn % 3]
+        # One vector and a bit; then two_shot.
+        sizes = [67, one_shot_limit(world_size) // dtype.itemsize + 5]
+        run_ranks(world_size, check_all_reduce, op, dtype, sizes, "auto")
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -87,10 +94,11 @@ def test_all_reduce_sizes(world_size: int, algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64])
-def test_all_reduce_algorithms_types(algorithm: str, dtype: torch.dtype) -> None:
+def test_all_reduce_algorithms_types(algorithm: str) -> None:
     """Elements of 1, 2 and 8 bytes, where offsets in bytes and in elements differ most."""
-    for op in ("sum", "product", "max"):
+    dtypes = [torch.bool, torch.int8, torch.bfloat16, torch.float64]
+    for turn, dtype in enumerate(dtypes, ALGORITHMS.index(algorithm)):
+        op = ("sum", "product", "max")[turn % 3]
         run_ranks(3, check_all_reduce, op, dtype, [10, 300_001], algorithm)
 
 
@@ -105,13 +113,12 @@ def random_result(rank: int, dtype: torch.dtype, num_elems: int, algorithm: str)
     return oracle.bits(tensor)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", oracle.FLOATS)
-def test_all_ranks_get_the_same_bits(world_size: int, algorithm: str, dtype: torch.dtype) -> None:
-    for num_elems in (1001, 150_001):
-        results = run_ranks(world_size, random_result, dtype, num_elems, algorithm)
-        assert len(set(results)) == 1
+def test_all_ranks_get_the_same_bits(algorithm: str) -> None:
+    for turn, dtype in enumerate(oracle.FLOATS, ALGORITHMS.index(algorithm)):
+        for num_elems in (1001, 150_001):
+            results = run_ranks(WORLDS[turn % 3], random_result, dtype, num_elems, algorithm)
+            assert len(set(results)) == 1
 
 
 def check_complex(rank: int, op: str, dtype: torch.dtype) -> None:
@@ -131,8 +138,9 @@ def check_complex(rank: int, op: str, dtype: torch.dtype) -> None:
         oracle.assert_equal(scattered, oracle.reduced(inputs, op).chunk(2)[rank])
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("sum", torch.complex64), ("avg", torch.complex64), ("sum", torch.complex128)]
+)
 def test_complex(op: str, dtype: torch.dtype) -> None:
     run_ranks(2, check_complex, op, dtype)
 
@@ -226,10 +234,9 @@ def check_layout(rank: int, name: str) -> None:
             oracle.assert_equal(output, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", sorted(layouts()))
-def test_layouts(world_size: int, name: str) -> None:
-    run_ranks(world_size, check_layout, name)
+def test_layouts(name: str) -> None:
+    run_ranks(3, check_layout, name)
 
 
 def check_surroundings(rank: int) -> None:
@@ -300,7 +307,7 @@ def test_negative_views() -> None:
 
 def check_reduce(rank: int, num_elems: int, dtype: torch.dtype) -> None:
     for root in range(dist.get_world_size()):
-        for op in ("sum", "avg", "max"):
+        for op in ("sum", "avg", "max") if num_elems < 1 << 16 else ("avg",):
             inputs = inputs_of(num_elems, dtype, root)
             tensor = inputs[rank].clone()
             dist.reduce(tensor, root, OPS[op])
@@ -310,10 +317,10 @@ def check_reduce(rank: int, num_elems: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("num_elems", [0, 1, 1000, 600_001])  # the last: three pieces of a board
-def test_reduce(world_size: int, num_elems: int) -> None:
-    run_ranks(world_size, check_reduce, num_elems, torch.float32)
-    run_ranks(world_size, check_reduce, num_elems, torch.bfloat16)
+def test_reduce(world_size: int) -> None:
+    for num_elems in (0, 1, 1000):
+        run_ranks(world_size, check_reduce, num_elems, torch.bfloat16)
+    run_ranks(world_size, check_reduce, 600_001, torch.float32)  # three pieces of a board
 
 
 def check_barrier(rank: int, path: str) -> None:
@@ -327,9 +334,8 @@ def check_barrier(rank: int, path: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_barrier(world_size: int, tmp_path: Any) -> None:
-    run_ranks(world_size, check_barrier, str(tmp_path / "marks"))
+def test_barrier(tmp_path: Any) -> None:
+    run_ranks(3, check_barrier, str(tmp_path / "marks"))
 
 
 # ---- worlds of one

@@ -33,12 +33,15 @@ def check_all_reduce(rank: int, dtype: torch.dtype, op: str, num_elems: int) -> 
     assert num_direct() - before == is_large
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.INTS])
-def test_all_reduce(world_size: int, dtype: torch.dtype) -> None:
-    for op in ("sum", "avg", "max"):
+TYPES = [*oracle.FLOATS, *oracle.INTS]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_all_reduce(dtype: torch.dtype) -> None:
+    """Each type with each operation and each number of ranks."""
+    for turn, op in enumerate(("sum", "avg", "max"), TYPES.index(dtype)):
         for num_elems in (0, 1, 100, 20_000, 300_001):
-            run_ranks(world_size, check_all_reduce, dtype, op, num_elems)
+            run_ranks(WORLDS[turn % 3], check_all_reduce, dtype, op, num_elems)
 
 
 def check_bits(rank: int, dtype: torch.dtype) -> None:
@@ -53,8 +56,10 @@ def check_bits(rank: int, dtype: torch.dtype) -> None:
         oracle.assert_equal(direct, staged)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("dtype", oracle.FLOATS)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [(2, torch.float32), (3, torch.bfloat16), (4, torch.float16), (3, torch.float64)],
+)
 def test_same_bits_as_staged(world_size: int, dtype: torch.dtype) -> None:
     run_ranks(world_size, check_bits, dtype)
 

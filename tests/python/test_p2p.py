@@ -47,7 +47,7 @@ def test_sizes() -> None:
     run_ranks(2, check_sizes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
 def test_types_and_layouts(dtype: torch.dtype) -> None:
     run_ranks(2, check_layout, dtype)
 
@@ -120,9 +120,8 @@ def check_any_source(rank: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_any_source(world_size: int) -> None:
-    run_ranks(world_size, check_any_source)
+def test_any_source() -> None:
+    run_ranks(4, check_any_source)
 
 
 def check_any_source_async(rank: int) -> None:
@@ -153,8 +152,10 @@ def check_exchange(rank: int, receive_first: tuple[bool, bool], num_bytes: int) 
     oracle.assert_equal(received, pattern(other, 0, num_bytes))
 
 
-@pytest.mark.parametrize("num_bytes", [8, 16 << 20])
-@pytest.mark.parametrize("receive_first", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("receive_first", "num_bytes"),
+    [((False, False), 16 << 20), ((False, True), 8), ((True, True), 16 << 20)],
+)
 def test_batch_both_ways(receive_first: tuple[bool, bool], num_bytes: int) -> None:
     run_ranks(2, check_exchange, receive_first, num_bytes)
 
@@ -178,9 +179,8 @@ def check_batch_all(rank: int) -> None:
         oracle.assert_equal(buffer, pattern(p, i, 1000 * i + 1))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_batch_with_all(world_size: int) -> None:
-    run_ranks(world_size, check_batch_all)
+def test_batch_with_all() -> None:
+    run_ranks(4, check_batch_all)
 
 
 def check_isend_returns(rank: int) -> None:

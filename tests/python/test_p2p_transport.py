@@ -246,6 +246,42 @@ def test_rank_that_never_comes(tmp_path: Any) -> None:
     assert "rank 1 did not join" in error["text"]
 
 
+def make_late(rank: int, fails: bool) -> tuple[float, dict[str, Any]]:
+    """When rank 0 has made its end, or any other its group; and the error."""
+    make, made_s = dist.ProcessGroupGloo, 0.0
+
+    def make_own(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made_s
+        backend = make(*args, **kwargs)
+        time.sleep(0.2)
+        if fails:
+            raise OSError("no such network")
+        made_s = time.monotonic()
+        return backend
+
+    if rank == 0:
+        dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
+    try:
+        error = caught(lambda: dist.destroy_process_group(dist.new_group()))
+    finally:
+        dist.ProcessGroupGloo = make  # type: ignore[misc]
+    return made_s or time.monotonic(), error
+
+
+def test_no_rank_has_a_group_before_all_have() -> None:
+    """A rank that leaves it at once would close connections that others are making."""
+    (made_s, _), *others = run(3, make_late, False)
+    for had_s, error in others:
+        assert not error, error
+        assert had_s >= made_s
+
+
+def test_a_rank_that_cannot_make_its_end_is_named() -> None:
+    for rank, (_, error) in enumerate(run(3, make_late, True, fresh=True)):
+        assert error["type"] == "RingcommError", error
+        assert ("rank 0: " if rank > 0 else "") + "no such network" in error["text"], error
+
+
 # ---- faults
 
 

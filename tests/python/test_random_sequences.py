@@ -38,6 +38,8 @@ OPERATION = {
 # Where paths change, in bytes: a line, an envelope of messages, direct paths, one_shot, a slot of
 # a link, a piece of a board, the board.
 EDGES = [64, 4 << 10, 8 << 10, 48 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
+# Several pieces and slices, odd.
+LARGE = [777_777, 1_500_001, 3_000_001]
 # Elements of all ranks together, of which the model's table has more.
 MAX_TOTAL = 3_000_000
 
@@ -55,7 +57,7 @@ def sizes(draw: Any, dtype: str, num_ranks: int, has_shares: bool) -> int:
             num_elems //= num_ranks
         num_elems += draw(st.integers(-1, 1))
     else:
-        num_elems = draw(st.integers(1000, 3 << 20)) // itemsize
+        num_elems = min(draw(st.sampled_from(LARGE)) // itemsize, 400_000)
     return min(num_elems, MAX_TOTAL // (num_ranks if has_shares else 1))
 
 
