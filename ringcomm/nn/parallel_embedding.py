@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
+from ringcomm.env import checks_targets
 from ringcomm.ops import shard_range
 from ringcomm.parallel.tensor.regions import leave
 from ringcomm.parallel.tensor.splits import Split, SplitModule
@@ -96,17 +97,23 @@ class VocabParallelEmbedding(SplitModule):
         """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
 
         Raises:
-            IndexError: an id is not in the whole embedding. On all ranks.
+            IndexError: an id is not in the whole embedding; on all ranks. On a GPU and in compiled
+                code, where to look would wait for the device, such a result is NaN instead; on a
+                GPU RINGCOMM_CHECK_TARGETS=1 has it looked at.
         """
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+        is_id = (ids >= 0) & (ids < self.num_embeddings)
+        is_free = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if (is_free or (ids.is_cuda and checks_targets())) and not is_id.all():
             raise IndexError(f"ids are in [0, {self.num_embeddings}), got others")
         begin, end = self.rows
         is_mine = (ids >= begin) & (ids < end)
+        # What this rank has not is 0 of the sum, and what nobody has is no number.
+        other = torch.where(is_id, 0.0, float("nan")).to(self.weight.dtype)[..., None]
         if begin == end:
-            out = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+            out = other.expand(*ids.shape, self.embedding_dim) + self.weight.sum()
         else:
             local = torch.where(is_mine, ids - begin, 0)
-            out = F.embedding(local, self.weight).masked_fill(~is_mine[..., None], 0)
+            out = torch.where(is_mine[..., None], F.embedding(local, self.weight), other)
             if self.padding_idx is not None:  # as in torch, it has no gradient
                 is_pad = (ids == self.padding_idx)[..., None]
                 out = torch.where(is_pad, out.detach(), out)

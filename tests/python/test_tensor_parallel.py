@@ -254,6 +254,28 @@ def test_ranks_do_not_decide_alone() -> None:
     run_ranks(2, decide_alone)
 
 
+def compiled_embedding(rank: int) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 4)
+    part = VocabParallelEmbedding.from_embedding(table)
+    call = torch.compile(part, backend="aot_eager", fullgraph=True)
+    ids = torch.tensor([[0, 6, 3], [5, 5, 1]])
+    found = call(ids)
+    assert torch.equal(found, table(ids))
+    found.square().sum().backward()
+    table(ids).square().sum().backward()
+    grad = table.weight.grad
+    assert grad is not None
+    assert torch.equal(part.weight.grad, grad[slice(*part.rows)])  # type: ignore[arg-type]
+    wrong = call(torch.tensor([[0, 7, -1], [1, 2, 3]]))
+    assert wrong.isnan().any(-1).tolist() == [[False, True, True], [False] * 3]
+
+
+def test_a_compiled_embedding() -> None:
+    """In one graph: nothing of it waits for ids."""
+    run_ranks(2, compiled_embedding, timeout_s=120)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers(world_size: int) -> None:
     run_ranks(world_size, check_layers, world_size)
