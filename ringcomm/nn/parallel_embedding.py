@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.env import checks_targets
+from ringcomm.nn.drawing import draw_part
 from ringcomm.ops import shard_range
 from ringcomm.parallel.tensor.regions import leave
 from ringcomm.parallel.tensor.splits import Split, SplitModule
@@ -25,7 +26,7 @@ class VocabParallelEmbedding(SplitModule):
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
-            nn.Embedding, whose values it takes: seed all ranks alike.
+            nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
         group: None for the default group.
         sequence_dim: see ringcomm.parallel.tensor.leave(); of the result, so 1 for tokens (batch,
             length).
@@ -48,8 +49,9 @@ class VocabParallelEmbedding(SplitModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._cut(whole, group, sequence_dim, leaves)
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
+        drawn_on = torch.device(device or torch.get_default_device())
+        self._cut(whole, group, sequence_dim, leaves, drawn_on)
 
     def _cut(
         self,
@@ -57,6 +59,7 @@ class VocabParallelEmbedding(SplitModule):
         group: dist.ProcessGroup | None,
         sequence_dim: int | None,
         leaves: bool,
+        drawn_on: torch.device | None = None,
     ) -> None:
         if whole.max_norm is not None or whole.scale_grad_by_freq or whole.sparse:
             raise ValueError(
@@ -71,7 +74,13 @@ class VocabParallelEmbedding(SplitModule):
         split = Split(0, ranges, self.group.rank())
         self.rows = split.begin, split.end
         self.splits = {"weight": split}
-        part = split.cut(whole.weight.detach()).clone()
+        if drawn_on is None:
+            part = split.cut(whole.weight.detach()).clone()
+        else:
+            sizes = tuple(whole.weight.shape)
+            part = draw_part(sizes, split, nn.init.normal_, drawn_on, whole.weight.dtype)
+            if self.padding_idx is not None and split.begin <= self.padding_idx < split.end:
+                part[self.padding_idx - split.begin] = 0
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
 
     @classmethod

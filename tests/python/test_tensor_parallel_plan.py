@@ -157,7 +157,7 @@ def split_families(rank: int) -> dict[str, Any]:
             model = make_family(kind)
             if refused == "always" or (refused == "tokens" and is_sequence_split):
                 before = looks_of(model)
-                with pytest.raises(ValueError, match="not supported|sequence_parallel wants"):
+                with pytest.raises(ValueError, match=r"not supported|sequence_parallel wants"):
                     parallelize(model, sequence_parallel=is_sequence_split)
                 assert looks_of(model) == before, kind
                 continue
@@ -292,7 +292,7 @@ def refuse(rank: int) -> None:
     with pytest.raises(ValueError, match="the embedding, a Embedding, computes something else"):
         parallelize(strange)
     dropping = parallelize(make("multi-head", attention_dropout=0.1)).train()
-    with pytest.raises(ValueError, match="self_attn has a dropout of 0.1, whose masks"):
+    with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, whose masks"):
         dropping(**batch(0))
     dropping.eval()(**batch(0))
     experts = transformers.MixtralConfig(
