@@ -102,7 +102,7 @@ def _layer_of(
     router.weight = weight
     of_experts = block.experts
     weights = zip(of_experts.gate_up_proj, of_experts.down_proj, strict=True)
-    return MixtureOfExperts.from_experts(
+    layer = MixtureOfExperts.from_experts(
         router,
         [MixtralExpert(gate_up, down, of_experts.act_fn) for gate_up, down in weights],
         block.top_k,
@@ -111,3 +111,6 @@ def _layer_of(
         capacity_factor=capacity_factor,
         normalize_weights=block.top_k > 1,
     )
+    # As in transformers, where the weight of a token's only expert is 1. TopKRouter refuses that.
+    layer.router.normalize_weights = True
+    return layer

@@ -53,8 +53,13 @@ def parallelize(
 
     Raises:
         TypeError: the model has no plan.
-        ValueError: it is split already, has layers that the plan knows another way to split, or
-            heads that the ranks cannot share. Nothing has been changed.
+        ValueError: it is split already, has layers that the plan knows another way to split, an
+            embedding or linear layers that compute something else than torch's, heads that the
+            ranks cannot share, or, with sequence_parallel, other parts than an embedding, layers of
+            blocks and norms, and a last norm. Nothing has been changed.
+
+    In training mode a dropout above 0 is a ValueError of the forward: ranks would draw different
+    masks for what they all have.
 
     Collective where key and value heads are copied, since there are fewer than ranks.
     """
@@ -69,22 +74,31 @@ def parallelize(
     if sequence_parallel and head is None:
         raise ValueError("sequence_parallel wants a model with an output layer over a vocabulary")
     blocks = _Blocks(base, plan)
+    whole = model.get_input_embeddings()
+    scale = _scale_of(whole)
+    if head is not None:
+        _check_plain(head, nn.Linear, "the output layer")
+    ends = _ends_of_tokens(base, whole, blocks) if sequence_parallel else None
     heads = {
         block: _heads_of(block, resolved.size()) for block in blocks.columns if _attends(block)
     }
     loss_options = loss_options_of(model) if head is not None and not gather_logits else None
     splitter = _Splitter(resolved, 1 if sequence_parallel else None)
-    is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    is_tied = head is not None and head.weight is whole.weight
     for block in blocks.columns:
         splitter.split_block(blocks, block, heads.get(block))
     embedding = VocabParallelEmbedding.from_embedding(
-        model.get_input_embeddings(), group=resolved, leaves=not sequence_parallel
+        whole, group=resolved, leaves=not sequence_parallel
     )
+    if scale is not None:
+        embedding.register_buffer("embed_scale", scale, persistent=False)
+        embedding.register_forward_hook(_scaled)
     model.set_input_embeddings(embedding)
     for module in blocks.summed:
         splitter.sum_over_ranks(module)
-    if sequence_parallel:
-        splitter.share_tokens(base, blocks.summed)
+    if ends is not None:
+        splitter.share_tokens(base, *ends, blocks.summed)
+    base.register_forward_pre_hook(_refuse_dropout)
     if head is not None:
         # Behind the last norm the tokens are whole again, so that the head may take some of them.
         made = ColumnParallelLinear.from_linear(
@@ -122,6 +136,7 @@ class _Blocks:
             if style == SUMMED:
                 self.summed.append(module)
             elif style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
+                _check_plain(module, nn.Linear, name)
                 parent, _, leaf = name.rpartition(".")
                 kind = self.columns if style == COLUMNS else self.rows
                 kind.setdefault(base.get_submodule(parent), []).append(leaf)
@@ -130,6 +145,10 @@ class _Blocks:
                     f"{name}, a {type(module).__name__}, is {style} in the model's plan, which is"
                     " not supported"
                 )
+        for name, _ in base.named_parameters():
+            style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            if style is not None:
+                raise ValueError(f"{name} is {style} in the model's plan, which is not supported")
         for block in self.columns:
             self._check(block)
 
@@ -141,6 +160,80 @@ class _Blocks:
                 raise ValueError(f"{name} of a {type(block).__name__} is not in the model's plan")
         if block not in self.rows:
             raise ValueError(f"the plan splits a {type(block).__name__} that no row layer joins")
+
+
+def _check_plain(module: nn.Module, kind: type[nn.Module], name: str) -> None:
+    """Its part computes what torch's own layer would; hooks would be lost."""
+    is_plain = type(module).forward is kind.forward and "forward" not in vars(module)
+    if not is_plain or module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"{name}, a {type(module).__name__}, computes something else than {kind.__name__}, or"
+            " has hooks, which its parts would not do"
+        )
+
+
+def _scale_of(embedding: nn.Module) -> Tensor | None:
+    """What Gemma's embeddings multiply their results by; None for torch's own."""
+    scale = getattr(embedding, "embed_scale", None)
+    if type(embedding).__name__.endswith("ScaledWordEmbedding") and isinstance(scale, Tensor):
+        return scale
+    _check_plain(embedding, nn.Embedding, "the embedding")
+    return None
+
+
+def _scaled(embedding: nn.Module, _: Any, output: Tensor) -> Tensor:
+    return output * embedding.get_buffer("embed_scale").to(output.dtype)
+
+
+def _ends_of_tokens(
+    base: Any, embedding: nn.Module, blocks: _Blocks
+) -> tuple[nn.Module, nn.Module]:
+    """The first layer and the last norm, between which ranks share the tokens.
+
+    Raises:
+        ValueError: there is something else that may mix tokens, or that changes the embedding's
+            result, of which each rank has a part of the sum.
+    """
+    name = type(base).__name__
+    layers = getattr(base, "layers", None)
+    rest = {
+        child: module
+        for child, module in base.named_children()
+        if module is not embedding
+        and module is not layers
+        and not isinstance(module, nn.Dropout)
+        and "Rotary" not in type(module).__name__
+    }
+    # transformers' plan for pipelines has what is called between embedding and output, in order.
+    calls = list(getattr(base.config, "base_model_pp_plan", None) or ())
+    is_known = len(rest) == 1 and calls[-2:] == ["layers", *rest]
+    if not isinstance(layers, nn.ModuleList) or not is_known:
+        raise ValueError(
+            f"sequence_parallel wants an embedding, layers and one norm behind them, and {name} has"
+            f" {[child for child, _ in base.named_children()]}, called as {calls}: leave it out"
+        )
+    split = {b.get_submodule(n) for of in (blocks.columns, blocks.rows) for b in of for n in of[b]}
+    for child, module in base.named_modules():
+        if module is embedding or module in split or module in blocks.summed:
+            continue
+        if [*module.parameters(recurse=False)] and "Norm" not in type(module).__name__:
+            raise ValueError(
+                f"sequence_parallel wants layers of split blocks and norms, and {child} of {name}"
+                f" is a {type(module).__name__}: leave it out"
+            )
+    return layers[0], next(iter(rest.values()))
+
+
+def _refuse_dropout(base: nn.Module, _: Any) -> None:
+    for name, module in base.named_modules() if base.training else ():
+        options = {"p": module.p} if isinstance(module, nn.Dropout) else vars(module)
+        for option, value in options.items():
+            is_rate = option == "p" or "dropout" in option or option.endswith("pdrop")
+            if is_rate and isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{name} has a dropout of {value}, whose masks would differ between the ranks"
+                    " of tensor parallelism: set it to 0"
+                )
 
 
 def _attends(block: nn.Module) -> bool:
@@ -191,11 +284,13 @@ class _Splitter:
             if param.requires_grad:
                 sum_gradients(param, self.group)
 
-    def share_tokens(self, base: Any, done: list[nn.Module]) -> None:
+    def share_tokens(
+        self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
+    ) -> None:
         """From the first layer's input to the last norm's output."""
         base.register_forward_pre_hook(_refuse_embeddings, with_kwargs=True)
-        base.layers[0].register_forward_pre_hook(self._leave, with_kwargs=True)
-        base.norm.register_forward_hook(self._enter_output)
+        first.register_forward_pre_hook(self._leave, with_kwargs=True)
+        last.register_forward_hook(self._enter_output)
         for module in base.modules():
             is_whole = not isinstance(module, SplitModule) and module not in done
             for param in module.parameters(recurse=False) if is_whole else ():

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
+from ringcomm.env import checks_targets
+from ringcomm.nn.drawing import draw_part
 from ringcomm.ops import shard_range
 from ringcomm.parallel.tensor.regions import leave
 from ringcomm.parallel.tensor.splits import Split, SplitModule
@@ -24,7 +26,7 @@ class VocabParallelEmbedding(SplitModule):
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
-            nn.Embedding, whose values it takes: seed all ranks alike.
+            nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
         group: None for the default group.
         sequence_dim: see ringcomm.parallel.tensor.leave(); of the result, so 1 for tokens (batch,
             length).
@@ -47,8 +49,9 @@ class VocabParallelEmbedding(SplitModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._cut(whole, group, sequence_dim, leaves)
+        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
+        drawn_on = torch.device(device or torch.get_default_device())
+        self._cut(whole, group, sequence_dim, leaves, drawn_on)
 
     def _cut(
         self,
@@ -56,6 +59,7 @@ class VocabParallelEmbedding(SplitModule):
         group: dist.ProcessGroup | None,
         sequence_dim: int | None,
         leaves: bool,
+        drawn_on: torch.device | None = None,
     ) -> None:
         if whole.max_norm is not None or whole.scale_grad_by_freq or whole.sparse:
             raise ValueError(
@@ -70,7 +74,13 @@ class VocabParallelEmbedding(SplitModule):
         split = Split(0, ranges, self.group.rank())
         self.rows = split.begin, split.end
         self.splits = {"weight": split}
-        part = split.cut(whole.weight.detach()).clone()
+        if drawn_on is None:
+            part = split.cut(whole.weight.detach()).clone()
+        else:
+            sizes = tuple(whole.weight.shape)
+            part = draw_part(sizes, split, nn.init.normal_, drawn_on, whole.weight.dtype)
+            if self.padding_idx is not None and split.begin <= self.padding_idx < split.end:
+                part[self.padding_idx - split.begin] = 0
         self.weight = nn.Parameter(part, requires_grad=whole.weight.requires_grad)
 
     @classmethod
@@ -96,17 +106,23 @@ class VocabParallelEmbedding(SplitModule):
         """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
 
         Raises:
-            IndexError: an id is not in the whole embedding. On all ranks.
+            IndexError: an id is not in the whole embedding; on all ranks. On a GPU and in compiled
+                code, where to look would wait for the device, such a result is NaN instead; on a
+                GPU RINGCOMM_CHECK_TARGETS=1 has it looked at.
         """
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_embeddings):
+        is_id = (ids >= 0) & (ids < self.num_embeddings)
+        is_free = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if (is_free or (ids.is_cuda and checks_targets())) and not is_id.all():
             raise IndexError(f"ids are in [0, {self.num_embeddings}), got others")
         begin, end = self.rows
         is_mine = (ids >= begin) & (ids < end)
+        # What this rank has not is 0 of the sum, and what nobody has is no number.
+        other = torch.where(is_id, 0.0, float("nan")).to(self.weight.dtype)[..., None]
         if begin == end:
-            out = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+            out = other.expand(*ids.shape, self.embedding_dim) + self.weight.sum()
         else:
             local = torch.where(is_mine, ids - begin, 0)
-            out = F.embedding(local, self.weight).masked_fill(~is_mine[..., None], 0)
+            out = torch.where(is_mine[..., None], F.embedding(local, self.weight), other)
             if self.padding_idx is not None:  # as in torch, it has no gradient
                 is_pad = (ids == self.padding_idx)[..., None]
                 out = torch.where(is_pad, out.detach(), out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
+from ringcomm.nn.drawing import draw_part
 from ringcomm.ops import shard_range
 from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients
 from ringcomm.parallel.tensor.splits import Split, SplitModule
@@ -37,29 +40,46 @@ class _ParallelLinear(SplitModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def _take(self, linear: nn.Linear, split: Split) -> None:
-        """The weights of a whole layer, cut; in memory of their own."""
+    def _take(self, linear: nn.Linear, split: Split, drawn_on: torch.device | None) -> None:
+        """The weights of a whole layer, cut; in memory of their own.
+
+        With `drawn_on` the layer is on the meta device, and its values are drawn as nn.Linear does.
+        """
         self.splits = {"weight": split}
-        self.weight = nn.Parameter(
-            split.cut(linear.weight.detach()).clone(), requires_grad=linear.weight.requires_grad
-        )
+        if linear.bias is not None and split.dim == 0:
+            self.splits["bias"] = split
+        num_inputs = linear.in_features
+        bound = 1 / math.sqrt(num_inputs) if num_inputs else 0.0
+
+        def part_of(name: str, whole: Tensor) -> nn.Parameter:
+            cut = self.splits.get(name)
+            if drawn_on is None:
+                values = whole.detach() if cut is None else cut.cut(whole.detach())
+                return nn.Parameter(values.clone(), requires_grad=whole.requires_grad)
+
+            def draw_(block: Tensor) -> None:
+                if name == "weight":
+                    nn.init.kaiming_uniform_(block, a=math.sqrt(5))
+                else:
+                    nn.init.uniform_(block, -bound, bound)
+
+            return nn.Parameter(draw_part(tuple(whole.shape), cut, draw_, drawn_on, whole.dtype))
+
+        self.weight = part_of("weight", linear.weight)
         bias: Tensor | None = linear.bias
         if bias is None:
             self.register_parameter("bias", None)
-            return
-        part = bias.detach()
-        if split.dim == 0:
-            self.splits["bias"] = split
-            part = split.cut(part)
-        self.bias = nn.Parameter(part.clone(), requires_grad=bias.requires_grad)
+        else:
+            self.bias = part_of("bias", bias)
 
 
 class ColumnParallelLinear(_ParallelLinear):
     """nn.Linear of which each rank has some output features.
 
     Args:
-        in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear, whose
-            values it takes: seed all ranks alike.
+        in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear. Seed
+            all ranks alike: on the CPU they take the values of nn.Linear, on other devices those
+            of another draw, the same for any number of ranks. The whole is never in memory.
         group: None for the default group.
         unit: output features that stay together, such as those of a head.
         num_copies: so many ranks in a row have the same features, such as a key and value head
@@ -93,8 +113,9 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim)
+        linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        drawn_on = torch.device(device or torch.get_default_device())
+        self._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim, drawn_on)
 
     def _cut(
         self,
@@ -105,6 +126,7 @@ class ColumnParallelLinear(_ParallelLinear):
         enters: bool,
         gathers: bool,
         sequence_dim: int | None,
+        drawn_on: torch.device | None = None,
     ) -> None:
         self.group, self.enters = resolve_group(group), enters
         self.gathers, self.sequence_dim = gathers, sequence_dim
@@ -115,7 +137,7 @@ class ColumnParallelLinear(_ParallelLinear):
         parts = feature_ranges(linear.out_features, unit, world_size // num_copies, "out_features")
         ranges = tuple(part for part in parts for _ in range(num_copies))
         self.features = ranges[rank]
-        self._take(linear, Split(0, ranges, rank, num_copies))
+        self._take(linear, Split(0, ranges, rank, num_copies), drawn_on)
         if num_copies > 1:
             copies = ranks_in_a_row(self.group, num_copies)
             for param in self.parameters():
@@ -186,8 +208,9 @@ class RowParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._cut(linear, group, unit, sequence_dim)
+        linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
+        drawn_on = torch.device(device or torch.get_default_device())
+        self._cut(linear, group, unit, sequence_dim, drawn_on)
 
     def _cut(
         self,
@@ -195,13 +218,14 @@ class RowParallelLinear(_ParallelLinear):
         group: dist.ProcessGroup | None,
         unit: int,
         sequence_dim: int | None,
+        drawn_on: torch.device | None = None,
     ) -> None:
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         rank, world_size = self.group.rank(), self.group.size()
         ranges = feature_ranges(linear.in_features, unit, world_size, "in_features")
         self.features = ranges[rank]
-        self._take(linear, Split(1, ranges, rank))
+        self._take(linear, Split(1, ranges, rank), drawn_on)
         if self.bias is not None and self.bias.requires_grad and sequence_dim is not None:
             sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
 

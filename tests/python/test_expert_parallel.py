@@ -205,6 +205,36 @@ def check_means(rank: int) -> None:
         expert.average_gradients(net, net.moe.experts.group)
 
 
+def check_accumulation(rank: int) -> list[Tensor]:
+    """Two micro-batches, averaged once; what would divide experts twice is refused."""
+    net = expert_net(Case(3, 2), **groups_of_mesh(2))
+    for micro_batch in range(2):
+        loss_of(net, *batch(micro_batch, rank, 4)).backward()
+    expert.average_gradients(net)
+    grads = [param.grad.clone() for param in net.parameters() if param.grad is not None]
+    for _ in range(2):  # again at once, and with a micro-batch on top
+        with pytest.raises(RuntimeError, match="averaged these gradients before: call it once"):
+            expert.average_gradients(net)
+        loss_of(net, *batch(2, rank, 4)).backward()
+    for set_to_none in (False, True):
+        net.zero_grad(set_to_none=set_to_none)
+        for micro_batch in range(2):
+            loss_of(net, *batch(micro_batch, rank, 4)).backward()
+        expert.average_gradients(net)
+        again = [param.grad for param in net.parameters() if param.grad is not None]
+        torch.testing.assert_close(again, grads)
+    return grads[:1]
+
+
+def test_accumulation() -> None:
+    net: Net = dense_net(Case(3, 2))
+    for micro_batch in range(2):
+        for rank in range(4):
+            (loss_of(net, *batch(micro_batch, rank, 4)) / 4).backward()
+    for (found,) in run_ranks(4, check_accumulation):
+        torch.testing.assert_close(found, net.first.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_means() -> None:
     run_ranks(4, check_means)
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel import clip_grad_norm_, pipeline, zero
+from ringcomm.parallel.pipeline.running import MAX_SHAPES
 
 STEPS = 3
 SCHEDULES = [*pipeline.SCHEDULES]
@@ -127,6 +128,81 @@ def test_losses_that_are_sums() -> None:
         for name, grad in grads.items():
             expected = model.get_parameter(name).grad
             torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- batches of many lengths
+
+
+class Positions(nn.Module):
+    """Keeps a table for each length, and counts what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.tables: dict[int, Tensor] = {}
+        self.longest: Tensor | None = None
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length, dtype=torch.float32)[:, None].cos()
+        if self.longest is None or len(self.longest) < length:
+            self.longest = torch.arange(length, dtype=torch.float32)[:, None].sin()
+        return self.linear(x).tanh() + self.tables[length] + self.longest[:length]
+
+
+def make_positions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Positions() for _ in range(4)))
+
+
+def of_length(length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    x, y = torch.randn(2, 2 * M, length, 6, generator=generator)
+    return x, y
+
+
+def train_lengths(rank: int, is_autocast: bool) -> tuple[list[float], dict[str, Any], list[int]]:
+    model = make_positions()
+    pipe = pipeline.Pipeline(model, mse, "1f1b", M)
+    optimizer = sgd(pipe.parameters())
+    losses = []
+    for length in LENGTHS:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            losses.append(float(pipe.step(*of_length(length))))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(pipe._runner._made) == MAX_SHAPES
+    for wrong in (of_length(4 + rank), of_length(4) if rank == 0 else (torch.zeros(3, 4, 6),) * 2):
+        with pytest.raises(
+            ValueError, match=r"ranks disagree on the inputs|3 rows of inputs do not"
+        ):
+            pipe.step(*wrong)
+    pipe.evaluate(*of_length(4))
+    counts = [block.num_calls for block in pipe.module.children() if isinstance(block, Positions)]
+    return losses, pipe.full_state_dict(), counts
+
+
+LENGTHS = [*range(3, 19)]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_many_lengths(is_autocast: bool) -> None:
+    """Of 16 lengths the first costs a forward more, and few have stages kept for them."""
+    model = make_positions()
+    optimizer = sgd(model.parameters())
+    losses = []
+    for length in LENGTHS:
+        optimizer.zero_grad()
+        losses.append(accumulate(model, mse, *of_length(length), autocast=is_autocast))
+        optimizer.step()
+    for found, state, counts in run_ranks(2, train_lengths, is_autocast):
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert_weights(state, model.state_dict(), atol=0)
+        # 16 steps, one evaluation, and the first shape's forward of zeros.
+        assert counts == [17 * M + 1] * 2
 
 
 # ---- weights that stages share, and clipping

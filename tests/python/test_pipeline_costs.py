@@ -54,13 +54,14 @@ def sent_in_a_step(rank: int, schedule: str) -> tuple[dict[str, int], int]:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bytes_on_the_wire(schedule: str, num_ranks: int) -> None:
-    """2 m b s h elements for each boundary between ranks, and the loss from the last stage."""
+    """2 m b s h elements for each boundary between ranks, the loss, and what ranks agree on."""
     results = run_ranks(num_ranks, sent_in_a_step, schedule)
     last = 0 if schedule == "zbv" else num_ranks - 1
     for rank, (sent, num_sides) in enumerate(results):
         assert sent["send"] == num_sides * M * ACTIVATION_BYTES
         assert sent.get("broadcast", 0) == (4 * (num_ranks - 1) if rank == last else 0)
-        assert sent.keys() <= {"send", "broadcast"}
+        assert sent["all_gather"] == 8 * (num_ranks - 1)  # a digest of shapes
+        assert sent.keys() <= {"send", "broadcast", "all_gather"}
     num_stages = num_ranks * (2 if schedule in ("interleaved", "zbv") else 1)
     num_boundaries = num_stages - 1 - (schedule == "zbv")  # the V's bottom is on one rank
     total = sum(sent["send"] for sent, _ in results)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringcomm
 from ringcomm.nn import (
@@ -17,6 +18,7 @@ from ringcomm.nn import (
     CrossEntropyLoss,
     RowParallelLinear,
     VocabParallelEmbedding,
+    drawing,
 )
 from ringcomm.ops import shard_range
 from ringcomm.optim import Lomo, Split
@@ -252,6 +254,80 @@ def decide_alone(rank: int) -> None:
 def test_ranks_do_not_decide_alone() -> None:
     """How to clip and whether to step, which would part what all of them have."""
     run_ranks(2, decide_alone)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any result had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elems = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result.is_meta:
+            self.num_elems = max(self.num_elems, result.numel())
+        return result
+
+
+def draw_parts(rank: int, dtype: torch.dtype) -> None:
+    """Blocks of 16 and 32 rows, a shorter one at the end, and one that is too short to be alone."""
+    drawing.BLOCK_ELEMS = 32 * 7
+    try:
+        for num_rows in (5, 40, 64, 67, 100):
+            made: list[Any] = []
+            with Largest() as largest:
+                torch.manual_seed(num_rows)
+                made.append(ColumnParallelLinear(7, num_rows, dtype=dtype))
+                made.append(RowParallelLinear(7, num_rows, dtype=dtype))
+                made.append(VocabParallelEmbedding(num_rows, 7, 3, dtype=dtype))
+            after = torch.rand(1)
+            torch.manual_seed(num_rows)
+            whole = [nn.Linear(7, num_rows, dtype=dtype) for _ in range(2)]
+            whole.append(nn.Embedding(num_rows, 7, 3, dtype=dtype))  # type: ignore[arg-type]
+            assert torch.equal(after, torch.rand(1))
+            for part, of in zip(made, whole, strict=True):
+                for name, param in of.named_parameters():
+                    split = part.splits.get(name)
+                    wanted = param if split is None else split.cut(param)
+                    assert torch.equal(part.get_parameter(name), wanted), (num_rows, name)
+            # A block of 32 rows, with fewer than 16 more behind it, or the larger part of rows.
+            assert largest.num_elems <= max(47 * 7, num_rows * 4)
+        part = ColumnParallelLinear(7, 5, device="meta")
+        whole_state = nn.Linear(7, 5, device="meta").state_dict()
+        tensor.load_full_state_dict(part, whole_state)  # memory where the state is
+        assert part.weight.is_meta
+        tensor.load_full_state_dict(part, nn.Linear(7, 5).state_dict())
+        assert part.weight.device.type == "cpu"
+    finally:
+        drawing.BLOCK_ELEMS = 1 << 22
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_are_drawn_as_the_whole_without_having_it(dtype: torch.dtype) -> None:
+    run_ranks(2, draw_parts, dtype)
+
+
+def compiled_embedding(rank: int) -> None:
+    torch.manual_seed(0)
+    table = nn.Embedding(7, 4)
+    part = VocabParallelEmbedding.from_embedding(table)
+    call = torch.compile(part, backend="aot_eager", fullgraph=True)
+    ids = torch.tensor([[0, 6, 3], [5, 5, 1]])
+    found = call(ids)
+    assert torch.equal(found, table(ids))
+    found.square().sum().backward()
+    table(ids).square().sum().backward()
+    grad = table.weight.grad
+    assert grad is not None
+    assert torch.equal(part.weight.grad, grad[slice(*part.rows)])  # type: ignore[arg-type]
+    wrong = call(torch.tensor([[0, 7, -1], [1, 2, 3]]))
+    assert wrong.isnan().any(-1).tolist() == [[False, True, True], [False] * 3]
+
+
+def test_a_compiled_embedding() -> None:
+    """In one graph: nothing of it waits for ids."""
+    run_ranks(2, compiled_embedding, timeout_s=120)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

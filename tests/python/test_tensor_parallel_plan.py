@@ -110,6 +110,75 @@ def test_the_training_of_one_process(name: str, world_size: int, is_sequence_spl
     assert max(num for *_, num in results) < num_elems
 
 
+# Families of transformers, and whether they are refused: always, or with sequence parallelism.
+FAMILIES = {
+    **dict.fromkeys(("mistral", "phi", "gpt_neox", "gemma", "gemma2", "gemma3_text"), "never"),
+    **dict.fromkeys(("cohere2", "starcoder2", "granite", "smollm3"), "never"),
+    "nanochat": "tokens",  # a norm before the layers, too
+    **dict.fromkeys(("phi3", "olmo2", "mixtral", "qwen3_moe"), "always"),
+}
+
+
+def make_family(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes["attn_implementation"] = "eager"  # all families have that
+    token_ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    dropouts = dict.fromkeys(("residual_dropout", "embedding_dropout", "attention_dropout"), 0.0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **token_ids, **dropouts)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn(param.shape))
+    return model
+
+
+def loss_and_squares(model: Any, grads_of: Any) -> tuple[float, float]:
+    """The loss, and the norm of its gradient by torch or over the ranks."""
+    loss = model(**batch(0)).loss
+    loss.backward()
+    return float(loss.detach()), float(grads_of(model, 1.0))
+
+
+def looks_of(model: Any) -> Any:
+    """What a refusal must leave as it was."""
+    modules = [
+        (name, type(module), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ]
+    params = [(name, id(p), p._version, p._backward_hooks) for name, p in model.named_parameters()]
+    return modules, params, model.loss_function
+
+
+def split_families(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, refused in FAMILIES.items():
+        for is_sequence_split in (False, True):
+            model = make_family(kind)
+            if refused == "always" or (refused == "tokens" and is_sequence_split):
+                before = looks_of(model)
+                with pytest.raises(ValueError, match=r"not supported|sequence_parallel wants"):
+                    parallelize(model, sequence_parallel=is_sequence_split)
+                assert looks_of(model) == before, kind
+                continue
+            parallelize(model, sequence_parallel=is_sequence_split)
+            found[f"{kind} {is_sequence_split}"] = loss_and_squares(model, clip_grad_norm_)
+    return found
+
+
+def test_families_equal_one_process_or_are_refused_unchanged() -> None:
+    clip = lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
+    expected = {
+        kind: loss_and_squares(make_family(kind), clip)
+        for kind, refused in FAMILIES.items()
+        if refused != "always"
+    }
+    for found in run_ranks(2, split_families, timeout_s=120):
+        assert {key.split()[0] for key in found} == expected.keys()
+        for key, value in found.items():
+            assert value == pytest.approx(expected[key.split()[0]], rel=2e-5), key
+
+
 def generate(rank: int) -> tuple[Tensor, Tensor]:
     model = parallelize(make("grouped"), gather_logits=True).eval()
     ids = batch(0)["input_ids"][:, :4]
@@ -214,6 +283,18 @@ def refuse(rank: int) -> None:
     odd.model.layers[0].mlp.extra = nn.Linear(DIM, DIM)
     with pytest.raises(ValueError, match="extra of a LlamaMLP is not in the model's plan"):
         parallelize(odd)
+    strange: Any = make("multi-head")
+    strange.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj, a Linear, computes something"):
+        parallelize(strange)
+    strange = make("multi-head")
+    strange.model.embed_tokens.forward = lambda ids: ids
+    with pytest.raises(ValueError, match="the embedding, a Embedding, computes something else"):
+        parallelize(strange)
+    dropping = parallelize(make("multi-head", attention_dropout=0.1)).train()
+    with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, whose masks"):
+        dropping(**batch(0))
+    dropping.eval()(**batch(0))
     experts = transformers.MixtralConfig(
         **{**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
     )

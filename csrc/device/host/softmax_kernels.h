@@ -103,8 +103,7 @@ template <class Array>
       const Fp32 x = vector_of(block, i) / row.softcap;
       const Fp32 power = tanh_power(x);
       store_bytes(reinterpret_cast<char*>(block.z + i), tanh_of(x, power) * row.softcap);
-      if (slopes != nullptr)
-        store_bytes(reinterpret_cast<char*>(slopes->z + i), tanh_slope(power));
+      if (slopes != nullptr) store_bytes(reinterpret_cast<char*>(slopes->z + i), tanh_slope(power));
     }
   }
   for (i = num_elems; i < padded; ++i) block.z[i] = -kInfinity;
@@ -245,8 +244,7 @@ template <class Array>
                                                  Block& block, const Block& slopes) {
   float target_part = 0;
   if (target >= 0)
-    target_part =
-        grad.target * ((row.softcap != 0.0F ? slopes.z[target] : 1.0F) * row.logit_scale);
+    target_part = grad.target * ((row.softcap != 0.0F ? slopes.z[target] : 1.0F) * row.logit_scale);
   for (std::size_t i = 0; i < num_elems; i += kLanes) {
     if (i % kSumLanes == 0) prefetch<Array>(from, i);
     const Fp32 z = vector_of(block, i);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.model_experts import expert_parameters, split_experts
 
 __all__ = ["average_gradients"]
+
+_AVERAGED = "_ringcomm_averaged"
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -34,11 +38,13 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
     Raises:
         ValueError: a layer's group and replica_group do not make up the group; nothing was written.
+        RuntimeError: gradients of experts have been averaged already, or a backward pass has added
+            to such ones: they would be divided twice. Nothing was written.
 
     Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
     parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
-    A gradient that some ranks have is 0 on the others. Once for each step: calling
-    it again divides again.
+    A gradient that some ranks have is 0 on the others. Accumulate first, and call it once behind
+    the last backward().
     """
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
     resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
@@ -46,6 +52,9 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     for name, experts in layers.items():
         _check_groups(name, experts, resolved)
     of_experts = set(expert_parameters(model).values())
+    if layers:
+        handled = [*of_experts] if ddp is not None else [*model.parameters()]
+        _check_fresh(handled)
     if ddp is None:
         others = [param for param in model.parameters() if param not in of_experts]
         replicated = [param for param in others if not isinstance(param, DTensor)]
@@ -57,6 +66,56 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
         for param in params:
             if param.grad is not None:
                 param.grad.div_(experts.group.size())
+    if layers:
+        for param in handled:
+            _note_average(param)
+
+
+def _check_fresh(params: Iterable[nn.Parameter]) -> None:
+    """No gradient is an average, or has one in it."""
+    for param in params:
+        seen = getattr(param, _AVERAGED, None)
+        if seen is not None and seen.is_in(param.grad):
+            raise RuntimeError(
+                "average_gradients() has averaged these gradients before: call it once in a step,"
+                " after the last backward() and before step() and zero_grad()"
+            )
+
+
+def _note_average(param: nn.Parameter) -> None:
+    if param.grad is None or not param.requires_grad:
+        return
+    seen = getattr(param, _AVERAGED, None)
+    if seen is None:
+        seen = _Average()
+        setattr(param, _AVERAGED, seen)
+        param.register_hook(partial(seen.before_accumulation, weakref.ref(param)))
+    seen.note(param.grad)
+
+
+class _Average:
+    """Which gradient of a parameter is an average, and whether a backward pass has added to it."""
+
+    def __init__(self) -> None:
+        self._grad: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._is_mixed = False
+
+    def note(self, grad: Tensor) -> None:
+        self._grad, self._version, self._is_mixed = weakref.ref(grad), grad._version, False
+
+    def _is_untouched(self, grad: Tensor | None) -> bool:
+        is_same = grad is not None and self._grad is not None and self._grad() is grad
+        return is_same and grad is not None and grad._version == self._version
+
+    def before_accumulation(self, param: weakref.ref[nn.Parameter], _: Tensor) -> None:
+        owner = param()
+        self._is_mixed = owner is not None and self._is_untouched(owner.grad)
+
+    def is_in(self, grad: Tensor | None) -> bool:
+        """Whether this gradient is the average, or has it in it."""
+        is_same = grad is not None and self._grad is not None and self._grad() is grad
+        return is_same and (self._is_mixed or self._is_untouched(grad))
 
 
 def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:

@@ -205,9 +205,9 @@ class Pipeline:
             The loss of the batch, on all ranks: one broadcast of 4 bytes.
 
         Raises:
-            ValueError: rows do not divide into micro-batches, the model was changed, or the first
-                step with inputs of a shape finds that a block does not take them, or that ranks
-                have different ones.
+            ValueError: rows do not divide into micro-batches, ranks have inputs of different
+                shapes, or the first step with inputs of a shape finds that a block does not take
+                them: on all ranks. Or the model was changed.
             RingcommError: a rank failed, or called something else.
 
         What a rank's blocks raise ends the group, so that other ranks do not wait for it. Under

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,14 +13,19 @@ from torch import Tensor, nn
 
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.pipeline.evaluation import forward_only
 from ringcomm.parallel.pipeline.schedules import Plan
 from ringcomm.parallel.pipeline.shapes import Specs, TensorSpec, find_boundaries
 from ringcomm.parallel.pipeline.stage import Log, Stage
+from ringcomm.torch_names import all_gather_single
 
 __all__ = ["Runner"]
 
 Inputs = Tensor | tuple[Tensor, ...]
+
+# So many shapes of inputs have stages ready; the one not used for longest goes first.
+MAX_SHAPES = 8
 
 
 class _Made(NamedTuple):
@@ -52,7 +59,8 @@ class Runner:
         self._divisor = plan.num_microbatches if is_mean else 1
         self._group = group
         self._device = device
-        self._made: dict[Any, _Made] = {}
+        self._made: OrderedDict[Any, _Made] = OrderedDict()
+        self._has_run = False
         self._loss_scale = 1.0
         self._losses: list[Tensor] = []  # of this step's micro-batches
 
@@ -70,8 +78,7 @@ class Runner:
         """As Pipeline.step()."""
         if not torch.is_grad_enabled():
             raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
-        batch = self._checked(inputs, target)
-        made = self._made_for(batch)
+        batch, made = self._prepared(inputs, target)
         self._guarded(self._check_trained, made)
         for stage in made.stages:
             stage.log = log
@@ -144,21 +151,58 @@ class Runner:
                 )
         return batch
 
-    def _made_for(self, batch: tuple[Tensor, ...]) -> _Made:
+    def _prepared(self, inputs: Inputs, target: Tensor) -> tuple[tuple[Tensor, ...], _Made]:
+        """The inputs, and the stages for them.
+
+        Raises:
+            TypeError, ValueError: they do not fit, on this rank or another. On all ranks, since the
+                others would wait for messages.
+        """
         num = self._plan.num_microbatches
-        specs = tuple(TensorSpec((x.shape[0] // num, *x.shape[1:]), x.dtype, False) for x in batch)
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (specs, autocast)
+        batch: tuple[Tensor, ...] = ()
+        specs: Specs = ()
+        problem: Exception | None = None
+        try:
+            batch = self._checked(inputs, target)
+            specs = tuple(
+                TensorSpec((x.shape[0] // num, *x.shape[1:]), x.dtype, False) for x in batch
+            )
+        except (TypeError, ValueError) as error:
+            problem = error
+        shown = ", ".join(map(str, specs)) if problem is None else f"a {type(problem).__name__}"
+        key = (shown, autocast)
+        if not self._is_alike(key):
+            try:
+                check_agreement(
+                    {"inputs of a micro-batch": shown, "autocast": autocast}, self._group
+                )
+            except ValueError as error:
+                raise problem or error from None
+        if problem is not None:
+            raise problem
         if key not in self._made:
-            shown = ", ".join(map(str, specs))
-            check_agreement({"inputs of a micro-batch": shown, "autocast": autocast}, self._group)
             self._made[key] = self._make(specs)
-        return self._made[key]
+            if len(self._made) > MAX_SHAPES:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return batch, self._made[key]
+
+    def _is_alike(self, key: Any) -> bool:
+        """Whether all ranks have the same; 8 bytes from each."""
+        device, num_ranks = device_of(self._group), self._group.size()
+        mine = torch.tensor([zlib.crc32(repr(key).encode())], device=device)
+        digests = mine.new_empty(num_ranks)
+        all_gather_single(digests, mine, group=self._group)
+        return len(set(digests.tolist())) == 1
 
     def _make(self, specs: Specs) -> _Made:
         plan = self._plan
-        boundaries = find_boundaries(plan, self._modules, specs, self._device, self._group)
+        boundaries = find_boundaries(
+            *(plan, self._modules, specs, self._device, self._group), computes=not self._has_run
+        )
+        self._has_run = True
         stages = [
             Stage(
                 module,
@@ -181,8 +225,8 @@ class Runner:
     @torch.no_grad()
     def evaluate(self, inputs: Inputs, target: Tensor) -> Tensor:
         """As Pipeline.evaluate(): all micro-batches through a stage, then through the next."""
-        batch = self._checked(inputs, target)
-        boundaries = self._made_for(batch).boundaries
+        batch, made = self._prepared(inputs, target)
+        boundaries = made.boundaries
         num = self._plan.num_microbatches
         chunks = [x.to(self._device).chunk(num) for x in batch] if self._has_first else []
         first = list(zip(*chunks, strict=True))

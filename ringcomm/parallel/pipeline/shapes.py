@@ -1,4 +1,4 @@
-"""What goes from stage to stage: shapes and dtypes, found by a forward of zeros."""
+"""What goes from stage to stage: shapes and dtypes, found by a forward without data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from ringcomm.parallel.pipeline.schedules import Plan
 
@@ -55,12 +56,14 @@ def find_boundaries(
     inputs: Specs,
     device: torch.device,
     group: dist.ProcessGroup,
+    *,
+    computes: bool,
 ) -> list[Specs]:
     """What each stage takes, and at the end what the last one returns.
 
-    Stages run one after the other. Not on fake tensors, which would save the time: what a module
-    keeps of a forward, such as a table for its positions, would be without memory ever after, and
-    so would autocast's copies of weights.
+    Stages answer one after the other. With `computes` they run a forward of zeros: in the first one
+    modules may make what they keep, such as a table for their positions. Without it fake tensors
+    are tried first, which have no memory and cost no computing.
 
     Modules are this rank's, by stage; inputs those of the first stage, the same on all ranks.
 
@@ -74,7 +77,8 @@ def find_boundaries(
         answer: list[Any] = [None]
         if stage in modules:
             try:
-                answer = [_outputs_of(modules[stage], found[-1], device)]
+                specs = None if computes else _inferred(modules[stage], found[-1], device)
+                answer = [specs or _outputs_of(modules[stage], found[-1], device)]
             except Exception as error:
                 answer = [f"{type(error).__name__}: {error}"]
         owner = plan.rank_of(stage)
@@ -100,3 +104,38 @@ def _outputs_of(module: nn.Module, inputs: Specs, device: torch.device) -> Specs
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
+
+
+def _inferred(module: nn.Module, inputs: Specs, device: torch.device) -> Specs | None:
+    """By fake tensors; None where the module does what those cannot, such as looking at values."""
+    kept = [(part, _contents_of(part)) for part in module.modules()]
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # or it would keep fake copies of weights
+    try:
+        with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            found = specs_of(module(*(spec.like(device) for spec in inputs)))
+    except Exception:
+        found = None
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for part, contents in kept:
+            _put_back(part, contents)
+    return found
+
+
+def _contents_of(part: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Its attributes, and what is in those that are containers."""
+    kinds = (dict, list, set)
+    return {k: (v, v.copy() if isinstance(v, kinds) else None) for k, v in vars(part).items()}
+
+
+def _put_back(part: nn.Module, contents: dict[str, tuple[Any, Any]]) -> None:
+    """Forgets what a forward of fake tensors has left."""
+    vars(part).clear()
+    for name, (value, inside) in contents.items():
+        vars(part)[name] = value
+        if isinstance(value, list):
+            value[:] = inside
+        elif inside is not None:
+            value.clear()
+            value.update(inside)

@@ -40,15 +40,21 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
 
 def load_full_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Tensor], *, strict: bool = True
+    model: nn.Module,
+    state_dict: Mapping[str, Tensor],
+    *,
+    strict: bool = True,
+    device: torch.device | str | None = None,
 ) -> None:
     """Takes this rank's parts of whole weights.
 
     Args:
-        model: with modules of ringcomm.nn; parameters on the meta device get memory on the CPU.
+        model: with modules of ringcomm.nn.
         state_dict: whole, of any dtype and device, and the same on all ranks; a file that was
             loaded with torch.load(mmap=True) is read where this rank's parts are.
         strict: whether names must be those of the model.
+        device: where parameters that are on the meta device get memory. None: where their values
+            in the state are.
 
     Raises:
         ValueError: names or shapes do not fit; nothing has been written.
@@ -72,7 +78,7 @@ def load_full_state_dict(
             split = splits.get(mine[name])
             part = state_dict[name] if split is None else split.cut(state_dict[name])
             if mine[name].is_meta:
-                _give_memory(mine[name], part)
+                _give_memory(mine[name], part, part.device if device is None else device)
             else:
                 mine[name].copy_(part)
 
@@ -110,10 +116,10 @@ def _whole_shape(part: Tensor, split: Split | None) -> torch.Size:
     return torch.Size(shape)
 
 
-def _give_memory(param: Tensor, value: Tensor) -> None:
+def _give_memory(param: Tensor, value: Tensor, device: torch.device | str) -> None:
     """The parameter stays the object that it is; its hook does not stay by itself."""
     group = summed_over(param)
-    made = torch.empty_like(param, device="cpu").copy_(value)
+    made = torch.empty_like(param, device=device).copy_(value)
     is_param = isinstance(param, nn.Parameter)
     torch.utils.swap_tensors(
         param, nn.Parameter(made, requires_grad=param.requires_grad) if is_param else made
