@@ -39,7 +39,7 @@ from ringcomm.parallel import offload, zero
 KINDS = ["momentum", "adamw"]
 
 
-def continue_alone(values: dict[str, Tensor], kind: str, state: Any) -> dict[str, Tensor]:
+def continue_alone(values: dict[str, Any], kind: str, state: Any) -> dict[str, Tensor]:
     """torch's own optimizer in one process, from a whole state by names."""
     model = Net()
     optimizer = make_optimizer(model, kind)
@@ -160,7 +160,7 @@ def save_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, 
 def load_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, Tensor]:
     model, optimizer = make(stage, "adamw")
     values, state = get_state_dict(model, optimizer)
-    given = {"model": values, "optimizer": state}
+    given: dict[str, Any] = {"model": values, "optimizer": state}
     dcp.load(given, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"]
@@ -183,7 +183,7 @@ def test_checkpoints_go_between_ranks_and_stages(
     model = Net()
     plain = make_optimizer(model, "adamw")
     values, state = get_state_dict(model, plain)
-    given = {"model": values, "optimizer": state}
+    given: dict[str, Any] = {"model": values, "optimizer": state}
     dcp.load(given, checkpoint_id=folder, no_dist=True)
     check(continue_alone(given["model"], "adamw", given["optimizer"]), expected, is_exact=False)
 
@@ -254,7 +254,7 @@ class LiveElems(TorchDispatchMode):
         self.live = self.most = 0
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         is_view = any(returned.alias_info is not None for returned in func._schema.returns)
         if type(out) is not Tensor or is_view:
@@ -311,7 +311,7 @@ class Normed(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.layers[2].weight = self.layers[0].weight
         self.norm = nn.BatchNorm1d(8)
-        self.turns = Turns()
+        self.turns: Any = Turns()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -327,8 +327,9 @@ class Turns(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if not self.angles.is_meta:
-            self.angles.copy_(torch.arange(8.0))
+        angles: Any = self.angles
+        if not angles.is_meta:
+            angles.copy_(torch.arange(8.0))
 
 
 def from_meta(rank: int, world_size: int) -> Any:
