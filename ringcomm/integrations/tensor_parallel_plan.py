@@ -281,8 +281,7 @@ class _Splitter:
     def sum_over_ranks(self, module: nn.Module) -> None:
         """Gradients of weights that each rank uses on heads or tokens of its own."""
         for param in module.parameters():
-            if param.requires_grad:
-                sum_gradients(param, self.group)
+            sum_gradients(param, self.group)
 
     def share_tokens(
         self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
@@ -294,8 +293,7 @@ class _Splitter:
         for module in base.modules():
             is_whole = not isinstance(module, SplitModule) and module not in done
             for param in module.parameters(recurse=False) if is_whole else ():
-                if param.requires_grad:
-                    sum_gradients(param, self.group)
+                sum_gradients(param, self.group)
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(

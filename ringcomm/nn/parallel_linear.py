@@ -141,8 +141,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if num_copies > 1:
             copies = ranks_in_a_row(self.group, num_copies)
             for param in self.parameters():
-                if param.requires_grad:
-                    sum_gradients(param, copies)
+                sum_gradients(param, copies)
 
     @classmethod
     def from_linear(
@@ -226,7 +225,7 @@ class RowParallelLinear(_ParallelLinear):
         ranges = feature_ranges(linear.in_features, unit, world_size, "in_features")
         self.features = ranges[rank]
         self._take(linear, Split(1, ranges, rank), drawn_on)
-        if self.bias is not None and self.bias.requires_grad and sequence_dim is not None:
+        if self.bias is not None and sequence_dim is not None:
             sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
 
     @classmethod

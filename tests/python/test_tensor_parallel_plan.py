@@ -179,6 +179,20 @@ def test_families_equal_one_process_or_are_refused_unchanged() -> None:
             assert value == pytest.approx(expected[key.split()[0]], rel=2e-5), key
 
 
+def thawed(rank: int) -> float:
+    """Norms, a copied head and biases that were frozen when the model was split."""
+    model = make("normed heads", attention_bias=True).requires_grad_(False)
+    parallelize(model, sequence_parallel=True).requires_grad_(True)
+    return loss_and_squares(model, clip_grad_norm_)[1]
+
+
+def test_weights_that_are_thawed_after_the_split() -> None:
+    clip = lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
+    expected = loss_and_squares(make("normed heads", attention_bias=True), clip)[1]
+    for found in run_ranks(4, thawed):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
 def generate(rank: int) -> tuple[Tensor, Tensor]:
     model = parallelize(make("grouped"), gather_logits=True).eval()
     ids = batch(0)["input_ids"][:, :4]

@@ -118,11 +118,14 @@ def sum_gradients(param: Tensor, group: dist.ProcessGroup | None = None) -> None
     """Has the gradient of a parameter that all ranks have summed over them, as it comes.
 
     For what each rank uses on its own tokens, such as norms under sequence parallelism, and for
-    copies of one head. Collective in the backward pass.
+    copies of one head. A parameter that is frozen now may be thawed later. Collective in the
+    backward pass, if the parameter has a gradient.
     """
     resolved = resolve_group(group)
-    name = resolved.group_name
+    name, is_trained = resolved.group_name, param.requires_grad
+    param.requires_grad_()  # torch wants that of a tensor that gets a hook
     param.register_hook(lambda grad: _all_reduce(grad, "sum", name))
+    param.requires_grad_(is_trained)
     setattr(param, _SUMMED_OVER, resolved)
 
 
