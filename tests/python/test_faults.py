@@ -198,7 +198,7 @@ def test_rank_that_never_comes(tmp_path: Any) -> None:
 # ---- ranks that end while a group is made
 
 
-class CountingStore(dist.Store):  # type: ignore[misc]
+class CountingStore(dist.Store):
     """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
 
     def __init__(self, path: str, world_size: int, end_behind: int) -> None:
@@ -213,7 +213,7 @@ class CountingStore(dist.Store):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGKILL)
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(key, value)
+        self._store.set(key, value)  # type: ignore[arg-type]
         self._count()
 
     def get(self, key: str) -> bytes:
