@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import emugpu
@@ -26,8 +28,9 @@ WORLD_SIZE, DIES = 3, 1
 # Within 2 s on a machine with nothing else to do; far from the group's time-out on any.
 PATIENCE_S, TIMEOUT_S = 15.0, 50.0
 BOXES = {
-    "two GPUs": {"RINGCOMM_EMULATOR_DEVICES": "2"},
-    "ipc": {"RINGCOMM_EMULATOR_VMM": "0"},
+    # With room for messages between all ranks.
+    "two GPUs": {"RINGCOMM_EMULATOR_DEVICES": "2", "RINGCOMM_EMULATOR_SMS": "48"},
+    "ipc": {"RINGCOMM_EMULATOR_VMM": "0", "RINGCOMM_EMULATOR_SMS": "48"},
     "turns": {"RINGCOMM_EMULATOR_MPS": "0"},
 }
 
@@ -107,28 +110,67 @@ def die_at(step: int, how: str) -> list[Any]:
     )
 
 
-def check_deaths(how: str, steps: list[int]) -> None:
+def check_deaths(how: str, steps: Iterable[int]) -> int:
+    """Returns at how many of the steps there was a rank to die: they end behind the last call."""
     num_died = 0
     for step in steps:
         results = die_at(step, how)
-        num_died += results[DIES] is None
+        if results[DIES] is not None:
+            assert all(said["type"] == "nothing" for said in results), (step, results)
+            break
+        num_died += 1
         for rank, said in enumerate(results):
-            if results[DIES] is not None:  # the step is beyond the last
-                assert said["type"] == "nothing", (step, said)
-            elif rank != DIES:
+            if rank != DIES:
                 assert said["type"] == "PeerDiedError", (step, said)
                 assert said["rank"] == DIES, (step, said)
                 assert said["seconds"] < PATIENCE_S, (step, said)
-    assert num_died >= len(steps) - 1
+    return num_died
 
 
-# Of some 400 calls; those of a group's creation come first.
+# The first calls come before the default group; those of a group's creation come next.
 @pytest.mark.parametrize("how", BOXES)
 def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str) -> None:
-    check_deaths(how, [5, 40, 150, 230])
+    assert check_deaths(how, [5, 40, 150, 230]) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BOXES)
 def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
-    check_deaths(how, list(range(1, 400, 7)))
+    assert check_deaths(how, range(5, 2000, 7)) > 30
+
+
+def wait_late(rank: int) -> dict[str, Any]:
+    """The kernel starts long after its launch, behind what its stream has yet to do."""
+    tensor = torch.ones(100_000, device=GPU)
+    dist.all_reduce(tensor)
+    emugpu.synchronize()
+    if rank == DIES:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    held = emugpu.hold(emugpu.current_stream())
+    dist.all_reduce(tensor)
+    time.sleep(2.5)
+    held.release()
+    begin = time.monotonic()
+    emugpu.synchronize()
+    try:
+        dist.barrier(device_ids=[emugpu.current_device()])
+    except ringcomm.RingcommError as error:
+        return {"rank": error.rank, "seconds": time.monotonic() - begin}
+    return {"rank": None}
+
+
+def test_a_kernel_that_starts_long_after_its_launch_is_watched() -> None:
+    for rank, said in enumerate(
+        run_on_gpus(
+            2,
+            wait_late,
+            env=with_kernels(),
+            fresh=True,
+            may_die=[DIES],
+            group_timeout_s=TIMEOUT_S,
+        )
+    ):
+        if rank != DIES:
+            assert said["rank"] == DIES, said
+            assert said["seconds"] < PATIENCE_S, said

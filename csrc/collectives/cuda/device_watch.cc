@@ -5,8 +5,7 @@
 namespace ringcomm::cuda {
 namespace {
 
-// After the last launch; more while a kernel waits.
-constexpr WatchThread::Pace kPace{.interval = std::chrono::milliseconds(20), .num_looks = 50};
+constexpr WatchThread::Pace kPace{.interval = std::chrono::milliseconds(20), .num_looks = 1};
 
 std::uint64_t two_words(const std::uint32_t* words) {
   return words[0] | std::uint64_t{words[1]} << 32;
@@ -31,10 +30,7 @@ DeviceWatch::DeviceWatch(const Subject& subject, std::function<void(const std::s
       report_(std::move(report)),
       thread_("ringcomm-gpu", kPace, [this] { return goes_on(); }) {}
 
-void DeviceWatch::note_launch(bool is_captured) {
-  if (is_captured) thread_.stay_awake();
-  thread_.wake();
-}
+void DeviceWatch::note_launch() { thread_.stay_awake(); }
 
 void DeviceWatch::end_waits() { __atomic_store_n(&subject_.control.abort, 1u, __ATOMIC_RELEASE); }
 
@@ -107,7 +103,6 @@ void DeviceWatch::look_at_wait() {
   Control& control = subject_.control;
   const std::uint32_t num_asked = __atomic_load_n(&control.num_asked, __ATOMIC_RELAXED);
   if (std::exchange(num_asked_, num_asked) == num_asked) return;
-  thread_.wake();
   const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = subject_.members.state_of(peer);
   if (stop == Stop::kNone) return;

@@ -16,7 +16,7 @@ namespace ringcomm::cuda {
 
 /// Looks after the kernels of a group while the host does other things: what they report, which
 /// peers they wait for in vain, whether all ranks have launched the same. Ends the group where it
-/// must, and the kernels' waits with it. A thread, asleep while nothing runs.
+/// must, and the kernels' waits with it. A thread, asleep until the first launch.
 class DeviceWatch {
  public:
   struct Subject {
@@ -34,9 +34,9 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  /// A kernel has been launched. With `is_captured` it may run again at any time, so the watch
-  /// never sleeps from then on.
-  void note_launch(bool is_captured);
+  /// A kernel has been launched. It may start at any time, behind whatever its stream has yet to
+  /// do, and one of a graph again and again: the watch never sleeps from then on.
+  void note_launch();
 
   /// Ends all waits of kernels, now.
   void end_waits();

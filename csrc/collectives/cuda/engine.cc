@@ -177,7 +177,7 @@ Traffic Engine::enqueue(const Collective& call, const CallHeader& header, Stream
   else
     kernels_.launch(plan, kernel_call, stream);
   collectives_.note(stream, capture);
-  watch_.note_launch(capture != 0);
+  watch_.note_launch();
   return plan.traffic;
 }
 
@@ -252,7 +252,7 @@ void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   for (const Mail& mail : messages)
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
                         {.sent_bytes = mail.is_send ? mail.num_bytes : 0});
-  watch_.note_launch(capture != 0);
+  watch_.note_launch();
 }
 
 }  // namespace ringcomm::cuda

@@ -129,8 +129,7 @@ IpcMemHandle DeviceMemory::ipc_handle() const {
   return handle;
 }
 
-MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes)
-    : ordinal_(device) {
+MappedHostMemory::MappedHostMemory(DeviceOrdinal device, std::size_t num_bytes) : ordinal_(device) {
   const ContextGuard guard(device);
   check(driver().mem_host_alloc(&host_, num_bytes, kHostPortable | kHostDeviceMap),
         "allocate host memory for the GPU");
