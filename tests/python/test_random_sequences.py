@@ -232,8 +232,10 @@ def test_again(marks: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
 def test_errors_are_found(kind: str, marks: str) -> None:
     """One element changed, or two ranks taken for each other."""
-    # With factors that differ, so that the order of the ranks matters to reductions as well.
-    case = Case((Call(kind, size=50, op="premul_sum" if kind in REDUCTIONS else "sum"),))
+    # With factors that differ, so that the order of the ranks matters to reductions as well; of
+    # messages one, from rank 0.
+    op = "premul_sum" if kind in REDUCTIONS else "sum"
+    case = Case((Call(kind, size=50, op=op, uneven=2 if kind == "messages" else 0),))
     check(case, marks)
     if kind != "objects":
         assert any(run_all(case, marks, "off_by_one"))
