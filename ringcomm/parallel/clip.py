@@ -124,9 +124,7 @@ def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float =
     return power if is_max else power ** (1 / norm_type)
 
 
-def over_all_ranks(
-    axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int
-) -> Tensor:
+def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int) -> Tensor:
     """Sums and maxima over the whole model, in which every element counts once.
 
     Args:

@@ -60,7 +60,7 @@ def refuse_compile() -> None:
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
             "torch.compile does not work with WeightShards or offload_weights=True, which free"
-            " weights between uses: train without it, or shard by zero.shard(stage=3) or fully_shard"
+            " weights between uses: train without it, or use zero.shard(stage=3) or fully_shard"
         )
 
 

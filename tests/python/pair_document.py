@@ -1,11 +1,8 @@
-"""Writes docs/pairs.md, the tables of pairs as the tests run them: python tests/python/pair_document.py"""
+"""Writes docs/pairs.md, the tables of pairs as the tests run them, when it is run."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent)]
 
 from pair_model import TOLERANCES
 from pair_runs import TABLES, world_size
@@ -15,14 +12,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
 
 HEAD = """# Which features work together
 
-<!-- Written by tests/python/pair_document.py; tests/python/test_pairs.py compares. -->
+<!-- Written by tests/python/pair_document.py. -->
 
-Every feature is tested together with every other one. A training run with both either makes the steps of one
-process, or raises an error that names what does not go together. `tests/python/test_pairs.py` trains a small language
-model in each case, and compares the change of all weights with that of one process that has all rows and
-float32 masters: it differs by less than {tolerances} of its norm. All ranks end with equal bits.
+Every feature is tested together with every other one. A training run with both either makes the
+steps of one process, or raises an error that names what does not go together.
+`tests/python/test_pairs.py` trains a small language model in each case. It compares the change of
+all weights with that of one process that has all rows and float32 masters: the difference is less
+than {tolerances} of its norm. All ranks end with equal bits.
 
-The first value of each feature is the plain one. What is not listed under "Refused" equals one process.
+The first value of each feature is the plain one. What is not listed under "Refused" equals one
+process. One thing cannot be refused: torch.nn.utils.clip_grad_norm_ on a mesh counts what one rank
+has. Use ringcomm.parallel.clip_grad_norm_ there.
 """
 
 

@@ -176,7 +176,7 @@ class Training:
         if case["compile"] == "yes":
             model.compile(backend="aot_eager")
         self.model: nn.Module = model
-        self.wrapped = model
+        self.wrapped: nn.Module = model
         if case["around"] == "DDP":
             self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
@@ -253,7 +253,7 @@ class AdaLomoOracle(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.05, "weight_decay": 0.01})
         self.num_steps = 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.num_steps += 1
         beta = 1 - self.num_steps**-0.8
         for group in self.param_groups:

@@ -1,4 +1,4 @@
-"""The table of pairs of meshes: tensor, pipeline, expert and data parallelism, and a case's steps."""
+"""The table of pairs of meshes (tensor, pipeline, expert, data parallelism), and a case's steps."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Mesh:
         self.data_rank = self.data.rank()
 
 
-def split_in_tensor_parallel(model: Net, group: dist.ProcessGroup) -> None:
+def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup) -> None:
     """Megatron's split of a model's layers."""
     is_tied = model.head.weight is model.embedding.weight
     model.embedding = VocabParallelEmbedding.from_embedding(model.embedding, group=group)
@@ -172,7 +172,7 @@ class Training:
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
         self.case = case
         self.mesh = mesh = Mesh(case["mesh"], dist.get_rank())
-        model = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
+        model: Any = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
         if mesh.tensor is not None:
@@ -210,7 +210,8 @@ class Training:
             if self.case["trained by"] == "DDP":
                 return DistributedDataParallel(stage, process_group=self.mesh.data)
             mesh = DeviceMesh.from_group(self.mesh.data, "cpu")
-            return fully_shard(stage, mesh=mesh)
+            fully_shard(stage, mesh=mesh)
+            return stage
 
         self.pipe = pipeline.Pipeline(
             blocks,
@@ -248,7 +249,12 @@ class Training:
         optimizer = torch_optimizer(case, groups)
         if kind.startswith("zero"):
             return zero.shard(
-                self.model, optimizer, int(kind[-1]), group=self.mesh.data, bucket_bytes=200, **options
+                self.model,
+                optimizer,
+                int(kind[-1]),
+                group=self.mesh.data,
+                bucket_bytes=200,
+                **options,
             )
         return optimizer
 

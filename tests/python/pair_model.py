@@ -122,14 +122,10 @@ class MicroBatch:
 def micro_batches(case: dict[str, str], step: int, rank: int) -> Iterator[MicroBatch]:
     """A rank's micro-batches of a step."""
     num_parts = int(case["accumulation"])
-    overflows = (
-        case["loss scale"] not in ("none", "fixed") and step == OVERFLOW_STEP and rank == 1
-    )
+    overflows = case["loss scale"] not in ("none", "fixed") and step == OVERFLOW_STEP and rank == 1
     for part in range(num_parts):
         generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
-        ids, targets = (
-            torch.randint(VOCABULARY, (ROWS,), generator=generator) for _ in range(2)
-        )
+        ids, targets = (torch.randint(VOCABULARY, (ROWS,), generator=generator) for _ in range(2))
         is_last = part == num_parts - 1
         yield MicroBatch(
             ids,
@@ -226,7 +222,9 @@ def error_of(
     found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
 ) -> float:
     """How far changes of weights are from those expected, as a share of the norm of these."""
-    wrong = sum(float((found[name].float() - value).square().sum()) for name, value in expected.items())
+    wrong = sum(
+        float((found[name].float() - value).square().sum()) for name, value in expected.items()
+    )
     moved = sum(float((start[name] - value).square().sum()) for name, value in expected.items())
     return (wrong / moved) ** 0.5
 

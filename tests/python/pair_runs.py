@@ -1,4 +1,4 @@
-"""A case of a table of pairs on ranks: its steps, with a checkpoint on the way, and what they raise."""
+"""A case of a table of pairs on ranks: its steps, a checkpoint on the way, and what they raise."""
 
 from __future__ import annotations
 

@@ -101,12 +101,12 @@ class Table:
                 case = {**self.plain, **dict(zip(conditions, values, strict=True))}
                 if self.makes_sense(case) and self.refusals_of(case) == [refused]:
                     found.append(case)
-            found += self._mixed(dict(zip(conditions, (v[0] for v in conditions.values()))))
+            found += self._mixed({axis: values[0] for axis, values in conditions.items()})
         tried = [*self.covering(), *found]
         for pair in self.pairs():
             if not any(pair.items() <= case.items() for case in tried):
-                case = self._complete(pair, self.makes_sense)
-                found += [] if case is None else [case]
+                other = self._complete(pair, self.makes_sense)
+                found += [] if other is None else [other]
         return list({tuple(case.items()): case for case in found}.values())
 
     def _mixed(self, fixed: Case) -> Iterator[Case]:

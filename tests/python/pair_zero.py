@@ -111,13 +111,20 @@ TABLE = Table(
         ),
         Refused(
             {
-                "stage": ("3", "infinity"),
+                "stage": ("infinity",),
                 "gradients": ("none on rank 1", "layer skipped on rank 1"),
             },
             "MismatchError",
             "",
             "stage 1 or 2, or a loss that uses every weight on every rank",
             {**HOST_STATE, "backend": ("ringcomm",)},
+        ),
+        Refused(
+            {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
+            "RuntimeError",
+            "unit",
+            "stage 1 or 2, or a loss that uses every layer on every rank",
+            {"backend": ("ringcomm",)},
         ),
     ),
     meaningless=(
@@ -178,7 +185,9 @@ class Training:
         )
         if case["compile"] == "yes":
             model.compile(backend="aot_eager")
-        self.wrapped: nn.Module = DistributedDataParallel(model) if case["around"] == "DDP" else model
+        self.wrapped: nn.Module = (
+            DistributedDataParallel(model) if case["around"] == "DDP" else model
+        )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
     def step(self, step: int, ranks: range) -> None:

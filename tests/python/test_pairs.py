@@ -33,7 +33,9 @@ def test_equals_one_process(table: str, case: Case, tmp_path: Path) -> None:
         pair_runs.world_size(table), pair_runs.train, table, case, tmp_path, backend=case["backend"]
     )
     oracle = TABLES[table][2]
-    expected = pair_model.train_alone(case, lambda groups: oracle(case, groups), pair_runs.num_data_ranks(case))
+    expected = pair_model.train_alone(
+        case, lambda groups: oracle(case, groups), pair_runs.num_data_ranks(case)
+    )
     start = pair_model.initial(case)
     for found in results:
         # Weights of 16 bits are masters rounded.

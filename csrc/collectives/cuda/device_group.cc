@@ -188,8 +188,11 @@ void DeviceGroup::share_host_memory(RecordExchange& exchange, std::size_t num_by
   const std::string key = offers[0].key.str();
   Text problem = mine.problem;
   if (problem.str().empty() && exchange.rank() != 0)
-    problem = attempt(
-        [&] { host_memory_ = shm::SharedMemory(fetch_from(places_[0], 0, key).get(), num_bytes); });
+    problem = attempt([&] {
+      const shm::UniqueFd fd = fetch_from(places_[0], 0, key);
+      shm::check_sealed(fd.get());
+      host_memory_ = shm::SharedMemory(fd.get(), num_bytes);
+    });
   const std::vector<Text> problems = exchange.all_gather(problem);
   if (exchange.rank() == 0 && !key.empty()) hub.withdraw(key);
   check_problems(problems);

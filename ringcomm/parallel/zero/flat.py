@@ -54,9 +54,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype, set(self._bucket_of))
         self._updates = ShardUpdates(optimizer, self.param_groups, self._buckets)
-        self._passes = BackwardPasses(
-            self._buckets, tied_over_stages(model), reduces=stage == 2
-        )
+        self._passes = BackwardPasses(self._buckets, tied_over_stages(model), reduces=stage == 2)
         # What all ranks know of this step, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
