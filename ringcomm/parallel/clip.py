@@ -79,9 +79,7 @@ def _clip_by_optimizer(
         raise ValueError(
             f"{type(optimizer).__name__} clips by the 2-norm, got norm_type={norm_type}"
         )
-    norm: Tensor = optimizer.clip_grad_norm_(max_norm)
-    if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(norm)}")
+    norm: Tensor = optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
     return norm
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -32,6 +33,14 @@ def find_shards(param: Tensor) -> "WeightShards | None":
     """The WeightShards that the parameter is sharded by, None of an ordinary one."""
     reference = _shards_of_params.get(param)
     return None if reference is None else reference()
+
+
+def _ignored_in_ddp(model: nn.Module, names: list[str]) -> list[str]:
+    """Sets what DistributedDataParallel is not to look at; returns what that was."""
+    before: list[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    ddp: Any = DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    return before
 
 
 class WeightShards:
@@ -109,6 +118,9 @@ class WeightShards:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
             unit.free()
+        # It would read freed weights. Without any it says that it is not needed.
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._ignored_before = _ignored_in_ddp(model, names)
         self.units = units_made
         self._handles = self._guard_state_dicts()
         for param in self._hooks:
@@ -229,6 +241,8 @@ class WeightShards:
             del _shards_of_params[param], param.__deepcopy__, param.__reduce_ex__
         for handle in self._handles:
             handle.remove()
+        if self.units:
+            _ignored_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts

@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
 
+REPLICAS = ("replicas", "replicas without group=")
+
 TABLE = Table(
     axes={
         "optimizer": ("Lomo", "AdaLomo"),
@@ -54,10 +56,16 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"around": ("DDP",)},
+            {"weights in": REPLICAS, "around": ("DDP",)},
             "ValueError",
             "DistributedDataParallel",
             "the model itself, and group=",
+        ),
+        Refused(
+            {"weights in": ("WeightShards", "fully_shard"), "around": ("DDP",)},
+            "RuntimeError",
+            "DistributedDataParallel|Cannot flatten",  # torch's own words, and reasons
+            "the model itself: its gradients are reduced",
         ),
         Refused(
             {"weights in": ("replicas without group=",)},
@@ -119,6 +127,7 @@ TABLE = Table(
             "",
             "replicas with group=, or a loss that uses every weight on every rank",
             {"backend": ("ringcomm",)},
+            is_late=True,
         ),
     ),
     meaningless=(
@@ -186,10 +195,10 @@ class Training:
         (rank,) = ranks
         for batch in micro_batches(self.case, step, rank):
             loss = batch.loss(self.wrapped)
+            if self.case["loss scale"] == "GradScaler":
+                loss = self.scaler.scale(loss)
             if self.case["clipping"] == "norm in two passes":
                 self.optimizer.backward(loss)
-            elif self.case["loss scale"] == "GradScaler":
-                self.scaler.scale(loss).backward()
             else:
                 self.optimizer.scale(loss).backward()
         if self.case["clipping"] == "torch":

@@ -168,7 +168,7 @@ def train_alone(
     if case["dtype"].endswith("weights"):
         masters.to(dtype).float()
     optimizer = make_optimizer(params_in_groups(masters, case["groups"]))
-    scale = 1.0 if case["loss scale"] == "none" else SCALE
+    scale = {"none": 1.0, "dynamic": 2.0**16}.get(case["loss scale"], SCALE)
     for step in range(STEPS):
         sums: dict[str, Tensor] = {}
         for rank in range(num_ranks):
@@ -183,6 +183,8 @@ def train_alone(
         skips_layers = case["loss scale"] == "dynamic by layer"
         is_finite = {name: bool(total.isfinite().all()) for name, total in sums.items()}
         is_good = all(is_finite.values())
+        if not is_good and case["loss scale"] == "dynamic":
+            scale /= 2
         for name, param in masters.named_parameters():
             is_used = is_finite.get(name, False) if skips_layers else is_good
             param.grad = sums.get(name) if is_used else None

@@ -56,8 +56,19 @@ TABLE = Table(
         Refused(
             {"around": ("DDP",)},
             "RuntimeError",
-            "DistributedDataParallel",
+            "DistributedDataParallel|Cannot flatten",  # of stage 3 torch refuses DTensors
             "the model itself: zero.shard reduces gradients",
+        ),
+        Refused(
+            {
+                "stage": ("3",),
+                "dtype": ("float16",),
+                "reduce dtype": ("16 bits",),
+                "loss scale": ("fixed", "dynamic"),
+            },
+            "ValueError",
+            "reduce_dtype",
+            "reduce_dtype=torch.float32, the default",
         ),
         Refused(
             {"around": ("fully_shard before",)}, "ValueError", "sharded already", "one of the two"
@@ -199,9 +210,9 @@ class Training:
                     self.scaler.scale(loss).backward()
                 else:
                     self.optimizer.scale(loss).backward()
+        if self.case["clipping"] != "none" and self.case["loss scale"] == "GradScaler":
+            self.scaler.unscale_(self.optimizer)
         if self.case["clipping"] == "torch":
-            if self.case["loss scale"] == "GradScaler":
-                self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         if self.case["clipping"] == "optimizer":
             self.optimizer.clip_grad_norm_(CLIP_NORM)

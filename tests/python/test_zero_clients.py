@@ -110,7 +110,7 @@ def check_clip_errors(rank: int, stage: int) -> None:
     x, y = batch(0, rank, 2)
     loss_of(model, x, y * (float("nan") if rank == 1 else 1)).backward()
     with pytest.raises(RuntimeError, match="not finite; no weight has been written"):
-        optimizer.clip_grad_norm_(1.0)
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 

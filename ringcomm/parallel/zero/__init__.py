@@ -99,8 +99,10 @@ def shard(
         resume: with offload_weights go on after the last step whose files are complete; from the
             first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
-            ranks; without loss_scale, what is not finite is an error. This and loss_scale take two
-            all_reduces, of 24 and 4 bytes. Or call the optimizer's clip_grad_norm_().
+            ranks; without loss_scale, what is not finite is an error. This and loss_scale take an
+            all_gather of 32 bytes a rank. On a mesh the norm is the whole model's, and so is what
+            loss_scale looks at, for one such all_gather more over tensor-parallel ranks and over
+            stages. Or call the optimizer's clip_grad_norm_().
 
     Returns:
         A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3, and

@@ -46,6 +46,12 @@ def check_model(
             "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
             " take stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
         )
+    is_fp16 = options.grad_dtype == torch.float16
+    if not is_flat and not options.offload_weights and options.loss_scale is not None and is_fp16:
+        raise ValueError(
+            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would lose"
+            " small ones: reduce_dtype=torch.float32, which is the default"
+        )
     if options.clip_grad_norm is not None or options.loss_scale is not None:
         axes_of(model)  # raises for a piece of a pipeline
     names = {param: name for name, param in model.named_parameters()}

@@ -93,13 +93,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def statistics(self) -> Statistics:
         """Of the gradients that wait for step(), without the loss scale.
 
-        Collective: reduces the gradients where that is still to come, and two all_reduces.
+        Collective: reduces the gradients where that is still to come, and an all_gather of
+        32 bytes a rank over each dimension of a mesh.
         """
         with torch.no_grad():
             self._agree()
             return self._look()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Multiplies the gradients that wait for step() by min(1, max_norm / norm).
 
         In place of torch.nn.utils.clip_grad_norm_. The norm is the 2-norm over all weights and
@@ -111,8 +112,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: max_norm is not positive.
-            RuntimeError: without a loss scale, the norm is not finite. No weight has been written,
-                and the gradients are dropped. With one they are left for step() to skip.
+            RuntimeError: the norm is not finite, and error_if_nonfinite says that this is an error.
+                No weight has been written, and the gradients are dropped. Otherwise gradients stay
+                as they are: a loss scale, or torch.amp.GradScaler, skips the step.
 
         Collective, as statistics() is.
         """
@@ -122,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if math.isfinite(found.grad_norm):
             with torch.no_grad():
                 self._scale_gradients(clip_factor(found.grad_norm, max_norm))
-        elif self._scale is None:
+        elif error_if_nonfinite:
             self._refuse_not_finite(found)
         return torch.tensor(found.grad_norm, dtype=torch.float32, device=self._device())
 
@@ -169,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _look(self) -> Statistics:
         self._reduce()
         found = reduce_statistics(self._shards(), self._axes, self._device())
-        scale = self.loss_scale
+        scale = self._grad_scale
         return found._replace(grad_norm=found.grad_norm / scale, grad_max=found.grad_max / scale)
 
     def _refuse_not_finite(self, found: Statistics) -> None:
@@ -183,8 +185,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         known = {param for group in self.param_groups for param in group["params"]}
         check_unchanged(self._model(), known)
 
+    @property
+    def _grad_scale(self) -> float:
+        """What reduced gradients are still multiplied by."""
+        return self.loss_scale
+
     def _step(self) -> None:
-        factor = 1 / self.loss_scale
+        factor = 1 / self._grad_scale
         if self.options.looks_first:
             self._last = self._look()
             is_overflow = self._last.num_not_finite > 0

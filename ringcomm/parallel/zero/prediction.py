@@ -91,8 +91,8 @@ def predict_traffic(
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
     Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
-    weight, and at stages 1 and 2 for each bucket. clip_grad_norm and loss_scale add their two
-    all_reduces of 24 and 4 bytes. Arguments as predict_memory()'s, of which `rank` matters: the one
+    weight, and at stages 1 and 2 for each bucket. clip_grad_norm and loss_scale add an
+    all_gather of 32 bytes a rank. Arguments as predict_memory()'s, of which `rank` matters: the one
     with the longer shard sends less of gradients and more of weights. `num_backwards` is the number
     of backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 

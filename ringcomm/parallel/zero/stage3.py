@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,6 +74,36 @@ class Zero3(ZeroOptimizer):
 
         for param in self._params():
             param.register_post_accumulate_grad_hook(reduced)
+        self._tell_scale()
+
+    @property
+    def _grad_scale(self) -> float:
+        return 1.0  # see _tell_scale()
+
+    def _tell_scale(self) -> None:
+        """Has fully_shard divide gradients by the loss scale, with the number of ranks.
+
+        So they are what torch.nn.utils.clip_grad_norm_ takes them for.
+        """
+        model = self._model()
+        if self._scale is None or model is None:
+            return
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Gloo has no other reduction than SUM; alone, torch 2.13 would divide twice by it.
+                module.set_force_sum_reduction_for_comms(self.group.size() > 1)
+                module.set_gradient_divide_factor(self.group.size() * self.loss_scale)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See ZeroOptimizer."""
+        loss = super().step(closure)
+        self._tell_scale()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See ZeroOptimizer."""
+        super().load_state_dict(state_dict)
+        self._tell_scale()
 
     def _params(self) -> Iterator[nn.Parameter]:
         for param_group in self.param_groups:
