@@ -70,5 +70,6 @@ def make_pipeline(
 
 
 def pipeline_bytes(width: int, num_tokens: int, world_size: int) -> float:
-    """What a rank sends in a step, as a mean: activations, their gradients, the loss."""
-    return (2 * 4 * width * num_tokens + 4) * (world_size - 1) / world_size
+    """What a rank sends in a step, as a mean: activations, their gradients, the loss, a digest."""
+    activations = (2 * 4 * width * num_tokens + 4) * (world_size - 1) / world_size
+    return activations + 8 * (world_size - 1)
