@@ -54,8 +54,9 @@ def _section(name: str, table: Table) -> str:
         "|---|---|---|",
     ]
     for refused in table.refused:
+        error = refused.error.replace("|", " or ")
         late = ", in the first step()" if refused.is_late else ""
-        lines.append(f"| {_words(refused.when)} | {refused.error}{late} | {refused.instead} |")
+        lines.append(f"| {_words(refused.when)} | {error}{late} | {refused.instead} |")
     return "\n".join([*lines, ""])
 
 

@@ -57,7 +57,7 @@ TABLE = Table(
     refused=(
         Refused(
             {"weights in": REPLICAS, "around": ("DDP",)},
-            "ValueError",
+            "ValueError|RuntimeError",  # compiled models meet it in the backward pass
             "DistributedDataParallel",
             "the model itself, and group=",
         ),

@@ -23,7 +23,7 @@ class Refused:
 
     Attributes:
         when: by axis the values that meet; all axes must match.
-        error: the name of the exception's class.
+        error: the name of the exception's class, or of several by |.
         says: a regular expression of its text.
         instead: what to do, for the documentation.
         besides: what a case must have besides, to be refused for this and nothing else.
