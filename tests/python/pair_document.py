@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def _section(name: str, table: Table) -> str:
-    cases, refusals = table.covering(), table.refusals()
+    cases, refusals = table.covering, table.refusals
     lines = [
         f"## {name}",
         "",

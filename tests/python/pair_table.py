@@ -1,8 +1,8 @@
 """Tables of features: which pairs equal one process, which are refused, and cases that meet all.
 
 A table has axes (features) with values, the first of which is the plain one. A case takes a value
-of every axis. covering() gives cases that hold every pair of values that is not refused;
-refusals() gives one case for each pair that is.
+of every axis. `covering` has cases that hold every pair of values that is not refused;
+`refusals` has cases for each pair that is.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 from allpairspy import AllPairs
 
@@ -76,6 +77,7 @@ class Table:
             for x, y in itertools.product(a_values, b_values):
                 yield {a: x, b: y}
 
+    @cached_property
     def covering(self) -> list[Case]:
         """Allowed cases which hold every pair that an allowed case can hold."""
         names = list(self.axes)
@@ -92,6 +94,7 @@ class Table:
                     cases.append(case)
         return cases
 
+    @cached_property
     def refusals(self) -> list[Case]:
         """Refused cases: for each refusal and its values a plain one, and some with all else."""
         found = []
@@ -102,7 +105,7 @@ class Table:
                 if self.makes_sense(case) and self.refusals_of(case) == [refused]:
                     found.append(case)
             found += self._mixed({axis: values[0] for axis, values in conditions.items()})
-        tried = [*self.covering(), *found]
+        tried = [*self.covering, *found]
         for pair in self.pairs():
             if not any(pair.items() <= case.items() for case in tried):
                 other = self._complete(pair, self.makes_sense)

@@ -15,8 +15,8 @@ from pair_runs import TABLES
 from pair_table import Case
 from ranks import run_ranks
 
-EQUAL = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.covering()]
-REFUSED = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.refusals()]
+EQUAL = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.covering]
+REFUSED = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.refusals]
 
 
 def id_of(value: Any) -> str | None:
@@ -68,7 +68,7 @@ def test_refuses(table: str, case: Case, tmp_path: Path) -> None:
 def test_no_pair_is_left_out() -> None:
     """What is neither in a case that equals one process nor refused makes no sense."""
     for table, _, _ in TABLES.values():
-        tried = [*table.covering(), *table.refusals()]
+        tried = [*table.covering, *table.refusals]
         left = [p for p in table.pairs() if not any(p.items() <= case.items() for case in tried)]
         assert [pair for pair in left if table.makes_sense(pair)] == []
 
