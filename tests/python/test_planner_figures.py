@@ -33,10 +33,14 @@ def test_seven_billion_weights_take_112_gb() -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "gigabytes"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
+    ("system", "gigabytes"), [("ddp", 120), ("zero1", 46.4), ("zero2", 16.9), ("zero3", 1.9)]
 )
 def test_table_of_the_zero_paper(system: str, gigabytes: float) -> None:
-    """Rajbhandari et al. 2020, figure 1: 7.5 billion weights on 64 GPUs."""
+    """Rajbhandari et al. 2020, figure 1: 7.5 billion weights on 64 GPUs.
+
+    The figure has 31.4 and 16.6 GB for zero1 and zero2, with gradients of 16 bits. By default
+    zero.shard() accumulates them in float32: 2 bytes more a weight, whole or in shards.
+    """
     kept = planner.kept_bytes(7_500_000_000, SYSTEMS[system], JOB, 64)
     total = kept.parameters + kept.gradients + kept.states
     assert round(total / GIGA, 1) == gigabytes
@@ -71,10 +75,10 @@ def test_offloaded_states_are_elsewhere() -> None:
     assert kept.elsewhere == whole.states == 12 * 10**8 // 4
     assert kept.streamed == 2 * kept.elsewhere
     everything = planner.kept_bytes(10**8, SYSTEMS["infinity-nvme"], JOB, 4)
-    assert everything.elsewhere == 16 * 10**8 // 4
-    # As docs/systems.md has it: read 12 + 3 · 2 + 2, written 12 + 2 + 2 bytes a weight.
+    assert everything.elsewhere == 18 * 10**8 // 4
+    # As docs/systems.md has it: read 12 + 3 · 2 + 4, written 12 + 2 + 4 bytes a weight.
     streamed = everything.streamed + everything.streamed_each
-    assert streamed == (20 + 16) * 10**8 // 4
+    assert streamed == (22 + 18) * 10**8 // 4
 
 
 @pytest.mark.parametrize(
