@@ -238,8 +238,6 @@ def decide_alone(rank: int) -> None:
     for options in given:
         with pytest.raises(ValueError, match="of each rank of tensor parallelism alone"):
             Lomo(model, lr=LR, **options)
-        with pytest.raises(ValueError, match="of each rank of tensor parallelism alone"):
-            zero.shard(model, torch.optim.SGD(model.parameters(), LR), 1, **options)
     parts = {
         param: Split(module.group, part.dim)
         for _, param, module, part in tensor.split_params(model)
