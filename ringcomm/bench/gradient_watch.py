@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.zero.sharded_gradient import ShardedGradient
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 
 
 def live_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of memory that tensors keep alive here; storage that several share counts once."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None and not isinstance(tensor, ShardedGradient):
+        if tensor is not None and not isinstance(tensor, GradientPlaceholder):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

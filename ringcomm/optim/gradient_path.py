@@ -163,7 +163,7 @@ class GradientPath:
             self._updater.check_model()
             self._has_begun = True
         if slot.num_arrived == self._num_parts:
-            raise RuntimeError(slot.spent.again)
+            raise RuntimeError(slot.spent.message_of_add)
         slot.num_arrived += 1
         slot.arrived_in = torch._C._current_graph_task_id()
 

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
-from ringcomm.optim.spent_gradient import SpentGradient
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import axes_of, tied_over_stages
 from ringcomm.parallel.tensor.splits import refuse_decisions, split_params
 
@@ -56,7 +56,7 @@ class Slot:
         self.held: Gradient | None = None
         self.num_unseen_uses = 0
         self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
-        self.spent = SpentGradient(param, name, optimizer)
+        self.spent = _placeholder(param, name, optimizer)
         self._node: Any = None
         self._node_is_for: Any = None
 
@@ -134,6 +134,20 @@ class Slot:
             self.param.grad = None
         if self.handle is not None:
             self.handle.forget()
+
+
+def _placeholder(param: nn.Parameter, name: str, optimizer: str) -> GradientPlaceholder:
+    return GradientPlaceholder(
+        param,
+        f"{optimizer} has used the gradient of {name} inside the backward pass:"
+        " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
+        f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer}; with"
+        " Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
+        " .accelerate first",
+        f"{name} got a gradient after its update: backward() ran again before step() (say"
+        " accumulation_steps), or a weight is used in several segments of a reentrant checkpoint"
+        " (use_reentrant=False)",
+    )
 
 
 class Consumer(Protocol):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import ringcomm
 from ringcomm.parallel import zero
-from ringcomm.parallel.zero.sharded_gradient import ShardedGradient
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 
 ROWS = 12
 STAGES = [1, 2, 3]
@@ -127,7 +127,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def live_bytes(tensors: Any) -> int:
     found = {}
     for tensor in tensors:
-        if isinstance(tensor, ShardedGradient):  # of no memory
+        if isinstance(tensor, GradientPlaceholder):  # of no memory
             continue
         storage = local_of(tensor).untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()

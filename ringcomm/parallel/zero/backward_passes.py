@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ringcomm.parallel.zero.bucket import Bucket
-from ringcomm.parallel.zero.sharded_gradient import GradientHooks, remove_hooks
+from ringcomm.parallel.zero.gradient_hooks import GradientHooks, remove_hooks
 
 
 class BackwardPasses:

@@ -21,10 +21,10 @@ from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.tiled_linear import tiles_of
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.weight_shards import WeightShards
+from ringcomm.parallel.zero.gradient_hooks import GradientHooks
 from ringcomm.parallel.zero.infinity_operands import FetchedOperands
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardOptions
-from ringcomm.parallel.zero.sharded_gradient import GradientHooks
 from ringcomm.parallel.zero.state_rows import join_rows
 
 

@@ -10,41 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 
-class ShardedGradient(Tensor):
-    """Has the shape, dtype and device of a weight, and no memory; no operator takes it.
-
-    clip_grad_norm_() of torch, torch.amp.GradScaler, DistributedDataParallel and an optimizer of
-    torch over the same weights would each go by the gradients of one rank, or find none.
-    """
-
-    # Attributes such as the shape can be read, as torch.compile does.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, param: Tensor) -> ShardedGradient:
-        """Of a weight."""
-        made: ShardedGradient = Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device
-        )
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Raises RuntimeError, always."""
-        raise RuntimeError(
-            f"{func} was called on param.grad of a weight that zero.shard() has sharded; gradients"
-            " are in the optimizer. Use optimizer.clip_grad_norm_() in place of"
-            " torch.nn.utils.clip_grad_norm_, the option loss_scale= in place of"
-            " torch.amp.GradScaler, optimizer.statistics() to look at gradients, and no"
-            " DistributedDataParallel"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Without values, which are elsewhere."""
-        return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+_MESSAGE = (
+    "param.grad of a weight that zero.shard() has sharded has no values; gradients are in the"
+    " optimizer. Use optimizer.clip_grad_norm_() in place of torch.nn.utils.clip_grad_norm_, the"
+    " option loss_scale= in place of torch.amp.GradScaler, optimizer.statistics() to look at"
+    " gradients, and no DistributedDataParallel"
+)
 
 
 class GradientTaker(Protocol):
@@ -58,7 +31,7 @@ class GradientTaker(Protocol):
 
 
 class GradientHooks:
-    """Gives each gradient to `taker` when autograd has made it, and leaves a ShardedGradient.
+    """Gives each gradient to `taker` when autograd has made it, and leaves a GradientPlaceholder.
 
     The taker and the hooks live as long as the taker: they refer to it weakly. Gradients of `late`
     parameters are ordinary ones until collect(), since somebody adds to them behind autograd.
@@ -72,7 +45,7 @@ class GradientHooks:
     ) -> None:
         self._taker = weakref.ref(taker)
         self._late = list(late)
-        self._placeholders = {p: ShardedGradient(p) for p in params if p not in late}
+        self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
         # They are kept, since autograd would make others, without hooks, for the next graph.
         self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
         told = weakref.ref(self)
@@ -84,7 +57,7 @@ class GradientHooks:
 
     def before(self, param: nn.Parameter) -> None:
         """Makes `param.grad` ready for autograd to add to it."""
-        if isinstance(param.grad, ShardedGradient):
+        if isinstance(param.grad, GradientPlaceholder):
             param.grad = None
         elif (taker := self._taker()) is not None:  # None or another gradient, by the user
             taker.drop_gradient(param)
@@ -99,7 +72,7 @@ class GradientHooks:
     def collect(self) -> None:
         """Takes what users have put in place of gradients, and drops what they set to None."""
         for param in self._placeholders:
-            if not isinstance(param.grad, ShardedGradient):
+            if not isinstance(param.grad, GradientPlaceholder):
                 self.before(param)
                 self.after(param)
         taker = self._taker()
