@@ -18,7 +18,7 @@ from test_gpu_faults import ones, outcome
 pytestmark = emulated_gpu.needs_emulated_gpu
 
 # A batch of messages with two peers needs four blocks for each of three ranks.
-THREADS = {"RINGCOMM_EMULATOR_THREADS": "64", "RINGCOMM_EMULATOR_SMS": "6"}
+THREADS = {"RINGCOMM_EMULATOR_THREADS": "64", "RINGCOMM_EMULATOR_SMS": "48"}
 TIMEOUT_S, LATE_S = 1.5, 0.5
 
 
