@@ -89,6 +89,8 @@ class Gpus:
             emulated_gpu.build()
             rank_env["RINGCOMM_EMULATOR_DEVICES"] = str(self.num_devices)
             rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
+            if self.world_size > 2:  # room for messages with several peers
+                rank_env.setdefault("RINGCOMM_EMULATOR_SMS", "48")
             rank_env |= emulated_gpu.with_kernels()
         name = self.backend if backend == "" else backend
         # What the ranks of a pool share is its environment: so ranks of another group are others.
