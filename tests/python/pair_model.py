@@ -18,6 +18,14 @@ CLIP_VALUE = 0.02
 SCALE = 1024.0
 OVERFLOW_STEP = 1  # where losses are scaled dynamically
 VOCABULARY, HIDDEN, ROWS = 11, 6, 8
+# Which weights of the middle block have a gradient: see _use().
+GRADIENTS = (
+    "all",
+    "none on rank 1",
+    "none on any rank",
+    "none in the first micro-batch",
+    "layer skipped on rank 1",
+)
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -11,6 +11,7 @@ from pair_lomo import load_weights, whole
 from pair_model import (
     CLIP_NORM,
     DTYPES,
+    GRADIENTS,
     SCALE,
     Net,
     local_of,
@@ -37,13 +38,7 @@ TABLE = Table(
         "accumulation": ("1", "3"),
         "clipping": ("none", "option", "optimizer", "torch"),
         "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
-        "gradients": (
-            "all",
-            "none on rank 1",
-            "none on any rank",
-            "none in the first micro-batch",
-            "layer skipped on rank 1",
-        ),
+        "gradients": GRADIENTS,
         "weights": ("plain", "frozen", "tied"),
         "groups": ("one", "decay first", "no decay first"),
         "recompute": ("no", "yes", "reentrant"),
