@@ -11,7 +11,8 @@ Sources, of dense products without sparsity and of one direction of a link:
 - cpu-core: a core with AVX2 at 3 GHz, two products and sums of eight floats per cycle; what its
   neighbours reach through shared memory. `ringcomm tune` measures the machine at hand.
 
-What payload gets of a link, and a hop's latency, are those of ringcomm.topology (NCCL's tuner).
+Payload gets the share of a link's line rate that NCCL counts on, and a hop has the latency of NCCL's
+tuner for its Simple protocol; the constants below name the source of each.
 Utilisation is what published trainings reach of the peak (Narayanan et al. 2021, arXiv 2104.04473:
 44 to 52 % of A100s; Grattafiori et al. 2024, arXiv 2407.21783: 38 to 43 % of H100s).
 """
@@ -25,8 +26,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from ringcomm.topology.cost_model import CostModel
-from ringcomm.topology.graph import LinkKind
 from ringcomm.tuning import World
 
 __all__ = ["HARDWARE", "Hardware", "find_hardware"]
@@ -113,8 +112,10 @@ class Hardware:
         )
 
 
-_HOP_S = {kind: us * 1e-6 for kind, us in CostModel().step_us.items()}
-# Of the data sheet's rate; see ringcomm/topology/fixtures.py.
+# Seconds of a hop: NCCL's tuner, Simple protocol (src/graph/tuning.cc).
+_NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 5.7e-6, 14e-6
+# Share of the line rate that payload gets. NVLink and PCIe: NCCL's src/graph/topo.h. Network cards:
+# 24 of 25 GB/s (github.com/NVIDIA/nccl-tests/issues/119).
 _NVLINK4, _NVLINK3, _PCIE, _NIC = 0.82, 0.80, 0.76, 0.96
 
 
@@ -122,8 +123,8 @@ def _nvlink(name: str, tera: float, **more: Any) -> Hardware:
     return Hardware(
         name,
         {"bf16": tera * 1e12, "fp32": more.pop("fp32") * 1e12},
-        inside_alpha_s=_HOP_S[LinkKind.NVLINK],
-        outside_alpha_s=_HOP_S[LinkKind.NETWORK],
+        inside_alpha_s=_NVLINK_HOP_S,
+        outside_alpha_s=_NETWORK_HOP_S,
         **more,
     )
 
@@ -135,8 +136,8 @@ def _pcie(name: str, tera: float, **more: Any) -> Hardware:
         inside_rate=32e9 * _PCIE / 2,  # two devices behind one switch take turns
         outside_rate=12.5e9 * _NIC / 8,
         host_rate=32e9 * _PCIE,
-        inside_alpha_s=_HOP_S[LinkKind.PCIE],
-        outside_alpha_s=_HOP_S[LinkKind.NETWORK],
+        inside_alpha_s=_PCIE_HOP_S,
+        outside_alpha_s=_NETWORK_HOP_S,
         **more,
     )
 

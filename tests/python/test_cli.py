@@ -224,10 +224,6 @@ def test_tables_want_rich_and_say_so(
         (["tune", "--json", "/nowhere/tuning.json"], "no folder '/nowhere'"),
         (["doctor", "--world-size", "0"], "1 to 64, got 0"),
         (["doctor", "--seconds", "-1"], "not negative"),
-        (["topology", "nowhere"], "none of dgx-1v"),
-        (["topology", "dgx-1v", "--gpus", "0,9"], "rank 9"),
-        (["topology", "dgx-1v", "--gpus", "x"], "invalid literal"),
-        (["topology", "dgx-1v", "--sizes", "many"], "'many' is no size"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -273,14 +269,3 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.run(["--version"])
     assert capsys.readouterr().out.startswith("ringcomm 0.")
-
-
-def test_topology_of_a_known_machine_and_of_a_matrix(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["topology", "dgx-1v", "--gpus", "0,1,2,3", "--sizes", "1m"]) == EXIT_OK
-    assert "4 GPUs on 1 host(s)" in capsys.readouterr().out
-    matrix = tmp_path / "matrix.json"
-    matrix.write_text("[[0, 2, 1], [2, 0, 1], [1, 1, 0]]", encoding="utf-8")
-    assert cli.run(["topology", str(matrix), "--lane-gb-per-s", "25"]) == EXIT_OK
-    assert "channel(s) of 25 GB/s" in capsys.readouterr().out
