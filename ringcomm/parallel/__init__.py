@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
+from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ringcomm.parallel import pipeline
 
 __all__ = [
+    "ParallelDims",
     "ParameterServer",
     "WeightShards",
     "activations",

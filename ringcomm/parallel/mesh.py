@@ -1,0 +1,208 @@
+"""The ranks of a job as a mesh: who shares what of a model, and the groups for it."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["ParallelDims"]
+
+# From the outermost axis to the innermost: ranks that talk most are neighbours.
+_AXES = ("pp", "dp", "fsdp", "tp")
+_TRAFFIC = {
+    "pp": "activations and their gradients, once a micro-batch",
+    "dp": "gradients, once a step",
+    "fsdp": "weights and gradients of a layer, around its forward and backward",
+    "tp": "activations, four times a layer",
+    "ep": "tokens to their experts and back, four times a layer",
+    "edp": "gradients of experts, once a step",
+}
+
+
+class ParallelDims:
+    """Sizes of the axes of parallelism, checked against the number of ranks, and their meshes.
+
+        dims = ParallelDims(dp=2, tp=2, pp=2)        # of 8 ranks
+        print(dims)                                  # a table: who talks to whom about what
+        model, optimizer, step = parallelize(model, dims, ...)
+        fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
+
+    `dp`, `fsdp`, `pp` and `tp` multiply to the number of ranks. Experts are shared inside of data
+    parallelism: `ep` divides dp * fsdp and is no factor.
+
+    Args:
+        dp: replicas of the model. -1 takes the ranks that the other axes leave.
+        fsdp: ranks over which each replica's weights, gradients and optimizer state are sharded.
+            With dp above 1 this is HSDP. -1 takes what is left, if dp is given.
+        pp: stages of the pipeline.
+        tp: ranks that share each layer.
+        ep: ranks that share the experts of each layer.
+        world_size: default: that of the default group. With it, sizes and the table need no group.
+        device_type: of the meshes, "cpu" or "cuda". Default: that of the accelerator, if there is.
+
+    Raises:
+        ValueError: the sizes do not make up the number of ranks; says which, and what would.
+
+    Attributes:
+        dp, fsdp, pp, tp, ep: as resolved.
+        world_size: the number of ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        dp: int = -1,
+        fsdp: int = 1,
+        pp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        world_size: int | None = None,
+        device_type: str | None = None,
+    ) -> None:
+        if world_size is None:
+            if not dist.is_initialized():
+                raise ValueError(
+                    "ParallelDims counts the ranks of the default group: call"
+                    " torch.distributed.init_process_group first, or give world_size"
+                )
+            world_size = dist.get_world_size()
+        sizes = _resolved({"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}, world_size)
+        self.world_size = world_size
+        self.pp, self.dp, self.fsdp, self.tp = (sizes[axis] for axis in _AXES)
+        self.ep = _checked_ep(ep, self.dp * self.fsdp)
+        accelerator = torch.accelerator.current_accelerator()
+        self._device_type = device_type or (accelerator.type if accelerator else "cpu")
+
+    # ---- meshes
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All axes, ("pp", "dp", "fsdp", "tp"). Collective when it is first asked for."""
+        self._check_world()
+        shape = tuple(getattr(self, axis) for axis in _AXES)
+        return init_device_mesh(self._device_type, shape, mesh_dim_names=_AXES)
+
+    def __getitem__(self, axis: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis that this rank is in.
+
+        Args:
+            axis: "pp", "dp", "fsdp", "tp", "ep"; "batch" for dp and fsdp together, the ranks with
+                other rows of a batch; "edp" for the ranks of "batch" that have the same experts; or
+                "hsdp", of two dimensions, dp and fsdp, as fully_shard takes it.
+
+        Raises:
+            KeyError: there is no such axis.
+
+        Collective when "batch", "ep" or "edp" is first asked for.
+        """
+        if axis in _AXES:
+            return self.mesh[axis]
+        if axis == "hsdp":
+            return self.mesh["dp", "fsdp"]
+        if axis == "batch":
+            return self._batch
+        if axis in ("ep", "edp"):
+            return self._experts[axis]
+        raise KeyError(f"{axis!r} is none of {', '.join(_AXES)}, ep, edp, batch, hsdp")
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of an axis; see __getitem__."""
+        return self[axis].get_group()
+
+    @cached_property
+    def _batch(self) -> DeviceMesh:
+        return self.mesh["dp", "fsdp"]._flatten("batch")
+
+    @cached_property
+    def _experts(self) -> DeviceMesh:
+        """("edp", "ep"): the "batch" of this rank, in rows that share experts."""
+        self._check_world()
+        groups = [self._new_group(axis) for axis in ("edp", "ep")]
+        box = torch.tensor(self.ranks_of("batch", dist.get_rank())).view(-1, self.ep)
+        names = ("edp", "ep")
+        return DeviceMesh.from_group(groups, self._device_type, mesh=box, mesh_dim_names=names)
+
+    def _new_group(self, axis: str) -> dist.ProcessGroup:
+        lines = {tuple(self.ranks_of(axis, rank)) for rank in range(self.world_size)}
+        group, _ = dist.new_subgroups_by_enumeration([list(line) for line in sorted(lines)])
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def _check_world(self) -> None:
+        found = dist.get_world_size() if dist.is_initialized() else 0
+        if found != self.world_size:
+            raise ValueError(f"the mesh has {self.world_size} ranks, and the default group {found}")
+
+    # ---- in words
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={getattr(self, axis)}" for axis in (*_AXES, "ep"))
+        return f"ParallelDims({sizes})"
+
+    def __str__(self) -> str:
+        """A table of the axes with more than one rank: the first group of each, and its traffic."""
+        rows = [("axis", "size", "ranks", "what they exchange")]
+        rows += [
+            (axis, str(len(ranks)), " ".join(map(str, ranks)), _TRAFFIC[axis])
+            for axis in (*_AXES, "ep", "edp")
+            if len(ranks := self.ranks_of(axis)) > 1 and (axis != "edp" or self.ep > 1)
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        factors = " x ".join(f"{axis} {getattr(self, axis)}" for axis in _AXES)
+        return "\n".join([f"{self.world_size} ranks = {factors}, ep {self.ep}", *lines])
+
+    def ranks_of(self, axis: str, rank: int = 0) -> list[int]:
+        """The global ranks of an axis that `rank` is in. No group is needed or made.
+
+        Raises:
+            KeyError: there is no such axis.
+        """
+        ranks = torch.arange(self.world_size)
+        if axis in ("ep", "edp"):
+            box, dim = ranks.view(self.pp, -1, self.ep, self.tp), 2 if axis == "ep" else 1
+        elif axis == "batch":
+            box, dim = ranks.view(self.pp, -1, self.tp), 1
+        elif axis in _AXES:
+            box, dim = ranks.view(self.pp, self.dp, self.fsdp, self.tp), _AXES.index(axis)
+        else:
+            raise KeyError(f"{axis!r} is none of {', '.join(_AXES)}, ep, edp, batch")
+        lines = box.movedim(dim, -1).reshape(-1, box.shape[dim])
+        line: list[int] = lines[(lines == rank).any(dim=1)][0].tolist()
+        return line
+
+
+def _resolved(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """The sizes, with a number in place of one -1."""
+    for axis, size in sizes.items():
+        if size < 1 and not (size == -1 and axis in ("dp", "fsdp")):
+            raise ValueError(f"{axis} is a positive number{_or_rest(axis)}, got {size}")
+    rest = [axis for axis, size in sizes.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError("dp and fsdp cannot both be -1, the ranks that are left: give one of them")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if world_size % known or (not rest and known != world_size):
+        words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        wanted = f"a multiple of {known}" if rest else f"{known}"
+        raise ValueError(f"{words} takes {wanted} ranks, and there are {world_size}")
+    return sizes | dict.fromkeys(rest, world_size // known)
+
+
+def _or_rest(axis: str) -> str:
+    return " or -1 for the ranks that are left" if axis in ("dp", "fsdp") else ""
+
+
+def _checked_ep(ep: int, num_data: int) -> int:
+    if ep < 1 or num_data % ep:
+        raise ValueError(
+            f"ep {ep} shares experts inside of data parallelism, whose dp x fsdp has {num_data}"
+            " ranks here: take a divisor of that"
+        )
+    return ep
