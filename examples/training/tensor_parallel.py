@@ -43,20 +43,22 @@ def split(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False
 
     def columns(linear: Any, unit: int = 1, num_copies: int = 1) -> ColumnParallelLinear:
         return ColumnParallelLinear.from_linear(
-            linear, group=group, unit=unit, num_copies=num_copies, enters=False
+            linear, group=group, shard_multiple=unit, num_replicas=num_copies, copy_input=False
         )
 
     def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
-        return RowParallelLinear.from_linear(linear, group=group, unit=unit, sequence_dim=dim)
+        return RowParallelLinear.from_linear(
+            linear, group=group, shard_multiple=unit, sequence_dim=dim
+        )
 
     def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.enter(output, group, sequence_dim=dim, inplace=True)
+        return tensor.copy_to_tp(output, group, sequence_dim=dim, inplace=True)
 
     layers: Any = model.layers
     for layer in layers:
         layer.wq = columns(layer.wq, unit)
-        layer.wk = columns(layer.wk, width, heads.num_copies)
-        layer.wv = columns(layer.wv, width, heads.num_copies)
+        layer.wk = columns(layer.wk, width, heads.num_replicas)
+        layer.wv = columns(layer.wv, width, heads.num_replicas)
         layer.wo = rows(layer.wo, unit)
         ffn = layer.ffn
         if isinstance(ffn, SwiGLU):
@@ -76,7 +78,7 @@ def split(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False
         for module in model.modules():
             if not isinstance(module, tensor.SplitModule):
                 for param in module.parameters(recurse=False):
-                    tensor.sum_gradients(param, group)
+                    tensor.all_reduce_grad_(param, group)
 
 
 def step_bytes(

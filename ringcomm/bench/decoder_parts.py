@@ -25,13 +25,17 @@ def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: boo
     dim = 1 if shares_tokens else None
 
     def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return tensor.enter(output, group, sequence_dim=dim, inplace=True)
+        return tensor.copy_to_tp(output, group, sequence_dim=dim, inplace=True)
 
     def columns(linear: Any, unit: int = 1) -> ColumnParallelLinear:
-        return ColumnParallelLinear.from_linear(linear, group=group, unit=unit, enters=False)
+        return ColumnParallelLinear.from_linear(
+            linear, group=group, shard_multiple=unit, copy_input=False
+        )
 
     def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
-        return RowParallelLinear.from_linear(linear, group=group, unit=unit, sequence_dim=dim)
+        return RowParallelLinear.from_linear(
+            linear, group=group, shard_multiple=unit, sequence_dim=dim
+        )
 
     layers: Any = model.layers
     for layer in layers:
@@ -52,7 +56,7 @@ def split_layers(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: boo
         if isinstance(module, nn.RMSNorm):
             module.register_forward_hook(enter)
             if shares_tokens:
-                tensor.sum_gradients(module.weight, group)
+                tensor.all_reduce_grad_(module.weight, group)
 
 
 def split_bytes(width: int, num_layers: int, num_tokens: int, *, shares_tokens: bool) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ringcomm.nn.mixture_of_experts import MixtureOfExperts
+from ringcomm.parallel.expert.layer import MixtureOfExperts
 
 __all__ = ["MixtralExpert", "split_experts_"]
 

@@ -14,7 +14,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers import causal_lm_loss, loss_options_of
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
-from ringcomm.parallel.tensor.regions import enter, leave, sum_gradients
+from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
 from ringcomm.parallel.tensor.splits import SplitModule
 
 __all__ = ["parallelize"]
@@ -88,7 +88,7 @@ def parallelize(
     for block in blocks.columns:
         splitter.split_block(blocks, block, heads.get(block))
     embedding = VocabParallelEmbedding.from_embedding(
-        whole, group=resolved, leaves=not sequence_parallel
+        whole, group=resolved, reduce_output=not sequence_parallel
     )
     if scale is not None:
         embedding.register_buffer("embed_scale", scale, persistent=False)
@@ -102,7 +102,7 @@ def parallelize(
     if head is not None:
         # Behind the last norm the tokens are whole again, so that the head may take some of them.
         made = ColumnParallelLinear.from_linear(
-            head, group=resolved, enters=not sequence_parallel, gathers=gather_logits
+            head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
         )
         if is_tied:
             made.weight = embedding.weight
@@ -153,7 +153,7 @@ class _Blocks:
             self._check(block)
 
     def _check(self, block: nn.Module) -> None:
-        """All that has weights in a block is in the plan: its input enters once for all."""
+        """All that has weights in a block is in the plan: its input is copied once for all."""
         known = {*self.columns[block], *self.rows.get(block, ())}
         for name, module in block.named_children():
             if name not in known and module not in self.summed and [*module.parameters()]:
@@ -254,26 +254,26 @@ class _Splitter:
     def split_block(self, blocks: _Blocks, block: Any, heads: HeadShares | None) -> None:
         """An attention or a feed-forward network."""
         width = 1 if heads is None else block.head_dim
-        num_together, num_copies = heads or (1, 1)
+        num_together, num_replicas = heads or (1, 1)
         for name in blocks.columns[block]:
             is_shared = heads is not None and name != "q_proj"
             made = ColumnParallelLinear.from_linear(
                 getattr(block, name),
                 group=self.group,
-                unit=width if is_shared else num_together * width,
-                num_copies=num_copies if is_shared else 1,
-                enters=False,
+                shard_multiple=width if is_shared else num_together * width,
+                num_replicas=num_replicas if is_shared else 1,
+                copy_input=False,
             )
             setattr(block, name, made)
         for name in blocks.rows[block]:
             rows = RowParallelLinear.from_linear(
                 getattr(block, name),
                 group=self.group,
-                unit=num_together * width,
+                shard_multiple=num_together * width,
                 sequence_dim=self.sequence_dim,
             )
             setattr(block, name, rows)
-        if num_copies > 1:
+        if num_replicas > 1:
             begin, end = block.q_proj.features
             block.num_key_value_groups = (end - begin) // width
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -281,7 +281,7 @@ class _Splitter:
     def sum_over_ranks(self, module: nn.Module) -> None:
         """Gradients of weights that each rank uses on heads or tokens of its own."""
         for param in module.parameters():
-            sum_gradients(param, self.group)
+            all_reduce_grad_(param, self.group)
 
     def share_tokens(
         self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
@@ -293,22 +293,22 @@ class _Splitter:
         for module in base.modules():
             is_whole = not isinstance(module, SplitModule) and module not in done
             for param in module.parameters(recurse=False) if is_whole else ():
-                sum_gradients(param, self.group)
+                all_reduce_grad_(param, self.group)
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(
-            lambda x: enter(x, self.group, sequence_dim=self.sequence_dim, inplace=True),
+            lambda x: copy_to_tp(x, self.group, sequence_dim=self.sequence_dim, inplace=True),
             args,
             kwargs,
         )
 
     def _leave(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(
-            lambda x: leave(x, self.group, sequence_dim=self.sequence_dim), args, kwargs
+            lambda x: reduce_from_tp(x, self.group, sequence_dim=self.sequence_dim), args, kwargs
         )
 
     def _enter_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return enter(output, self.group, sequence_dim=self.sequence_dim)
+        return copy_to_tp(output, self.group, sequence_dim=self.sequence_dim)
 
 
 def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

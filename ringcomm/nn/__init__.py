@@ -1,10 +1,10 @@
 """Modules over ringcomm's operators."""
 
 from ringcomm.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
-from ringcomm.nn.mixture_of_experts import MixtureOfExperts
-from ringcomm.nn.parallel_embedding import VocabParallelEmbedding
-from ringcomm.nn.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from ringcomm.nn.top_k_router import Routing, TopKRouter
+from ringcomm.parallel.expert.layer import MixtureOfExperts
+from ringcomm.parallel.expert.router import Routing, TopKRouter
+from ringcomm.parallel.tensor.embedding import VocabParallelEmbedding
+from ringcomm.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",

@@ -19,7 +19,7 @@ from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
 from ringcomm.parallel import find_shards
-from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import axes_of, tied_over_stages
 from ringcomm.parallel.tensor.splits import refuse_decisions, split_params

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.expert.model_experts import split_experts
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
 __all__ = ["Axes", "Held", "StagePart", "axes_of", "tied_over_stages"]
@@ -130,7 +130,7 @@ def axes_of(model: nn.Module) -> Axes:
         experts = expert_group.get(param)
         if param in splits:
             group, split = splits[param]
-            groups, num_copies = [*groups, group], num_copies * split.num_copies
+            groups, num_copies = [*groups, group], num_copies * split.num_replicas
         elif replicas is not None and not (experts and _overlap(replicas, experts)):
             groups, num_copies = [*groups, replicas], num_copies * replicas.size()
         if experts is not None:

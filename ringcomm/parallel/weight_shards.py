@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_units import check_params, default_units, params_of_units
 from ringcomm.parallel.sharded_unit import ShardedUnit, ShardHome

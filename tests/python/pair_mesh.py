@@ -161,7 +161,7 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup) -> None:
     for block in model.blocks:
         block.up = ColumnParallelLinear.from_linear(block.up, group=group)
         block.down = RowParallelLinear.from_linear(block.down, group=group)
-    model.head = ColumnParallelLinear.from_linear(model.head, group=group, gathers=True)
+    model.head = ColumnParallelLinear.from_linear(model.head, group=group, gather_output=True)
     if is_tied:
         model.head.weight = model.embedding.weight
 

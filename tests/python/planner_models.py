@@ -82,7 +82,7 @@ class SplitLayer(Layer):
     sequence_dim: int | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        return tensor.enter(x, sequence_dim=self.sequence_dim)
+        return tensor.copy_to_tp(x, sequence_dim=self.sequence_dim)
 
 
 def split(model: Decoder, *, is_sequence_split: bool) -> Decoder:
@@ -96,14 +96,16 @@ def split(model: Decoder, *, is_sequence_split: bool) -> Decoder:
         for name in ("q", "k", "v", "gate", "up"):
             unit = layer.head_dim if name in "qkv" else 1
             whole = getattr(layer, name)
-            part = ColumnParallelLinear.from_linear(whole, enters=False, unit=unit)
+            part = ColumnParallelLinear.from_linear(whole, copy_input=False, shard_multiple=unit)
             setattr(layer, name, part)
-        layer.o = RowParallelLinear.from_linear(layer.o, unit=layer.head_dim, sequence_dim=dim)
+        layer.o = RowParallelLinear.from_linear(
+            layer.o, shard_multiple=layer.head_dim, sequence_dim=dim
+        )
         layer.down = RowParallelLinear.from_linear(layer.down, sequence_dim=dim)
     if is_sequence_split:
         for module in model.modules():
             if isinstance(module, nn.RMSNorm):
-                tensor.sum_gradients(module.weight)
+                tensor.all_reduce_grad_(module.weight)
     model.head = ColumnParallelLinear.from_linear(model.head, sequence_dim=dim)
     model.loss = CrossEntropyLoss(
         group=torch.distributed.group.WORLD, num_columns=model.head.weight.shape[0]

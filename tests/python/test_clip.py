@@ -52,9 +52,13 @@ class Attention(nn.Module):
         super().__init__()
         shares = tensor.share_heads(4, 2, tp.size())
         self.norm = nn.LayerNorm(DIM)
-        self.q = ColumnParallelLinear(DIM, 12, group=tp, unit=3 * shares.num_together)
-        self.k = ColumnParallelLinear(DIM, 6, group=tp, unit=3, num_copies=shares.num_copies)
-        self.o = RowParallelLinear(12, DIM, group=tp, unit=3 * shares.num_together, sequence_dim=0)
+        self.q = ColumnParallelLinear(DIM, 12, group=tp, shard_multiple=3 * shares.num_together)
+        self.k = ColumnParallelLinear(
+            DIM, 6, group=tp, shard_multiple=3, num_replicas=shares.num_replicas
+        )
+        self.o = RowParallelLinear(
+            12, DIM, group=tp, shard_multiple=3 * shares.num_together, sequence_dim=0
+        )
 
 
 class Expert(nn.Module):

@@ -76,7 +76,7 @@ class SplitLayer(Layer):
     sequence_dim: int | None = None
 
     def enter(self, x: Tensor) -> Tensor:
-        return tensor.enter(x, sequence_dim=self.sequence_dim)
+        return tensor.copy_to_tp(x, sequence_dim=self.sequence_dim)
 
 
 def split(model: Net, *, is_sequence_split: bool) -> Net:
@@ -91,15 +91,15 @@ def split(model: Net, *, is_sequence_split: bool) -> Net:
         for name in ("q", "k", "v", "gate", "up"):
             whole = getattr(layer, name)
             part = ColumnParallelLinear.from_linear(
-                whole, enters=False, unit=unit if name in "qkv" else 1
+                whole, copy_input=False, shard_multiple=unit if name in "qkv" else 1
             )
             setattr(layer, name, part)
-        layer.o = RowParallelLinear.from_linear(layer.o, unit=unit, sequence_dim=dim)
+        layer.o = RowParallelLinear.from_linear(layer.o, shard_multiple=unit, sequence_dim=dim)
         layer.down = RowParallelLinear.from_linear(layer.down, sequence_dim=dim)
     norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
     if is_sequence_split:
         for norm in norms:
-            tensor.sum_gradients(norm.weight)
+            tensor.all_reduce_grad_(norm.weight)
     model.head = ColumnParallelLinear.from_linear(model.head, sequence_dim=dim)  # type: ignore[assignment]
     model.loss = CrossEntropyLoss(
         group=torch.distributed.group.WORLD, num_columns=model.head.weight.shape[0]
@@ -221,12 +221,12 @@ def check_layers(rank: int, world_size: int) -> None:
     with pytest.raises(IndexError, match=r"ids are in \[0, 2\)"):
         few(torch.tensor([2]))
     with pytest.raises(ValueError, match="no whole number of units of 3"):
-        ColumnParallelLinear(10, 7, unit=3)
+        ColumnParallelLinear(10, 7, shard_multiple=3)
     with pytest.raises(ValueError, match="is not split"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(3, 3, sparse=True))
     if world_size > 1:
         with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
-            tensor.leave(torch.zeros(1, 7, 2), sequence_dim=1)
+            tensor.reduce_from_tp(torch.zeros(1, 7, 2), sequence_dim=1)
     for layer in (part, rows, few):
         with pytest.raises(RuntimeError, match="copy the whole ones before"):
             copy.deepcopy(layer)

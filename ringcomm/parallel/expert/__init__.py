@@ -3,16 +3,22 @@
 The layer is ringcomm.nn.MixtureOfExperts.
 """
 
-from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch, plan_dispatch
+from ringcomm.parallel.expert.dispatch import (
+    DispatchPlan,
+    combine,
+    dispatch,
+    plan_dispatch,
+    rows_of_tokens,
+    sums_of_rows,
+)
 from ringcomm.parallel.expert.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.expert.gradients import average_gradients
-from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.expert.model_experts import (
+from ringcomm.parallel.expert.local_experts import (
+    LocalExperts,
     expert_parameters,
     ignore_in_ddp,
     split_experts,
 )
-from ringcomm.parallel.expert.token_rows import rows_of_tokens, sums_of_rows
 
 __all__ = [
     "DispatchPlan",

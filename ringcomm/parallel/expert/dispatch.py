@@ -8,16 +8,152 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ringcomm.ops.fused_update import shard_range
-from ringcomm.parallel.expert.exchange import exchange_rows
 from ringcomm.parallel.flat_collectives import shard_sizes
 
-__all__ = ["DispatchPlan", "combine", "dispatch", "plan_dispatch"]
+__all__ = [
+    "DispatchPlan",
+    "combine",
+    "dispatch",
+    "exchange_rows",
+    "plan_dispatch",
+    "rows_of_tokens",
+    "sums_of_rows",
+]
+
+
+def exchange_rows(
+    rows: Tensor,
+    link: Tensor,
+    sent: Sequence[int],
+    received: Sequence[int],
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """all_to_all of rows, whose backward pass is one in the other direction.
+
+    Args:
+        rows: shape (sum(sent), ...), in the order of the ranks that they go to.
+        link: what the exchange before this one has returned, or an empty tensor that requires grad
+            where some rank of the group needs a gradient: a rank whose own rows need none then
+            still answers the others in the backward pass.
+        sent: the number of rows for each rank.
+        received: the number of rows from each rank.
+        group: whose ranks.
+
+    Returns:
+        The rows received, shape (sum(received), ...), in the order of the ranks that they come
+        from, and the link for the next exchange.
+
+    Collective, and so is its backward pass. A rank sends its rows for others, to the byte, and
+    backward the gradients of what it has received.
+    """
+    result: tuple[Tensor, Tensor] = _Exchange.apply(rows, link, sent, received, group)
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        link: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group), link.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group)
+        return grad, grads[1], None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    if group.size() == 1:
+        return rows.view_as(rows)
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), list(received), list(sent), group=group)
+    return output
+
+
+def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
+    """The tokens of some choices.
+
+    Args:
+        tokens: shape (tokens, width).
+        slots: shape (rows,), int64: which choices, token * num_choices + choice, each at most once.
+        num_choices: of a token.
+
+    Returns:
+        Shape (rows, width).
+    """
+    result: Tensor = _RowsOfTokens.apply(tokens, slots, num_choices)
+    return result
+
+
+def sums_of_rows(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
+    """For every token the sum over its choices' rows, 0 where it has none.
+
+    Args:
+        rows: shape (rows, width).
+        slots: the choice of each row, as rows_of_tokens() has it.
+        num_tokens: of the result.
+        num_choices: of a token.
+
+    Returns:
+        Shape (num_tokens, width).
+    """
+    result: Tensor = _SumsOfRows.apply(rows, slots, num_tokens, num_choices)
+    return result
+
+
+def _take(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
+    return tokens.index_select(0, slots.div(num_choices, rounding_mode="floor"))
+
+
+def _sum(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
+    spread = rows.new_zeros(num_tokens * num_choices, rows.shape[1])
+    spread.index_copy_(0, slots, rows)
+    return spread.view(num_tokens, num_choices, rows.shape[1]).sum(1)
+
+
+class _RowsOfTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_tokens, ctx.num_choices = tokens.shape[0], num_choices
+        return _take(tokens, slots, num_choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (slots,) = ctx.saved_tensors
+        return sums_of_rows(grads[0], slots, ctx.num_tokens, ctx.num_choices), None, None
+
+
+class _SumsOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.num_choices = num_choices
+        return _sum(rows, slots, num_tokens, num_choices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (slots,) = ctx.saved_tensors
+        return rows_of_tokens(grads[0], slots, ctx.num_choices), None, None, None
+
 
 # What ranks tell each other in front of the counts: see _facts_of().
 FACTS = ("the need of gradients", "the width of a token", "the dtype of tokens")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.constant_buffer import broadcast_
-from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.expert.model_experts import split_experts
+from ringcomm.parallel.expert.local_experts import LocalExperts, split_experts
 from ringcomm.parallel.flat_collectives import device_of
 
 __all__ = ["full_state_dict", "load_full_state_dict"]

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.constant_buffer import all_reduce_mean_
-from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.expert.model_experts import expert_parameters, split_experts
+from ringcomm.parallel.expert.local_experts import LocalExperts, expert_parameters, split_experts
 
 __all__ = ["average_gradients"]
 

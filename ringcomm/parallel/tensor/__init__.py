@@ -2,21 +2,27 @@
 
 from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
-from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients, summed_over
+from ringcomm.parallel.tensor.regions import (
+    all_reduce_grad_,
+    copy_to_tp,
+    gather_from_tp,
+    reduce_from_tp,
+    summed_over,
+)
 from ringcomm.parallel.tensor.splits import Split, SplitModule, split_params
 
 __all__ = [
     "HeadShares",
     "Split",
     "SplitModule",
-    "enter",
+    "all_reduce_grad_",
+    "copy_to_tp",
     "full_state_dict",
-    "join",
-    "leave",
+    "gather_from_tp",
     "load_full_state_dict",
+    "reduce_from_tp",
     "share_heads",
     "split_params",
-    "sum_gradients",
     "summed_over",
     "whole_of",
 ]

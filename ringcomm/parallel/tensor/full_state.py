@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.parallel.tensor.regions import sum_gradients, summed_over
+from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
 from ringcomm.parallel.tensor.splits import Split, split_params
 from ringcomm.torch_names import all_gather_single
 
@@ -126,4 +126,4 @@ def _give_memory(param: Tensor, value: Tensor, device: torch.device | str) -> No
     )
     if group is not None:
         param._backward_hooks = None  # of the memory before
-        sum_gradients(param, group)
+        all_reduce_grad_(param, group)

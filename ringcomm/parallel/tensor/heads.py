@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
-__all__ = ["HeadShares", "share_heads"]
+import torch.distributed as dist
+
+__all__ = ["HeadShares", "ranks_in_a_row", "share_heads"]
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class HeadShares(NamedTuple):
@@ -13,20 +18,22 @@ class HeadShares(NamedTuple):
     Attributes:
         num_together: query heads that stay together, those of one key and value head; 1 where
             these are copied.
-        num_copies: ranks in a row that have the same key and value head.
+        num_replicas: ranks in a row that have the same key and value head.
     """
 
     num_together: int
-    num_copies: int
+    num_replicas: int
 
 
 def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShares:
     """Shares query heads, and key and value heads, of which each serves several (GQA) or all (MQA).
 
         shares = share_heads(32, 8, group.size())
-        q = ColumnParallelLinear(dim, 32 * width, unit=shares.num_together * width)
-        k = ColumnParallelLinear(dim, 8 * width, unit=width, num_copies=shares.num_copies)
-        o = RowParallelLinear(32 * width, dim, unit=shares.num_together * width)
+        q = ColumnParallelLinear(dim, 32 * width, shard_multiple=shares.num_together * width)
+        k = ColumnParallelLinear(
+            dim, 8 * width, shard_multiple=width, num_replicas=shares.num_replicas
+        )
+        o = RowParallelLinear(32 * width, dim, shard_multiple=shares.num_together * width)
 
     Raises:
         ValueError: the heads are no multiple, or the ranks cannot share them.
@@ -42,3 +49,24 @@ def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShare
             f" that divides {num_heads}"
         )
     return HeadShares(1, world_size // num_kv_heads)
+
+
+def ranks_in_a_row(group: dist.ProcessGroup, num: int) -> dist.ProcessGroup:
+    """The group of this rank and its neighbours: ranks 0 to num - 1, num to 2 num - 1, ...
+
+    Args:
+        group: whose size is a multiple of `num`.
+        num: two at least.
+
+    Collective the first time.
+    """
+    if num == group.size():
+        return group
+    made = _made.setdefault(group, {})
+    if num not in made:
+        first = group.rank() // num * num
+        ranks = dist.get_process_group_ranks(group)[first : first + num]
+        new = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+        assert isinstance(new, dist.ProcessGroup)
+        made[num] = new
+    return made[num]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringcomm.backend import resolve_group
 
-__all__ = ["enter", "join", "leave", "sum_gradients", "summed_over"]
+__all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "summed_over"]
 
 _ops: Any = torch.ops.ringcomm
 # Without a choice of overloads, which takes some microseconds each time.
@@ -25,7 +25,7 @@ _all_gather, _reduce_scatter = _ops.all_gather.default, _ops.reduce_scatter.defa
 _SUMMED_OVER = "_ringcomm_summed_over"
 
 
-def enter(
+def copy_to_tp(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
@@ -56,7 +56,7 @@ def enter(
     return result
 
 
-def leave(
+def reduce_from_tp(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
@@ -79,7 +79,7 @@ def leave(
     Raises:
         ValueError: the ranks do not divide the tokens.
 
-    Collective, as enter() in the other direction.
+    Collective, as copy_to_tp() in the other direction.
     """
     resolved = resolve_group(group)
     if resolved.size() == 1:
@@ -93,7 +93,7 @@ def leave(
     return result
 
 
-def join(
+def gather_from_tp(
     x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None, *, dim: int = -1
 ) -> Tensor:
     """The ranks' parts side by side, whole on all ranks, which go on alike from there.
@@ -114,7 +114,7 @@ def join(
     return result
 
 
-def sum_gradients(param: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def all_reduce_grad_(param: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Has the gradient of a parameter that all ranks have summed over them, as it comes.
 
     For what each rank uses on its own tokens, such as norms under sequence parallelism, and for
@@ -130,7 +130,7 @@ def sum_gradients(param: Tensor, group: dist.ProcessGroup | None = None) -> None
 
 
 def summed_over(param: Tensor) -> dist.ProcessGroup | None:
-    """The group of sum_gradients(), if the parameter was given to it."""
+    """The group of all_reduce_grad_(), if the parameter was given to it."""
     return getattr(param, _SUMMED_OVER, None)
 
 

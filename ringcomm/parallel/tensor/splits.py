@@ -1,15 +1,21 @@
-"""Which part of a whole parameter a rank has."""
+"""Which part of a whole parameter a rank has, and random values of it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Split", "SplitModule", "refuse_copy", "refuse_decisions", "split_params"]
+__all__ = ["Split", "SplitModule", "draw_part", "refuse_copy", "refuse_decisions", "split_params"]
+
+# 16 MiB of fp32. torch's generator of the CPU fills vectors of 16 numbers, and an end that is
+# shorter in another way: blocks are of 16 rows and more.
+BLOCK_ELEMS = 1 << 22
+MIN_ROWS = 16
 
 
 def refuse_copy(*_: Any) -> NoReturn:
@@ -29,13 +35,13 @@ class Split:
         dim: the dimension that is split.
         ranges: of it, [begin, end) of every rank of the group.
         rank: this one.
-        num_copies: so many ranks in a row have the same part.
+        num_replicas: so many ranks in a row have the same part.
     """
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
     rank: int
-    num_copies: int = 1
+    num_replicas: int = 1
 
     @property
     def begin(self) -> int:
@@ -105,3 +111,48 @@ def refuse_decisions(
             " tensor parallelism alone: leave them out; with an optimizer of torch,"
             " ringcomm.parallel.clip_grad_norm_(model, max_norm) clips by the whole norm"
         )
+
+
+def draw_part(
+    shape: tuple[int, ...],
+    split: Split | None,
+    draw_: Callable[[Tensor], object],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """This rank's part of random values that all ranks draw alike.
+
+    Args:
+        shape: of the whole.
+        split: which part is kept; None for all of it.
+        draw_: fills a tensor in place.
+        device: of the result.
+        dtype: of the result; None for torch's default.
+
+    Returns:
+        On the CPU the values that `draw_` gives the whole; on other devices values of the same
+        distribution. Either way the generator and the whole do not depend on the number of ranks,
+        and no more than the part and a block are in memory.
+    """
+    if split is None:
+        whole = torch.empty(shape, device=device, dtype=dtype)
+        draw_(whole)
+        return whole
+    kept = list(shape)
+    kept[split.dim] = split.end - split.begin
+    part = torch.empty(kept, device=device, dtype=dtype)
+    row_elems = max(1, torch.Size(shape[1:]).numel())
+    step = max(MIN_ROWS, BLOCK_ELEMS // row_elems // MIN_ROWS * MIN_ROWS)
+    begin = 0
+    while begin < shape[0]:
+        end = shape[0] if shape[0] - begin < step + MIN_ROWS else begin + step
+        block = torch.empty((end - begin, *shape[1:]), device=device, dtype=dtype)
+        draw_(block)
+        if split.dim == 0:
+            first, last = max(begin, split.begin), min(end, split.end)
+            if first < last:
+                part[first - split.begin : last - split.begin] = block[first - begin : last - begin]
+        else:
+            part[begin:end] = split.cut(block)
+        begin = end
+    return part

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.agreement import check_agreement
-from ringcomm.parallel.expert.model_experts import refuse_experts
+from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.materialize import check_can_materialize
 from ringcomm.parallel.model_axes import StagePart, axes_of
 from ringcomm.parallel.tensor.regions import summed_over

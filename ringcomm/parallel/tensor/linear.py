@@ -11,27 +11,33 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.nn.drawing import draw_part
 from ringcomm.ops import shard_range
-from ringcomm.parallel.tensor.regions import enter, join, leave, sum_gradients
-from ringcomm.parallel.tensor.splits import Split, SplitModule
-from ringcomm.parallel.tensor.subgroups import ranks_in_a_row
+from ringcomm.parallel.tensor.heads import ranks_in_a_row
+from ringcomm.parallel.tensor.regions import (
+    all_reduce_grad_,
+    copy_to_tp,
+    gather_from_tp,
+    reduce_from_tp,
+)
+from ringcomm.parallel.tensor.splits import Split, SplitModule, draw_part
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
 def feature_ranges(
-    num_features: int, unit: int, num_parts: int, what: str
+    num_features: int, shard_multiple: int, num_parts: int, what: str
 ) -> tuple[tuple[int, int], ...]:
     """The features [begin, end) of all parts, in whole units such as heads.
 
     Raises:
         ValueError: there is no whole number of units.
     """
-    if unit < 1 or num_features % unit:
-        raise ValueError(f"{what}={num_features} is no whole number of units of {unit}")
-    ranges = (shard_range(num_features // unit, num_parts, part) for part in range(num_parts))
-    return tuple((begin * unit, end * unit) for begin, end in ranges)
+    if shard_multiple < 1 or num_features % shard_multiple:
+        raise ValueError(f"{what}={num_features} is no whole number of units of {shard_multiple}")
+    ranges = (
+        shard_range(num_features // shard_multiple, num_parts, part) for part in range(num_parts)
+    )
+    return tuple((begin * shard_multiple, end * shard_multiple) for begin, end in ranges)
 
 
 class _ParallelLinear(SplitModule):
@@ -81,12 +87,12 @@ class ColumnParallelLinear(_ParallelLinear):
             all ranks alike: on the CPU they take the values of nn.Linear, on other devices those
             of another draw, the same for any number of ranks. The whole is never in memory.
         group: None for the default group.
-        unit: output features that stay together, such as those of a head.
-        num_copies: so many ranks in a row have the same features, such as a key and value head
+        shard_multiple: output features that stay together, such as those of a head.
+        num_replicas: so many ranks in a row have the same features, such as a key and value head
             where there are fewer than ranks; its gradient is summed over them.
-        enters: whether the input passes enter(). Layers that share an input do that once for all.
-        gathers: whether the result is whole on all ranks, by join().
-        sequence_dim: see enter().
+        copy_input: whether the input passes copy_to_tp(). Layers that share an input do that once.
+        gather_output: whether the result is whole on all ranks, by gather_from_tp().
+        sequence_dim: see copy_to_tp().
 
     Attributes:
         features: the output features [begin, end) of this rank.
@@ -104,10 +110,10 @@ class ColumnParallelLinear(_ParallelLinear):
         bias: bool = True,
         *,
         group: dist.ProcessGroup | None = None,
-        unit: int = 1,
-        num_copies: int = 1,
-        enters: bool = True,
-        gathers: bool = False,
+        shard_multiple: int = 1,
+        num_replicas: int = 1,
+        copy_input: bool = True,
+        gather_output: bool = False,
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -115,33 +121,44 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
         drawn_on = torch.device(device or torch.get_default_device())
-        self._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim, drawn_on)
+        self._cut(
+            linear,
+            group,
+            shard_multiple,
+            num_replicas,
+            copy_input,
+            gather_output,
+            sequence_dim,
+            drawn_on,
+        )
 
     def _cut(
         self,
         linear: nn.Linear,
         group: dist.ProcessGroup | None,
-        unit: int,
-        num_copies: int,
-        enters: bool,
-        gathers: bool,
+        shard_multiple: int,
+        num_replicas: int,
+        copy_input: bool,
+        gather_output: bool,
         sequence_dim: int | None,
         drawn_on: torch.device | None = None,
     ) -> None:
-        self.group, self.enters = resolve_group(group), enters
-        self.gathers, self.sequence_dim = gathers, sequence_dim
+        self.group, self.copy_input = resolve_group(group), copy_input
+        self.gather_output, self.sequence_dim = gather_output, sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         rank, world_size = self.group.rank(), self.group.size()
-        if num_copies < 1 or world_size % num_copies or (gathers and num_copies > 1):
-            raise ValueError(f"{world_size} ranks cannot have {num_copies} copies of each part")
-        parts = feature_ranges(linear.out_features, unit, world_size // num_copies, "out_features")
-        ranges = tuple(part for part in parts for _ in range(num_copies))
+        if num_replicas < 1 or world_size % num_replicas or (gather_output and num_replicas > 1):
+            raise ValueError(f"{world_size} ranks cannot have {num_replicas} copies of each part")
+        parts = feature_ranges(
+            linear.out_features, shard_multiple, world_size // num_replicas, "out_features"
+        )
+        ranges = tuple(part for part in parts for _ in range(num_replicas))
         self.features = ranges[rank]
-        self._take(linear, Split(0, ranges, rank, num_copies), drawn_on)
-        if num_copies > 1:
-            copies = ranks_in_a_row(self.group, num_copies)
+        self._take(linear, Split(0, ranges, rank, num_replicas), drawn_on)
+        if num_replicas > 1:
+            copies = ranks_in_a_row(self.group, num_replicas)
             for param in self.parameters():
-                sum_gradients(param, copies)
+                all_reduce_grad_(param, copies)
 
     @classmethod
     def from_linear(
@@ -149,27 +166,29 @@ class ColumnParallelLinear(_ParallelLinear):
         linear: nn.Linear,
         *,
         group: dist.ProcessGroup | None = None,
-        unit: int = 1,
-        num_copies: int = 1,
-        enters: bool = True,
-        gathers: bool = False,
+        shard_multiple: int = 1,
+        num_replicas: int = 1,
+        copy_input: bool = True,
+        gather_output: bool = False,
         sequence_dim: int | None = None,
     ) -> Self:
         """This rank's part of a whole layer, whose values are the same on all ranks."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._cut(linear, group, unit, num_copies, enters, gathers, sequence_dim)
+        made._cut(
+            linear, group, shard_multiple, num_replicas, copy_input, gather_output, sequence_dim
+        )
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., this rank's output features), or to all of them."""
-        if self.enters:
-            x = enter(x, self.group, sequence_dim=self.sequence_dim, inplace=True)
+        if self.copy_input:
+            x = copy_to_tp(x, self.group, sequence_dim=self.sequence_dim, inplace=True)
         out = F.linear(x, self.weight, self.bias)
-        if not self.gathers:
+        if not self.gather_output:
             return out
         sizes = [end - begin for begin, end in self.splits["weight"].ranges]
-        return join(out, sizes, self.group)
+        return gather_from_tp(out, sizes, self.group)
 
     def extra_repr(self) -> str:
         """As nn.Linear has it."""
@@ -184,8 +203,8 @@ class RowParallelLinear(_ParallelLinear):
         in_features, out_features, bias, device, dtype: as ColumnParallelLinear's. All ranks have
             the bias.
         group: None for the default group.
-        unit: input features that stay together.
-        sequence_dim: see leave().
+        shard_multiple: input features that stay together.
+        sequence_dim: see reduce_from_tp().
 
     Attributes:
         features: the input features [begin, end) of this rank.
@@ -201,7 +220,7 @@ class RowParallelLinear(_ParallelLinear):
         bias: bool = True,
         *,
         group: dist.ProcessGroup | None = None,
-        unit: int = 1,
+        shard_multiple: int = 1,
         sequence_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -209,24 +228,24 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype)
         drawn_on = torch.device(device or torch.get_default_device())
-        self._cut(linear, group, unit, sequence_dim, drawn_on)
+        self._cut(linear, group, shard_multiple, sequence_dim, drawn_on)
 
     def _cut(
         self,
         linear: nn.Linear,
         group: dist.ProcessGroup | None,
-        unit: int,
+        shard_multiple: int,
         sequence_dim: int | None,
         drawn_on: torch.device | None = None,
     ) -> None:
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
         self.in_features, self.out_features = linear.in_features, linear.out_features
         rank, world_size = self.group.rank(), self.group.size()
-        ranges = feature_ranges(linear.in_features, unit, world_size, "in_features")
+        ranges = feature_ranges(linear.in_features, shard_multiple, world_size, "in_features")
         self.features = ranges[rank]
         self._take(linear, Split(1, ranges, rank), drawn_on)
         if self.bias is not None and sequence_dim is not None:
-            sum_gradients(self.bias, self.group)  # each rank adds it to its own tokens
+            all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
 
     @classmethod
     def from_linear(
@@ -234,19 +253,19 @@ class RowParallelLinear(_ParallelLinear):
         linear: nn.Linear,
         *,
         group: dist.ProcessGroup | None = None,
-        unit: int = 1,
+        shard_multiple: int = 1,
         sequence_dim: int | None = None,
     ) -> Self:
         """This rank's part of a whole layer, whose values are the same on all ranks."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._cut(linear, group, unit, sequence_dim)
+        made._cut(linear, group, shard_multiple, sequence_dim)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
         part = F.linear(x, self.weight)
-        out = leave(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
+        out = reduce_from_tp(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

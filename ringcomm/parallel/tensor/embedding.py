@@ -10,10 +10,9 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.env import checks_targets
-from ringcomm.nn.drawing import draw_part
 from ringcomm.ops import shard_range
-from ringcomm.parallel.tensor.regions import leave
-from ringcomm.parallel.tensor.splits import Split, SplitModule
+from ringcomm.parallel.tensor.regions import reduce_from_tp
+from ringcomm.parallel.tensor.splits import Split, SplitModule, draw_part
 
 __all__ = ["VocabParallelEmbedding"]
 
@@ -28,9 +27,9 @@ class VocabParallelEmbedding(SplitModule):
         num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
             nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
         group: None for the default group.
-        sequence_dim: see ringcomm.parallel.tensor.leave(); of the result, so 1 for tokens (batch,
-            length).
-        leaves: whether the result passes leave(). Without it the ranks' results are parts of sums.
+        sequence_dim: of the result, see reduce_from_tp(); 1 for tokens (batch, length).
+        reduce_output: whether the result passes reduce_from_tp(). Without it a rank's result is its
+            part of the sum.
 
     Attributes:
         rows: the ids [begin, end) of this rank; none where there are fewer than ranks.
@@ -44,21 +43,21 @@ class VocabParallelEmbedding(SplitModule):
         *,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
-        leaves: bool = True,
+        reduce_output: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
         drawn_on = torch.device(device or torch.get_default_device())
-        self._cut(whole, group, sequence_dim, leaves, drawn_on)
+        self._cut(whole, group, sequence_dim, reduce_output, drawn_on)
 
     def _cut(
         self,
         whole: nn.Embedding,
         group: dist.ProcessGroup | None,
         sequence_dim: int | None,
-        leaves: bool,
+        reduce_output: bool,
         drawn_on: torch.device | None = None,
     ) -> None:
         if whole.max_norm is not None or whole.scale_grad_by_freq or whole.sparse:
@@ -66,7 +65,7 @@ class VocabParallelEmbedding(SplitModule):
                 "an embedding with max_norm, scale_grad_by_freq or sparse=True is not split"
             )
         self.group, self.sequence_dim = resolve_group(group), sequence_dim
-        self.leaves = leaves
+        self.reduce_output = reduce_output
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.padding_idx = whole.padding_idx
         num, num_ranks = whole.num_embeddings, self.group.size()
@@ -90,7 +89,7 @@ class VocabParallelEmbedding(SplitModule):
         *,
         group: dist.ProcessGroup | None = None,
         sequence_dim: int | None = None,
-        leaves: bool = True,
+        reduce_output: bool = True,
     ) -> Self:
         """This rank's part of a whole layer, whose values are the same on all ranks.
 
@@ -99,7 +98,7 @@ class VocabParallelEmbedding(SplitModule):
         """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
-        made._cut(embedding, group, sequence_dim, leaves)
+        made._cut(embedding, group, sequence_dim, reduce_output)
         return made
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -126,9 +125,9 @@ class VocabParallelEmbedding(SplitModule):
             if self.padding_idx is not None:  # as in torch, it has no gradient
                 is_pad = (ids == self.padding_idx)[..., None]
                 out = torch.where(is_pad, out.detach(), out)
-        if not self.leaves:
+        if not self.reduce_output:
             return out
-        return leave(out, self.group, sequence_dim=self.sequence_dim, inplace=True)
+        return reduce_from_tp(out, self.group, sequence_dim=self.sequence_dim, inplace=True)
 
     def extra_repr(self) -> str:
         """As nn.Embedding has it."""
