@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.ops.cross_entropy import cross_entropy
+from ringcomm.ops.losses.cross_entropy import cross_entropy
 
 
 def apply(

@@ -3,32 +3,32 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
-from ringcomm.ops import adalomo as _adalomo  # noqa: F401
-from ringcomm.ops import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
-from ringcomm.ops import weight_update_cuda as _weight_update_cuda  # noqa: F401
-from ringcomm.ops.barriers import monitored_barrier
 from ringcomm.ops.collectives import (
     all_gather,
     all_reduce,
     all_reduce_,
     broadcast,
     broadcast_,
+    monitored_barrier,
     reduce,
     reduce_scatter,
     ring_all_reduce_,
 )
-from ringcomm.ops.cross_entropy import cross_entropy
-from ringcomm.ops.fused_update import (
+from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noqa: F401
+from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
+from ringcomm.ops.updates import adalomo as _adalomo  # noqa: F401
+from ringcomm.ops.updates import weight_update_cuda as _weight_update_cuda  # noqa: F401
+from ringcomm.ops.updates.fused_update import (
     SGD,
     AdamW,
     Lomo,
     new_shard_state,
+    optimizer_update_,
     reduce_scatter_update_all_gather_,
     shard_range,
 )
-from ringcomm.ops.linear_cross_entropy import linear_cross_entropy
-from ringcomm.ops.optimizer_update import optimizer_update_
-from ringcomm.ops.weight_update import (
+from ringcomm.ops.updates.weight_update import (
     embedding_sgd_update_,
     join_weight,
     linear_sgd_update_,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean, shard_sizes, takes_uneven
 from ringcomm.parallel.packed_pieces import PackedPieces
 from ringcomm.torch_names import all_gather_single

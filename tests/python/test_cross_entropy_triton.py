@@ -124,7 +124,7 @@ def test_triton_is_imported_by_the_first_launch_and_asked_for_by_name() -> None:
 import sys, torch, ringcomm
 assert "triton" not in sys.modules
 sys.modules["triton"] = None
-from ringcomm.ops import cross_entropy_cuda
+from ringcomm.ops.losses import cross_entropy_cuda
 try:
     cross_entropy_cuda.scale_(torch.ones(2, 2), torch.ones([]))
 except ImportError as error:

@@ -13,7 +13,7 @@ from triton_scripts import ARCHS, compiled_variants, gpu, interpreted_cases, nee
 from update_cases import NAMES, check
 
 from ringcomm.ops import update_plans, weight_update_cuda
-from ringcomm.ops.update_arguments import rounding_key
+from ringcomm.ops.updates.arguments import rounding_key
 
 # What multiplies 16-bit matrices, by architecture.
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}

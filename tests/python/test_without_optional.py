@@ -34,7 +34,7 @@ OPTIONAL = {
         "ringcomm/doctor/tables.py",
     },
     "transformers": {"ringcomm/integrations/transformers.py"},  # of a model of transformers
-    "triton": {"ringcomm/ops/triton_kernels.py", "ringcomm/ops/weight_update_cuda.py"},
+    "triton": {"ringcomm/ops/triton_kernels.py", "ringcomm/ops/updates/weight_update_cuda.py"},
 }
 
 

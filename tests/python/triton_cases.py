@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import ringcomm.ops.cross_entropy_cuda as launchers
-from ringcomm.ops.token_losses_cuda import merge_gathered
+import ringcomm.ops.losses.cross_entropy_cuda as launchers
+from ringcomm.ops.losses.token_losses_cuda import merge_gathered
 
 CPU: Any = torch.ops.ringcomm
 # What separates two neighbours that round differently, relative to them.

@@ -11,8 +11,8 @@ import json
 import torch
 from triton_compile import compile_instead_of_launching
 
-from ringcomm.ops import cross_entropy_cuda as launchers
-from ringcomm.ops.token_losses_cuda import merge_gathered
+from ringcomm.ops.losses import cross_entropy_cuda as launchers
+from ringcomm.ops.losses.token_losses_cuda import merge_gathered
 
 
 def launch_all(vocab: int, dtype: torch.dtype, weight: torch.Tensor | None) -> None:

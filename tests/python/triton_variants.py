@@ -13,7 +13,7 @@ from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
 from triton_compile import compile_kernel, print_reports, report
 
 from ringcomm.ops import triton_plans as plans
-from ringcomm.ops.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
+from ringcomm.ops.losses.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 POINTERS = {"target": "i64", "denominator": "fp64", "weight_sum": "fp64"}

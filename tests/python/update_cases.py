@@ -23,7 +23,7 @@ from torch import Tensor
 from triton_cases import check_promises
 from update_oracle import BF16, FP16, FP32, Step
 
-import ringcomm.ops.weight_update_cuda as launchers
+import ringcomm.ops.updates.weight_update_cuda as launchers
 from ringcomm.ops import update_plans
 
 CANONICAL_NAN = 0x7FC0  # of bfloat16

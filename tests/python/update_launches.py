@@ -12,7 +12,7 @@ import torch
 from triton_compile import compile_instead_of_launching
 
 from ringcomm.ops import update_plans
-from ringcomm.ops import weight_update_cuda as launchers
+from ringcomm.ops.updates import weight_update_cuda as launchers
 
 
 def launch_all(width: int, rounding_seed: int, low: torch.Tensor | None) -> None:

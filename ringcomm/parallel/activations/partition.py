@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Arena, Room
 from ringcomm.parallel.activations.host_memory import HostMemory
 from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain

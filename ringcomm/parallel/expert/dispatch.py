@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes
 
 __all__ = [

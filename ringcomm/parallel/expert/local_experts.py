@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch
 from ringcomm.parallel.tensor.splits import refuse_copy
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import all_gather_shards, reduce_scatter_mean
 
 

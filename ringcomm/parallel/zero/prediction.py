@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from ringcomm.ops.fused_update import shard_range
+from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.model_units import default_units, params_of_units
 from ringcomm.parallel.offload.tiled_linear import tiles_of
 from ringcomm.parallel.sharded_unit import PACKED_BYTES

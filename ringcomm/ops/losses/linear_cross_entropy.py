@@ -8,17 +8,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.linear_blocks import FusedUpdate, LinearCrossEntropy, without_autocast
-from ringcomm.ops.loss_options import (
+from ringcomm.ops.losses.linear_blocks import FusedUpdate, LinearCrossEntropy, without_autocast
+from ringcomm.ops.losses.options import (
     LOGIT_DTYPES,
     LossArguments,
     check_class_weight,
     check_targets,
     checked_num_items,
     checked_options,
+    find_shard,
     with_outputs,
 )
-from ringcomm.ops.vocab_shards import find_shard
 
 _ops: Any = torch.ops.ringcomm
 

@@ -1,6 +1,6 @@
 """Modules over ringcomm's operators."""
 
-from ringcomm.nn.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
+from ringcomm.ops.losses.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.expert.router import Routing, TopKRouter
 from ringcomm.parallel.tensor.embedding import VocabParallelEmbedding

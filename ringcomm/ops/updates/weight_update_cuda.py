@@ -7,11 +7,10 @@ Triton is imported by the first launch.
 import torch
 from torch import Tensor
 
-from ringcomm.ops import update_plans as plans
-from ringcomm.ops.loss_rows import lead_of
-from ringcomm.ops.triton_kernels import kernels, mark_written
-from ringcomm.ops.triton_plans import VECTOR_BYTES
-from ringcomm.ops.update_arguments import (
+from ringcomm.ops.losses.token_losses_cuda import lead_of
+from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, mark_written
+from ringcomm.ops.updates import arguments as plans
+from ringcomm.ops.updates.arguments import (
     Step,
     check_first_elem,
     check_float,

@@ -10,27 +10,26 @@ import torch
 from torch import Tensor
 
 from ringcomm import _C, env
-from ringcomm.ops.loss_options import LOGIT_DTYPES
-from ringcomm.ops.loss_rows import (
+from ringcomm.ops.losses.options import LOGIT_DTYPES
+from ringcomm.ops.losses.token_losses_cuda import (
     NUM_STATS,
     Rows,
     check_classes,
     check_stats,
-    lead_of,
-    rows_of,
-)
-from ringcomm.ops.token_losses_cuda import (
     cross_entropy_loss,
     denominator_of,
+    lead_of,
     losses_of,
     merge_softmax_stats,
+    rows_of,
     weight_sum_of,
 )
-from ringcomm.ops.triton_kernels import kernels, mark_written
-from ringcomm.ops.triton_plans import (
+from ringcomm.ops.triton_kernels import (
     VECTOR_BYTES,
     grad_plan,
     held_plan,
+    kernels,
+    mark_written,
     stats_plan,
     twice_plan,
 )

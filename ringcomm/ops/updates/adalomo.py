@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringcomm.ops.weight_update import check_devices
+from ringcomm.ops.updates.weight_update import check_devices
 
 _ops: Any = torch.ops.ringcomm
 

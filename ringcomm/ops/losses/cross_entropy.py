@@ -14,18 +14,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from ringcomm.ops.loss_options import (
+from ringcomm.ops.losses.options import (
     LOGIT_DTYPES,
+    MAX_VOCAB_SIZE,
     OUTPUTS,
     LossOptions,
+    VocabShard,
     check_class_weight,
     check_targets,
     checked_num_items,
     checked_options,
+    find_shard,
+    shard_of_dtensor,
     with_outputs,
 )
-from ringcomm.ops.soft_targets import soft_cross_entropy
-from ringcomm.ops.vocab_shards import MAX_VOCAB_SIZE, VocabShard, find_shard, shard_of_dtensor
+from ringcomm.ops.losses.soft_targets import soft_cross_entropy
 
 _ops: Any = torch.ops.ringcomm
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ringcomm.ops.cross_entropy import loss_of_all_classes
-from ringcomm.ops.loss_options import LossOptions
-from ringcomm.ops.vocab_shards import VocabShard
+from ringcomm.ops.losses.cross_entropy import loss_of_all_classes
+from ringcomm.ops.losses.options import LossOptions, VocabShard
 
 _ops: Any = torch.ops.ringcomm
 

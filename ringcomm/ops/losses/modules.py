@@ -6,10 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ringcomm.ops.cross_entropy import cross_entropy
-from ringcomm.ops.linear_cross_entropy import FusedUpdate, linear_cross_entropy
-from ringcomm.ops.loss_options import LossArguments, checked_options
-from ringcomm.ops.vocab_shards import find_shard
+from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_entropy
+from ringcomm.ops.losses.options import LossArguments, checked_options, find_shard
 
 
 class _Loss(nn.Module):

@@ -1,0 +1,1 @@
+"""Cross-entropy over whole or vocab-parallel logits, and fused with the output layer."""
