@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -102,3 +105,16 @@ def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
     for row, shard in zip(rows, flat.split(sizes), strict=True):
         row[: shard.numel()].copy_(shard)
     return rows.view(-1)
+
+
+def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks where they disagree. Collective."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"ranks disagree on the {name}: rank 0 has {value}, rank {rank} has"
+                    f" {theirs[name]}"
+                )

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from ringcomm.parallel import pipeline
-from ringcomm.parallel.pipeline.cut import default_costs
+from ringcomm.parallel.pipeline.blocks import default_costs
 from ringcomm.parallel.pipeline.schedules import make_plan
 
 RANKS = (1, 2, 3, 4, 8)

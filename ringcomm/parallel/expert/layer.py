@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.expert.router import Routing, TopKRouter
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.tensor.splits import refuse_copy
 
 __all__ = ["MixtureOfExperts"]

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.parameter_server.keys import Key, Packing, assign, keys_of
 from ringcomm.parallel.parameter_server.messages import Channel
 from ringcomm.parallel.parameter_server.optimizer import ServerOptimizer

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.agreement import check_agreement
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_axes import StagePart
-from ringcomm.parallel.pipeline.blocks import Blocks, StageModule, add_blocks, named_blocks
-from ringcomm.parallel.pipeline.cut import cut, default_costs
+from ringcomm.parallel.pipeline.blocks import (
+    Blocks,
+    StageModule,
+    add_blocks,
+    cut,
+    default_costs,
+    named_blocks,
+)
 from ringcomm.parallel.pipeline.full_state import gather_state, load_state
 from ringcomm.parallel.pipeline.running import Runner
 from ringcomm.parallel.pipeline.schedules import make_plan

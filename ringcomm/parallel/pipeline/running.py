@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.agreement import check_agreement
-from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.pipeline.evaluation import forward_only
+from ringcomm.parallel.flat_collectives import check_agreement, device_of
 from ringcomm.parallel.pipeline.schedules import Plan
 from ringcomm.parallel.pipeline.shapes import Specs, TensorSpec, find_boundaries
 from ringcomm.parallel.pipeline.stage import Log, Stage
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "forward_only"]
 
 Inputs = Tensor | tuple[Tensor, ...]
 
@@ -238,3 +236,41 @@ class Runner:
             for output, wanted in zip(outputs, target.to(self._device).chunk(num), strict=True):
                 self._guarded(self._loss_of, output, wanted)
         return self._shared_loss()
+
+
+def forward_only(
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    boundaries: Sequence[Specs],
+    inputs: Sequence[tuple[Tensor, ...]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Any]:
+    """What the last stage returns for each micro-batch; what is last on this rank, elsewhere.
+
+    Modules are this rank's, by stage, in the order of the model; boundaries what each stage takes;
+    inputs those of the first stage, by micro-batch, where it is. Collective: sends and receives.
+    """
+    sent: list[dist.Work | None] = []
+    outputs: list[Any] = list(inputs)
+    for stage, module in modules.items():
+        values, outputs = outputs, []
+        is_local = stage == 0 or stage - 1 in modules
+        for micro_batch in range(plan.num_microbatches):
+            if is_local:
+                value = values[micro_batch]
+            else:
+                source = plan.rank_of(stage - 1)
+                value = tuple(spec.like(device).detach() for spec in boundaries[stage])
+                for tensor in value:
+                    dist.recv(tensor, group=group, group_src=source)
+            result = module(*(value if isinstance(value, tuple) else (value,)))
+            outputs.append(result)
+            if stage + 1 < plan.num_stages and stage + 1 not in modules:
+                target = plan.rank_of(stage + 1)
+                for tensor in result if isinstance(result, tuple) else (result,):
+                    sent.append(dist.isend(tensor, group=group, group_dst=target))
+    for work in sent:
+        if work is not None:
+            work.wait()
+    return outputs

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ringcomm.parallel.pipeline.cut import stages_of_rank
+from ringcomm.parallel.pipeline.blocks import stages_of_rank
 
 __all__ = ["SCHEDULES", "Plan", "Work", "make_plan"]
 

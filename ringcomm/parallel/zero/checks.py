@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.parallel.agreement import check_agreement
 from ringcomm.parallel.expert.local_experts import refuse_experts
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.materialize import check_can_materialize
 from ringcomm.parallel.model_axes import StagePart, axes_of
 from ringcomm.parallel.tensor.regions import summed_over
