@@ -172,7 +172,7 @@ def adam_record(num_elems: int, num_threads: int, seconds: float) -> dict[str, A
     state = {name: torch.zeros(num_elems) for name in ("exp_avg", "exp_avg_sq")}
     other = param.clone()
     other.grad = grad.clone()
-    rule = ops.AdamW(lr=1e-3)
+    rule = ops.AdamWStep(lr=1e-3)
     num_steps = 0
 
     def mine() -> None:

@@ -20,11 +20,11 @@ NUM_CHECKED_STEPS = 3
 # Between ways that round differently, after those steps.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
-_OURS: dict[str, ops.SGD | ops.AdamW | ops.Lomo] = {
-    "sgd": ops.SGD(lr=LR),
-    "momentum": ops.SGD(lr=LR, momentum=0.9),
-    "adamw": ops.AdamW(lr=LR),
-    "lomo": ops.Lomo(lr=LR),
+_OURS: dict[str, ops.SGDStep | ops.AdamWStep | ops.LomoStep] = {
+    "sgd": ops.SGDStep(lr=LR),
+    "momentum": ops.SGDStep(lr=LR, momentum=0.9),
+    "adamw": ops.AdamWStep(lr=LR),
+    "lomo": ops.LomoStep(lr=LR),
 }
 
 

@@ -20,9 +20,9 @@ from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
 from ringcomm.ops.updates import adalomo as _adalomo  # noqa: F401
 from ringcomm.ops.updates import weight_update_cuda as _weight_update_cuda  # noqa: F401
 from ringcomm.ops.updates.fused_update import (
-    SGD,
-    AdamW,
-    Lomo,
+    AdamWStep,
+    LomoStep,
+    SGDStep,
     new_shard_state,
     optimizer_update_,
     reduce_scatter_update_all_gather_,
@@ -37,9 +37,9 @@ from ringcomm.ops.updates.weight_update import (
 )
 
 __all__ = [
-    "SGD",
-    "AdamW",
-    "Lomo",
+    "AdamWStep",
+    "LomoStep",
+    "SGDStep",
     "all_gather",
     "all_reduce",
     "all_reduce_",

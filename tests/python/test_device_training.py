@@ -92,10 +92,15 @@ def check_exact_update(rank: int) -> None:
     world_size = dist.get_world_size()
     param = torch.full((world_size + 1,), 8.0, dtype=BF16, device=GPU)
     grad = torch.full((world_size + 1,), float(rank), dtype=BF16, device=GPU)
-    state = ops.new_shard_state(param, ops.SGD(lr=0.5, momentum=0.5))
+    state = ops.new_shard_state(param, ops.SGDStep(lr=0.5, momentum=0.5))
     for step in (1, 2):
         ops.reduce_scatter_update_all_gather_(
-            param, grad, state, optimizer=ops.SGD(lr=0.5, momentum=0.5), step=step, average=False
+            param,
+            grad,
+            state,
+            optimizer=ops.SGDStep(lr=0.5, momentum=0.5),
+            step=step,
+            average=False,
         )
     total = sum(range(world_size))
     assert param.tolist() == [8.0 - 0.5 * total - 0.5 * 1.5 * total] * (world_size + 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from update_runs import BF16, F16, F32, OPTIMIZERS, Run, average, sizes, start
 
 from ringcomm import Options, ops
-from ringcomm.ops import SGD, Lomo
+from ringcomm.ops import LomoStep, SGDStep
 
 NUM_STEPS = 5
 # A slice of 256 KiB and an element, on each rank.
@@ -93,14 +93,14 @@ def test_same_bits_on_all_ranks_of_a_ring(name: str) -> None:
 def torch_step(optimizer: Any, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
     """One step of torch's own in fp32; `state` has its number, and is updated too."""
     step = int(state.pop("step"))
-    if isinstance(optimizer, Lomo):
+    if isinstance(optimizer, LomoStep):
         if optimizer.clip_value is not None:
             grad = grad.clamp(-optimizer.clip_value, optimizer.clip_value)
         weight.mul_(1 - optimizer.lr * optimizer.weight_decay).sub_(grad, alpha=optimizer.lr)
         return
     param = nn.Parameter(weight)
     param.grad = grad
-    if isinstance(optimizer, SGD):
+    if isinstance(optimizer, SGDStep):
         reference: torch.optim.Optimizer = torch.optim.SGD(
             [param],
             lr=optimizer.lr,

@@ -15,7 +15,7 @@ from update_runs import BF16, F32, OPTIMIZERS, Run
 
 import ringcomm
 from ringcomm import MismatchError, ops
-from ringcomm.ops import SGD, AdamW, Lomo
+from ringcomm.ops import AdamWStep, LomoStep, SGDStep
 
 # ---- as an operator
 
@@ -113,18 +113,18 @@ def test_shards_cover_the_buffer() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SGD(lr=-1), "lr"),
-        (lambda: SGD(lr=float("nan")), "lr"),
-        (lambda: SGD(lr=1, momentum=-0.1), "momentum"),
-        (lambda: SGD(lr=1, dampening=float("inf")), "dampening"),
-        (lambda: SGD(lr=1, nesterov=True), "nesterov"),
-        (lambda: SGD(lr=1, momentum=0.9, dampening=0.1, nesterov=True), "nesterov"),
-        (lambda: AdamW(betas=(1.0, 0.9)), r"betas\[0\]"),
-        (lambda: AdamW(betas=(0.9, -1)), r"betas\[1\]"),
-        (lambda: AdamW(eps=-1e-8), "eps"),
-        (lambda: AdamW(weight_decay=float("inf")), "weight_decay"),
-        (lambda: Lomo(lr=1, clip_value=0.0), "clip_value"),
-        (lambda: Lomo(lr=1, weight_decay=-1), "weight_decay"),
+        (lambda: SGDStep(lr=-1), "lr"),
+        (lambda: SGDStep(lr=float("nan")), "lr"),
+        (lambda: SGDStep(lr=1, momentum=-0.1), "momentum"),
+        (lambda: SGDStep(lr=1, dampening=float("inf")), "dampening"),
+        (lambda: SGDStep(lr=1, nesterov=True), "nesterov"),
+        (lambda: SGDStep(lr=1, momentum=0.9, dampening=0.1, nesterov=True), "nesterov"),
+        (lambda: AdamWStep(betas=(1.0, 0.9)), r"betas\[0\]"),
+        (lambda: AdamWStep(betas=(0.9, -1)), r"betas\[1\]"),
+        (lambda: AdamWStep(eps=-1e-8), "eps"),
+        (lambda: AdamWStep(weight_decay=float("inf")), "weight_decay"),
+        (lambda: LomoStep(lr=1, clip_value=0.0), "clip_value"),
+        (lambda: LomoStep(lr=1, weight_decay=-1), "weight_decay"),
     ],
 )
 def test_hyper_parameters(make: Callable[[], Any], words: str) -> None:
@@ -156,10 +156,10 @@ def check_wrong(rank: int) -> None:
     refused(ValueError, "share memory", grad=param)
     refused(ValueError, "share memory", state={**state, "exp_avg": state["exp_avg_sq"]})
     refused(ValueError, "master weights are for 16-bit", state={**state, "master": torch.ones(5)})
-    refused(ValueError, "no 'master'", optimizer=Lomo(lr=1), state={"master": torch.ones(5)})
+    refused(ValueError, "no 'master'", optimizer=LomoStep(lr=1), state={"master": torch.ones(5)})
     refused(ValueError, "step counts", step=0)
     refused(ValueError, "grad_scale is a finite", grad_scale=float("nan"))
-    for optimizer, dtype in ((adamw, F32), (Lomo(lr=1), BF16)):
+    for optimizer, dtype in ((adamw, F32), (LomoStep(lr=1), BF16)):
         with pytest.raises(ValueError, match="no master weights"):
             ops.new_shard_state(param.to(dtype), optimizer, master=True)
     ops.reduce_scatter_update_all_gather_(param, grad, state, optimizer=adamw, step=1)
@@ -174,7 +174,7 @@ def test_wrong_arguments() -> None:
 def check_over_gloo(rank: int) -> None:
     with pytest.raises(ValueError, match=r"backend ringcomm .* gloo"):
         ops.reduce_scatter_update_all_gather_(
-            torch.ones(2), torch.ones(2), {}, optimizer=SGD(lr=1), step=1
+            torch.ones(2), torch.ones(2), {}, optimizer=SGDStep(lr=1), step=1
         )
 
 
@@ -183,8 +183,8 @@ def test_over_gloo() -> None:
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "lr": ({"optimizer": SGD(lr=0.25)}, {"optimizer": SGD(lr=0.5)}, ["lr=0.25", "lr=0.5"]),
-    "optimizer": ({"optimizer": SGD(lr=1)}, {"optimizer": Lomo(lr=1)}, ["sgd", "lomo"]),
+    "lr": ({"optimizer": SGDStep(lr=0.25)}, {"optimizer": SGDStep(lr=0.5)}, ["lr=0.25", "lr=0.5"]),
+    "optimizer": ({"optimizer": SGDStep(lr=1)}, {"optimizer": LomoStep(lr=1)}, ["sgd", "lomo"]),
     "step": ({"step": 3}, {"step": 4}, ["step 3", "step 4"]),
     "size": ({"num_elems": 100}, {"num_elems": 101}, ["400 bytes", "404 bytes"]),
     "average": ({"average": True}, {"average": False}, ["avg", "sum"]),
@@ -194,7 +194,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 def differ(rank: int, name: str) -> str:
-    chosen: dict[str, Any] = {"optimizer": SGD(lr=1), "num_elems": 100, "dtype": F32, "step": 1}
+    chosen: dict[str, Any] = {"optimizer": SGDStep(lr=1), "num_elems": 100, "dtype": F32, "step": 1}
     chosen |= MISMATCHES[name][:2][rank]
     run = Run(chosen.pop("optimizer"), chosen.pop("num_elems"), chosen.pop("dtype"), grad_dtype=F32)
     with pytest.raises(MismatchError) as caught:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ringcomm import ops
 
-RULES: dict[str, ops.SGD | ops.AdamW] = {
-    "adamw": ops.AdamW(lr=1e-2, weight_decay=0.1),
-    "sgd": ops.SGD(lr=1e-2, weight_decay=0.1),
-    "momentum": ops.SGD(lr=1e-2, momentum=0.9, dampening=0.1),
-    "nesterov": ops.SGD(lr=1e-2, momentum=0.9, nesterov=True),
+RULES: dict[str, ops.SGDStep | ops.AdamWStep] = {
+    "adamw": ops.AdamWStep(lr=1e-2, weight_decay=0.1),
+    "sgd": ops.SGDStep(lr=1e-2, weight_decay=0.1),
+    "momentum": ops.SGDStep(lr=1e-2, momentum=0.9, dampening=0.1),
+    "nesterov": ops.SGDStep(lr=1e-2, momentum=0.9, nesterov=True),
 }
 SIZES = [0, 1, 7, 33, 100_003]
 
@@ -24,12 +24,12 @@ def gradient(step: int, num_elems: int) -> Tensor:
     return torch.randn(num_elems, generator=torch.Generator().manual_seed(step))
 
 
-def new_state(rule: ops.SGD | ops.AdamW, num_elems: int) -> dict[str, Tensor]:
+def new_state(rule: ops.SGDStep | ops.AdamWStep, num_elems: int) -> dict[str, Tensor]:
     return {name: torch.zeros(num_elems) for name in rule.state_names}
 
 
-def torch_optimizer(rule: ops.SGD | ops.AdamW, param: Tensor) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if isinstance(rule, ops.AdamW) else torch.optim.SGD
+def torch_optimizer(rule: ops.SGDStep | ops.AdamWStep, param: Tensor) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if isinstance(rule, ops.AdamWStep) else torch.optim.SGD
     return kind([param], **dataclasses.asdict(rule))
 
 
@@ -90,7 +90,7 @@ def test_any_threads_and_any_parts_have_the_same_bits(name: str) -> None:
 def test_it_counts_as_a_write_and_needs_no_no_grad() -> None:
     param = torch.ones(4, requires_grad=True)
     version = param._version
-    ops.optimizer_update_(param, torch.ones(4), {}, optimizer=ops.SGD(lr=0.5), step=1)
+    ops.optimizer_update_(param, torch.ones(4), {}, optimizer=ops.SGDStep(lr=0.5), step=1)
     assert param._version == version + 1
     assert torch.equal(param.detach(), torch.full([4], 0.5))
 
@@ -99,7 +99,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "size": ({"grad": torch.ones(5)}, ValueError, "gradient contiguous and of 4 elements"),
     "strides": ({"grad": torch.ones(8)[::2]}, ValueError, "gradient contiguous"),
     "dtype": ({"grad": torch.ones(4, dtype=torch.int32)}, TypeError, "gradient"),
-    "missing": ({"state": {}}, ValueError, "the state of AdamW has"),
+    "missing": ({"state": {}}, ValueError, "the state of AdamWStep has"),
     "step": ({"step": 0}, ValueError, "steps from 1 on"),
     "state dtype": (
         {"state": {"exp_avg": torch.zeros(4).half(), "exp_avg_sq": torch.zeros(4)}},
@@ -132,4 +132,4 @@ def test_wrong_arguments_write_nothing(name: str) -> None:
 def test_shared_memory_is_refused() -> None:
     both = torch.ones(4)
     with pytest.raises(ValueError, match="memory"):
-        ops.optimizer_update_(both, both, {}, optimizer=ops.SGD(lr=0.5), step=1)
+        ops.optimizer_update_(both, both, {}, optimizer=ops.SGDStep(lr=0.5), step=1)

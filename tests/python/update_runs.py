@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import ops
-from ringcomm.ops import SGD, AdamW, Lomo
+from ringcomm.ops import AdamWStep, LomoStep, SGDStep
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": SGD(lr=0.1),
-    "momentum": SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
-    "dampening": SGD(lr=0.01, momentum=0.9, dampening=0.5),
-    "nesterov": SGD(lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adamw": AdamW(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
-    "adamw_low_betas": AdamW(lr=1e-2, betas=(0.3, 0.5), eps=1e-3, weight_decay=0.0),
-    "lomo": Lomo(lr=0.1, weight_decay=0.1),
-    "lomo_clipped": Lomo(lr=0.1, clip_value=0.3),
+    "sgd": SGDStep(lr=0.1),
+    "momentum": SGDStep(lr=0.1, momentum=0.9, weight_decay=0.01),
+    "dampening": SGDStep(lr=0.01, momentum=0.9, dampening=0.5),
+    "nesterov": SGDStep(lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "adamw": AdamWStep(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1),
+    "adamw_low_betas": AdamWStep(lr=1e-2, betas=(0.3, 0.5), eps=1e-3, weight_decay=0.0),
+    "lomo": LomoStep(lr=0.1, weight_decay=0.1),
+    "lomo_clipped": LomoStep(lr=0.1, clip_value=0.3),
 }
 
 

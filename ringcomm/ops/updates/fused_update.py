@@ -30,7 +30,7 @@ def _check(name: str, value: float, limit: float = math.inf) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGDStep:
     """torch.optim.SGD: W <- W - lr * d, with d = g + weight_decay * W, or its running sum.
 
     State: "momentum_buffer", where momentum is not 0.
@@ -61,7 +61,7 @@ class SGD:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamWStep:
     """torch.optim.AdamW (Loshchilov and Hutter 2019): decoupled decay, biases corrected by step.
 
     State: "exp_avg" and "exp_avg_sq".
@@ -89,7 +89,7 @@ class AdamW:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lomo:
+class LomoStep:
     """LOMO (Lv et al. 2023): W <- (1 - lr * weight_decay) * W - lr * clamp(g, +-clip_value).
 
     No state. Clipping by norm is a factor, and goes into grad_scale.
@@ -135,7 +135,7 @@ def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def new_shard_state(
     param: Tensor,
-    optimizer: SGD | AdamW | Lomo,
+    optimizer: SGDStep | AdamWStep | LomoStep,
     group: dist.ProcessGroup | None = None,
     *,
     master: bool = False,
@@ -154,11 +154,11 @@ def new_shard_state(
         one, are those of torch.optim's state.
 
     Raises:
-        ValueError: master is wanted of float32 parameters, or of Lomo, which keeps no state.
+        ValueError: master is wanted of float32 parameters, or of LomoStep, which keeps no state.
 
     Not collective.
     """
-    if master and (param.dtype == torch.float32 or isinstance(optimizer, Lomo)):
+    if master and (param.dtype == torch.float32 or isinstance(optimizer, LomoStep)):
         raise ValueError(
             f"no master weights for {type(optimizer).__name__} on {param.dtype} parameters"
         )
@@ -179,7 +179,7 @@ def reduce_scatter_update_all_gather_(
     grad: Tensor,
     state: Mapping[str, Tensor],
     *,
-    optimizer: SGD | AdamW | Lomo,
+    optimizer: SGDStep | AdamWStep | LomoStep,
     step: int,
     group: dist.ProcessGroup | None = None,
     average: bool = True,
@@ -228,7 +228,7 @@ def reduce_scatter_update_all_gather_(
 
 
 def overload_arguments(
-    optimizer: SGD | AdamW | Lomo, state: Mapping[str, Tensor], step: int
+    optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor], step: int
 ) -> tuple[str, list[Tensor | None], dict[str, Any]]:
     """Which overload of an operator takes a step: its name, its states in order, its numbers.
 
@@ -242,12 +242,12 @@ def overload_arguments(
         )
     master = state.get("master")
     numbers: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-    if isinstance(optimizer, Lomo):
+    if isinstance(optimizer, LomoStep):
         if master is not None:
-            raise ValueError("Lomo keeps no state, and no 'master'")
+            raise ValueError("LomoStep keeps no state, and no 'master'")
         return "lomo", [], {**numbers, "clip_value": optimizer.clip_value}
     numbers["step"] = step
-    if isinstance(optimizer, SGD):
+    if isinstance(optimizer, SGDStep):
         numbers |= {name: getattr(optimizer, name) for name in ("momentum", "dampening")}
         numbers["nesterov"] = optimizer.nesterov
         return "sgd", [state.get("momentum_buffer"), master], numbers
@@ -272,7 +272,7 @@ def optimizer_update_(
     grad: Tensor,
     state: Mapping[str, Tensor],
     *,
-    optimizer: SGD | AdamW,
+    optimizer: SGDStep | AdamWStep,
     step: int,
     grad_scale: float = 1.0,
 ) -> Tensor:
@@ -314,3 +314,18 @@ def _fake(*args: Any, **kwargs: Any) -> None:
 
 for _overload in ("sgd", "adamw"):
     torch.library.register_fake(f"ringcomm::optimizer_update_.{_overload}", _fake)
+
+
+Rule = AdamWStep | SGDStep
+
+
+def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | None:
+    """The rule of a parameter group of torch's AdamW or SGD; None where ringcomm.ops has it not."""
+    if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
+        return None
+    if isinstance(optimizer, torch.optim.AdamW):
+        numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+        # betas are a list where torch.distributed.checkpoint has loaded the group.
+        return AdamWStep(**numbers, betas=tuple(group["betas"]))
+    keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
+    return SGDStep(**{key: group[key] for key in keys})

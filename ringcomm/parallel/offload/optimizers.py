@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ringcomm import ops
+from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.operands import Operands, Resident, local_of
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
-from ringcomm.parallel.update_rules import Rule, rule_of
 
 # Chunks that are read ahead: one is at work, one comes, one goes.
 NUM_AHEAD = 1

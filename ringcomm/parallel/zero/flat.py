@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
+from ringcomm.ops.updates.fused_update import Rule
 from ringcomm.parallel.flat_collectives import device_of, gather_parts, takes_uneven
 from ringcomm.parallel.model_axes import tied_over_stages
-from ringcomm.parallel.update_rules import Rule
 from ringcomm.parallel.zero.backward_passes import BackwardPasses
 from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.bucket_plan import plan_buckets

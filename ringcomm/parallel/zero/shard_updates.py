@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ringcomm import ops
+from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.offload.operands import Operands
-from ringcomm.parallel.update_rules import Rule, rule_of
 from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
 
@@ -225,7 +225,7 @@ class ShardUpdates:
         for name in rule.state_names:
             if state.get(name) is None:
                 state[name] = self._buffer(bucket, name)[bucket.place_in_shard(param)].zero_()
-        if isinstance(rule, ops.AdamW) and "step" not in state:
+        if isinstance(rule, ops.AdamWStep) and "step" not in state:
             state["step"] = torch.tensor(0.0)
 
     def _adopt_state(self, bucket: Bucket, param: nn.Parameter) -> None:
