@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": None,
-    "weight": None,
+    "class_weight": None,
     "ignore_index": -100,
     "label_smoothing": 0.0,
     "z_loss": 0.0,
@@ -49,7 +49,7 @@ def evaluate(logits: Tensor, target: Tensor, upstream: Any = 1.0, **options: Any
         z = softcap * torch.tanh(z / softcap)
     counted = target != given["ignore_index"]
     safe = target.masked_fill(~counted, 0).long()
-    weights = torch.ones(z.shape[-1]) if given["weight"] is None else given["weight"]
+    weights = torch.ones(z.shape[-1]) if given["class_weight"] is None else given["class_weight"]
     weights = weights.double()
     log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
     target_weight = weights[safe]
@@ -215,7 +215,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ignore_a_class": {"ignore_index": 3},
     "smooth": {"label_smoothing": 0.1},
     "all_smooth": {"label_smoothing": 1.0},
-    "weight": {"weight": True},
+    "weight": {"class_weight": True},
     "z_loss": {"z_loss": 1e-2},
     "softcap": {"softcap": 5.0},
     "scale": {"logit_scale": -0.7},
@@ -240,8 +240,8 @@ def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
     options = dict(options)
     if options.get("vocab_size"):
         options["vocab_size"] = max(1, num_columns - num_columns // 5)
-    if options.get("weight") is True:
-        options["weight"] = class_weights(options.get("vocab_size", num_columns))
+    if options.get("class_weight") is True:
+        options["class_weight"] = class_weights(options.get("vocab_size", num_columns))
     return options
 
 

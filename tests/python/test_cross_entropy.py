@@ -76,7 +76,7 @@ def test_pairs_of_options(first: str, second: str) -> None:
 
 def test_all_options_at_once() -> None:
     options = of_vocabulary(
-        {"weight": True, "vocab_size": True, "label_smoothing": 0.2, "z_loss": 1e-3}, 1100
+        {"class_weight": True, "vocab_size": True, "label_smoothing": 0.2, "z_loss": 1e-3}, 1100
     )
     target = random_targets((2, 3, 4), options["vocab_size"], ignore_index=3)
     for dtype in DTYPES:
@@ -355,8 +355,8 @@ def test_probabilities(dtype: torch.dtype, name: str, reduction: str) -> None:
         target = torch.softmax(random_logits(tuple(logits.shape), seed=2), -1).to(dtype)
         reference = logits.detach().double().requires_grad_()
         wide: dict[str, Any] = {**options}
-        if "weight" in wide:
-            wide["weight"] = wide["weight"].double()
+        if "class_weight" in wide:
+            wide["weight"] = wide.pop("class_weight").double()
         expected = F.cross_entropy(
             reference.reshape(-1, 40), target.double().reshape(-1, 40), **wide
         )

@@ -34,7 +34,7 @@ def test_gradcheck(reduction: str) -> None:
     logits, target = random_logits((3, 7), spread=1.0).requires_grad_(), random_targets((3,), 6)
 
     def loss(x: Tensor) -> Tensor:
-        options = of_vocabulary({"weight": True, "vocab_size": 6, "reduction": reduction}, 7)
+        options = of_vocabulary({"class_weight": True, "vocab_size": 6, "reduction": reduction}, 7)
         options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
         result: Tensor = cross_entropy(x, target, **{**options, "vocab_size": 6})
         return result
@@ -121,7 +121,7 @@ def test_module() -> None:
     logits, target, weight = random_logits((5, 9)), random_targets((5,), 9), class_weights(9)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": ("lse",)}
     module = nn.CrossEntropyLoss(weight, **options)
-    expected = cross_entropy(logits, target, weight=weight, num_items=3, **options)
+    expected = cross_entropy(logits, target, class_weight=weight, num_items=3, **options)
     loss, outputs = module(logits, target, num_items=3)
     oracle.assert_equal(loss, expected[0])
     oracle.assert_equal(outputs["lse"], expected[1]["lse"])
@@ -147,7 +147,7 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "int16", (LOGITS, TARGET.short()), {}),
         (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
-        (TypeError, "float64", (LOGITS, TARGET), {"weight": torch.ones(6).double()}),
+        (TypeError, "float64", (LOGITS, TARGET), {"class_weight": torch.ones(6).double()}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
         (ValueError, r"\(4,\), got \(4, 1\)", (LOGITS, TARGET[:, None]), {}),
@@ -158,14 +158,14 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (ValueError, "got -3", (LOGITS, TARGET), {"vocab_size": -3}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
         (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
-         {"weight": torch.ones(7)}),
+         {"class_weight": torch.ones(7)}),
         (ValueError, r"5 classes, got shape \[6\]", (LOGITS, TARGET),
-         {"weight": torch.ones(6), "vocab_size": 5}),
-        (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"weight": torch.ones(2, 3)}),
+         {"class_weight": torch.ones(6), "vocab_size": 5}),
+        (ValueError, r"\(2, 3\)", (LOGITS, TARGET), {"class_weight": torch.ones(2, 3)}),
         (ValueError, "weights get no gradient", (LOGITS, TARGET),
-         {"weight": torch.ones(6, requires_grad=True)}),
+         {"class_weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
-         {"weight": torch.ones(6, requires_grad=True)}),
+         {"class_weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
         (ValueError, "-0.1", (LOGITS, TARGET), {"label_smoothing": -0.1}),
         (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
@@ -192,8 +192,8 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
         (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
         (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
-         {"weight": torch.ones(1)}),
-        (TypeError, "float64", (LOGITS, PROBABILITIES), {"weight": torch.ones(6).double()}),
+         {"class_weight": torch.ones(1)}),
+        (TypeError, "float64", (LOGITS, PROBABILITIES), {"class_weight": torch.ones(6).double()}),
         (ValueError, "0 columns", (LOGITS[:, :0], PROBABILITIES[:, :0]), {}),
     ],
 )  # fmt: skip

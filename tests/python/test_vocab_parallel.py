@@ -102,8 +102,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"label_smoothing": 0.1, "ignore_index": 3},
     {"z_loss": 1e-2, "reduction": "sum"},
     {"softcap": 5.0, "logit_scale": 1.3, "reduction": "none"},
-    {"weight": True, "num_items": 7},
-    {"weight": True, "label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 4.0},
+    {"class_weight": True, "num_items": 7},
+    {"class_weight": True, "label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 4.0},
 ]
 
 
@@ -112,7 +112,7 @@ def check_layout(rank: int, layout: Layout) -> list[bytes]:
     for options, dtype, inplace in itertools.product(OPTIONS, DTYPES, (False, True)):
         if inplace and options.get("reduction") == "none":
             continue
-        more = {"weight": class_weights(VOCAB_SIZE)} if options.get("weight") else {}
+        more = {"class_weight": class_weights(VOCAB_SIZE)} if options.get("class_weight") else {}
         start = layout[rank][0]
         bits += compare(
             layout[rank], dtype, inplace=inplace, vocab_start=start, **{**options, **more}
@@ -374,7 +374,7 @@ def check_module(rank: int) -> None:
     sizes, firsts = [4, 6], [0, 4]  # one column of padding
     logits = own_columns(whole, firsts[rank], sizes[rank])
     module = nn.CrossEntropyLoss(weight, group=world(), num_columns=sizes[rank], z_loss=1e-3)
-    expected = loss_oracle.evaluate(whole, target, weight=weight, z_loss=1e-3)
+    expected = loss_oracle.evaluate(whole, target, class_weight=weight, z_loss=1e-3)
     before = calls()
     for _ in range(2):
         loss_oracle.assert_within(module(logits, target), expected.loss, torch.tensor(1e-5), "loss")
@@ -441,7 +441,10 @@ def check_wrong_targets(rank: int) -> None:
         ("vocab_start is a number from 0 on, got -1", {"vocab_start": -1}),
         ("got 0", {"vocab_start": 0, "vocab_size": 0}),
         ("16777216.*got 99999999", {"vocab_start": 0, "vocab_size": 99_999_999}),
-        ("9 classes, got shape", {"vocab_start": 0, "vocab_size": 9, "weight": torch.ones(8)}),
+        (
+            "9 classes, got shape",
+            {"vocab_start": 0, "vocab_size": 9, "class_weight": torch.ones(8)},
+        ),
         ("know no group", {"vocab_start": 0}),
     ):
         target = torch.zeros(2, dtype=torch.int64)

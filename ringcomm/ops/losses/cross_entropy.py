@@ -40,7 +40,7 @@ def cross_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
-    weight: Tensor | None = None,
+    class_weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -55,7 +55,7 @@ def cross_entropy(
 
     With z = softcap * tanh(logit_scale * x / softcap) of the logits x, a token's loss is
     sum over classes c of q[c] * (lse - z[c]) + z_loss * lse ** 2, where lse = log(sum(exp(z))) and
-    q[c] = weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
+    q[c] = class_weight[c] * ((1 - label_smoothing) * [c == target] + label_smoothing / vocab_size).
 
     With a `group` each rank has the logits of some classes, and all compute the same loss, with one
     all_reduce of 24 bytes per token in the forward pass, and none in the backward pass. Over a
@@ -72,7 +72,7 @@ def cross_entropy(
             of the sizes first.
         vocab_size: how many classes there are on all ranks together; columns behind are padding:
             probability 0, gradient 0. None: as many as there are columns.
-        weight: shape (vocab_size,), float32: of all classes, on every rank.
+        class_weight: shape (vocab_size,), float32: of all classes, on every rank.
         ignore_index: targets without loss and gradient; may be a class.
         label_smoothing: in [0, 1].
         z_loss: the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
@@ -120,20 +120,20 @@ def cross_entropy(
     divisor = checked_num_items(num_items, reduction)
     if logits.dtype not in LOGIT_DTYPES:
         raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
-    check_class_weight(weight, logits.device)
+    check_class_weight(class_weight, logits.device)
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():
         if group is not None or inplace or outputs:
             raise ValueError("probabilities as targets know no group, inplace or outputs")
         find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
-        return soft_cross_entropy(logits, target, weight, divisor, options, vocab_size)
+        return soft_cross_entropy(logits, target, class_weight, divisor, options, vocab_size)
 
     check_targets(target, logits.shape[:-1], logits.device)
-    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, weight)
+    shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, class_weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     loss, by_token = apply(
-        _rows_of(logits, inplace), target.reshape(-1).long(), weight, divisor, shard, options
+        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, options
     )
     return with_outputs(loss, by_token, target, options)
 

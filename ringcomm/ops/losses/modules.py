@@ -48,7 +48,7 @@ class CrossEntropyLoss(_Loss):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
     Args:
-        weight: of the classes, as there.
+        class_weight: as there.
         group: whose ranks share the vocabulary; None where this rank has all of it.
         num_columns: with a group and without vocab_start: how many classes this rank has, padding
             included. Making the module is a collective then.
@@ -64,7 +64,7 @@ class CrossEntropyLoss(_Loss):
 
     def __init__(
         self,
-        weight: Tensor | None = None,
+        class_weight: Tensor | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         num_columns: int | None = None,
@@ -74,7 +74,7 @@ class CrossEntropyLoss(_Loss):
         **options: Unpack[LossArguments],
     ) -> None:
         super().__init__(
-            weight, group, num_columns, vocab_start, vocab_size, options, inplace=inplace
+            class_weight, group, num_columns, vocab_start, vocab_size, options, inplace=inplace
         )
 
     def forward(
@@ -82,7 +82,7 @@ class CrossEntropyLoss(_Loss):
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
         return cross_entropy(
-            logits, target, weight=self.fp32_weight(), num_items=num_items, **self.options
+            logits, target, class_weight=self.fp32_weight(), num_items=num_items, **self.options
         )
 
 
