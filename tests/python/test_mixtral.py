@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from ringcomm.integrations.mixtral import split_experts_
+from ringcomm.integrations.transformers import expert_parallelize
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.parallel import expert
 
@@ -45,7 +45,7 @@ def check_model(rank: int, top_k: int) -> None:
     whole = make_model(num_experts_per_tok=top_k)
     losses = [loss_of(whole, r) for r in range(world_size)]
     (torch.stack(losses).sum() / world_size).backward()
-    model = split_experts_(make_model(num_experts_per_tok=top_k))
+    model = expert_parallelize(make_model(num_experts_per_tok=top_k))
     loss = loss_of(model, rank)
     assert float(loss.detach()) == pytest.approx(float(losses[rank].detach()), abs=1e-5)
     loss.backward()
@@ -88,4 +88,4 @@ def test_experts_of_mixtral(top_k: int) -> None:
 )
 def test_models_that_are_refused(model: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        split_experts_(model())
+        expert_parallelize(model())

@@ -18,11 +18,11 @@ from ringcomm.nn import (
     CrossEntropyLoss,
     RowParallelLinear,
     VocabParallelEmbedding,
-    drawing,
 )
 from ringcomm.ops import shard_range
 from ringcomm.optim import Lomo, Split
 from ringcomm.parallel import tensor, zero
+from ringcomm.parallel.tensor import splits
 
 VOCAB, DIM, HEADS, FFN = 37, 24, 12, 50  # the vocabulary and FFN divide by no number of ranks
 BATCH, LENGTH, LAYERS, STEPS, LR = 2, 12, 2, 4, 0.5
@@ -270,7 +270,7 @@ class Largest(TorchDispatchMode):
 
 def draw_parts(rank: int, dtype: torch.dtype) -> None:
     """Blocks of 16 and 32 rows, a shorter one at the end, and one that is too short to be alone."""
-    drawing.BLOCK_ELEMS = 32 * 7
+    splits.BLOCK_ELEMS = 32 * 7
     try:
         for num_rows in (5, 40, 64, 67, 100):
             made: list[Any] = []
@@ -298,7 +298,7 @@ def draw_parts(rank: int, dtype: torch.dtype) -> None:
         tensor.load_full_state_dict(part, nn.Linear(7, 5).state_dict())
         assert part.weight.device.type == "cpu"
     finally:
-        drawing.BLOCK_ELEMS = 1 << 22
+        splits.BLOCK_ELEMS = 1 << 22
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

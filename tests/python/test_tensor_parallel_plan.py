@@ -10,8 +10,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 import ringcomm
-from ringcomm.integrations.tensor_parallel_plan import parallelize
-from ringcomm.integrations.transformers import apply
+from ringcomm.integrations.transformers import patch_loss, tensor_parallelize
 from ringcomm.parallel import clip_grad_norm_, tensor
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +72,7 @@ def train(model: Any) -> list[float]:
 
 
 def train_split(rank: int, name: str, options: dict[str, Any]) -> Any:
-    model = parallelize(make(name), **options)
+    model = tensor_parallelize(make(name), **options)
     losses = train(model)
     num_elems = sum(param.numel() for param in model.parameters())
     return losses, tensor.full_state_dict(model), num_elems
@@ -158,10 +157,10 @@ def split_families(rank: int) -> dict[str, Any]:
             if refused == "always" or (refused == "tokens" and is_sequence_split):
                 before = looks_of(model)
                 with pytest.raises(ValueError, match=r"not supported|sequence_parallel wants"):
-                    parallelize(model, sequence_parallel=is_sequence_split)
+                    tensor_parallelize(model, sequence_parallel=is_sequence_split)
                 assert looks_of(model) == before, kind
                 continue
-            parallelize(model, sequence_parallel=is_sequence_split)
+            tensor_parallelize(model, sequence_parallel=is_sequence_split)
             found[f"{kind} {is_sequence_split}"] = loss_and_squares(model, clip_grad_norm_)
     return found
 
@@ -182,7 +181,7 @@ def test_families_equal_one_process_or_are_refused_unchanged() -> None:
 def thawed(rank: int) -> float:
     """Norms, a copied head and biases that were frozen when the model was split."""
     model = make("normed heads", attention_bias=True).requires_grad_(False)
-    parallelize(model, sequence_parallel=True).requires_grad_(True)
+    tensor_parallelize(model, sequence_parallel=True).requires_grad_(True)
     return loss_and_squares(model, clip_grad_norm_)[1]
 
 
@@ -194,7 +193,7 @@ def test_weights_that_are_thawed_after_the_split() -> None:
 
 
 def generate(rank: int) -> tuple[Tensor, Tensor]:
-    model = parallelize(make("grouped"), gather_logits=True).eval()
+    model = tensor_parallelize(make("grouped"), gather_logits=True).eval()
     ids = batch(0)["input_ids"][:, :4]
     with torch.no_grad():
         tokens = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -214,7 +213,7 @@ def test_generates_the_same_tokens() -> None:
 def checkpoint_round_trip(rank: int, state: dict[str, Tensor]) -> Any:
     with torch.device("meta"):
         model = make("grouped, tied")
-    parallelize(model, sequence_parallel=True)
+    tensor_parallelize(model, sequence_parallel=True)
     model.model.rotary_emb = make("grouped, tied").model.rotary_emb  # no part of checkpoints
     tensor.load_full_state_dict(model, state)
     found = tensor.full_state_dict(model, rank0_only=True)
@@ -246,7 +245,7 @@ def sent_bytes() -> int:
 
 
 def count_bytes(rank: int, is_sequence_split: bool) -> int:
-    model = parallelize(make("multi-head"), sequence_parallel=is_sequence_split)
+    model = tensor_parallelize(make("multi-head"), sequence_parallel=is_sequence_split)
     model.requires_grad_(False)  # else sums of small gradients come to it
     model.model.embed_tokens.weight.requires_grad_(True)
     before = sent_bytes()
@@ -265,8 +264,8 @@ def test_bytes_of_a_step(is_sequence_split: bool) -> None:
 
 
 def with_checkpoints(rank: int, is_sequence_split: bool) -> list[float]:
-    model = parallelize(make("normed heads"), sequence_parallel=is_sequence_split)
-    apply(model, inplace=True)
+    model = tensor_parallelize(make("normed heads"), sequence_parallel=is_sequence_split)
+    patch_loss(model, inplace=True)
     model.gradient_checkpointing_enable()
     model.train()
     return train(model)
@@ -282,13 +281,13 @@ def test_with_checkpoints_and_loss_in_place(is_sequence_split: bool) -> None:
 def refuse(rank: int) -> None:
     model = make("grouped")
     with pytest.raises(ValueError, match="4 ranks cannot share 6 query heads over 3 key and value"):
-        parallelize(model)
+        tensor_parallelize(model)
     assert isinstance(model.lm_head, nn.Linear)  # as it was
     with pytest.raises(TypeError, match="config of Linear has no plan"):
-        parallelize(nn.Linear(2, 2))
-    model = parallelize(make("multi-head"), sequence_parallel=True)
+        tensor_parallelize(nn.Linear(2, 2))
+    model = tensor_parallelize(make("multi-head"), sequence_parallel=True)
     with pytest.raises(ValueError, match="split already"):
-        parallelize(model)
+        tensor_parallelize(model)
     with pytest.raises(ValueError, match="wants input_ids"):
         model(inputs_embeds=torch.zeros(1, 4, DIM))
     with pytest.raises(ValueError, match="4 ranks cannot share 6 tokens evenly"):
@@ -296,16 +295,16 @@ def refuse(rank: int) -> None:
     odd = make("multi-head")
     odd.model.layers[0].mlp.extra = nn.Linear(DIM, DIM)
     with pytest.raises(ValueError, match="extra of a LlamaMLP is not in the model's plan"):
-        parallelize(odd)
+        tensor_parallelize(odd)
     strange: Any = make("multi-head")
     strange.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj, a Linear, computes something"):
-        parallelize(strange)
+        tensor_parallelize(strange)
     strange = make("multi-head")
     strange.model.embed_tokens.forward = lambda ids: ids
     with pytest.raises(ValueError, match="the embedding, a Embedding, computes something else"):
-        parallelize(strange)
-    dropping = parallelize(make("multi-head", attention_dropout=0.1)).train()
+        tensor_parallelize(strange)
+    dropping = tensor_parallelize(make("multi-head", attention_dropout=0.1)).train()
     with pytest.raises(ValueError, match=r"self_attn has a dropout of 0\.1, whose masks"):
         dropping(**batch(0))
     dropping.eval()(**batch(0))
@@ -313,7 +312,7 @@ def refuse(rank: int) -> None:
         **{**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2}
     )
     with pytest.raises(ValueError, match="which is not supported"):
-        parallelize(transformers.AutoModelForCausalLM.from_config(experts))
+        tensor_parallelize(transformers.AutoModelForCausalLM.from_config(experts))
 
 
 def test_what_cannot_be_split() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringcomm.integrations.transformers import apply, causal_lm_loss
+from ringcomm.integrations.transformers import causal_lm_loss, patch_loss
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,7 +49,7 @@ def test_the_loss_and_its_gradients_stay(
     arguments = {} if num_items is None else {"num_items_in_batch": num_items}
     loss, grads = step(make_model(kind, dtype), **arguments)
     model = make_model(kind, dtype)
-    assert apply(model, inplace=inplace) is model
+    assert patch_loss(model, inplace=inplace) is model
     ours, our_grads = step(model, **arguments)
     torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
     # Of bfloat16 the gradients of logits are rounded once in either way, at other places.
@@ -72,7 +72,7 @@ def test_models_without_a_loss_type_have_the_same_loss() -> None:
     """As GPT-2's, whose class has another name."""
     config = transformers.GPT2Config(vocab_size=131, n_embd=32, n_layer=1, n_head=2)
     model = transformers.AutoModelForCausalLM.from_config(config)
-    assert apply(apply(model)) is model
+    assert patch_loss(patch_loss(model)) is model
     loss, _ = step(model)
     assert loss.isfinite()
 
@@ -82,15 +82,15 @@ def test_evaluation_keeps_the_logits() -> None:
     ids = torch.randint(0, 131, (2, 9))
     with torch.no_grad():
         expected = model(input_ids=ids, labels=ids)
-        found = apply(model, inplace=True)(input_ids=ids, labels=ids)
+        found = patch_loss(model, inplace=True)(input_ids=ids, labels=ids)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
 
 
 def test_other_models_are_refused() -> None:
     with pytest.raises(TypeError, match="Linear has no loss_function"):
-        apply(nn.Linear(2, 2))
+        patch_loss(nn.Linear(2, 2))
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(ValueError, match="not ForCausalLMLoss"):
-        apply(model)
+        patch_loss(model)

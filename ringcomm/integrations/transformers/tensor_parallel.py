@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.backend import resolve_group
-from ringcomm.integrations.transformers import causal_lm_loss, loss_options_of
+from ringcomm.integrations.transformers.loss import causal_lm_loss, loss_options_of
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
 from ringcomm.parallel.tensor.splits import SplitModule
 
-__all__ = ["parallelize"]
+__all__ = ["refuse_embeddings", "tensor_parallelize"]
 
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
-def parallelize(
+def tensor_parallelize(
     model: Any,
     group: dist.ProcessGroup | None = None,
     *,
@@ -31,7 +31,7 @@ def parallelize(
 ) -> Any:
     """Splits a causal language model over the ranks of a group (Shoeybi et al. 2019).
 
-        model = parallelize(AutoModelForCausalLM.from_pretrained(...), group)
+        model = tensor_parallelize(AutoModelForCausalLM.from_pretrained(...), group)
         model(input_ids=ids, labels=ids).loss.backward()  # the same rows on all ranks
 
     Attention is split by heads, the rest by features, embedding and output by vocabulary. A layer
@@ -287,7 +287,7 @@ class _Splitter:
         self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
     ) -> None:
         """From the first layer's input to the last norm's output."""
-        base.register_forward_pre_hook(_refuse_embeddings, with_kwargs=True)
+        base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
         first.register_forward_pre_hook(self._leave, with_kwargs=True)
         last.register_forward_hook(self._enter_output)
         for module in base.modules():
@@ -318,6 +318,7 @@ def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
-def _refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:
+def refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises ValueError where a model gets embeddings: with sequence_parallel it wants ids."""
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("sequence_parallel wants input_ids, and got inputs_embeds")

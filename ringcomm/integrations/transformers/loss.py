@@ -1,4 +1,6 @@
-"""The loss of Hugging Face transformers' causal language models, and their Trainer."""
+"""The loss of causal language models of Hugging Face transformers."""
+
+from __future__ import annotations
 
 from functools import partial
 from typing import Any
@@ -9,8 +11,10 @@ from torch import Tensor, nn
 
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 
+__all__ = ["causal_lm_loss", "loss_options_of", "patch_loss"]
 
-def apply(
+
+def patch_loss(
     model: Any, *, inplace: bool = False, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Any:
     """Has a causal language model compute its loss with ringcomm.ops.cross_entropy.
@@ -37,56 +41,11 @@ def apply(
     return model
 
 
-def prepare(trainer: Any) -> Any:
-    """Has transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
-
-        dist.init_process_group("ringcomm")  # before TrainingArguments, which do not know the name
-        trainer = Trainer(model, args, train_dataset=data)  # which moves the model
-        trainer.optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
-        prepare(trainer).train()
-
-    Trainer then wraps the model in no DistributedDataParallel, and max_grad_norm clips by the
-    optimizer. Lomo is made with clip_grad_norm=args.max_grad_norm and, in several processes, with
-    group=dist.group.WORLD; in one process it wants prepare() as well.
-
-    Args:
-        trainer: a Trainer with such an optimizer, before train().
-
-    Returns:
-        `trainer`.
-
-    Raises:
-        TypeError: it has no such optimizer.
-        ValueError: max_grad_norm is not 0 and not clip_grad_norm of Lomo; an optimizer of
-            zero.shard() would be saved by process 0 alone; or as
-            ringcomm.integrations.accelerate.adopt().
-    """
-    from ringcomm.integrations.accelerate import adopt
-    from ringcomm.optim import InBackwardOptimizer
-
-    args, optimizer = trainer.args, trainer.optimizer
-    if isinstance(optimizer, InBackwardOptimizer):
-        own = optimizer.options.clip_grad_norm
-        if args.max_grad_norm > 0 and args.max_grad_norm != own:
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"max_grad_norm is {args.max_grad_norm} and clip_grad_norm of {name} is {own}: make"
-                f" {name} with clip_grad_norm=args.max_grad_norm, or set max_grad_norm=0"
-            )
-    elif args.save_strategy != "no" and not args.save_only_model:
-        raise ValueError(
-            "Trainer saves the optimizer of process 0, which has its own shards alone: set"
-            " save_only_model=True, and save ringcomm.parallel.zero.full_state_dict() yourself"
-        )
-    adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
-    return trainer
-
-
 def loss_options_of(model: Any) -> dict[str, Any]:
     """What the model's loss is called with besides, where it is causal_lm_loss or transformers'.
 
     Raises:
-        TypeError, ValueError: as apply.
+        TypeError, ValueError: as patch_loss().
     """
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
@@ -128,9 +87,9 @@ def causal_lm_loss(
         shift_labels: labels that are shifted already, in place of `labels`.
         group: whose ranks share the classes; None where this rank has all of them.
         vocab_start: with a group this rank's first class.
-        inplace: as in apply.
-        label_smoothing: as in apply.
-        z_loss: as in apply.
+        inplace: as in patch_loss().
+        label_smoothing: as in patch_loss().
+        z_loss: as in patch_loss().
         unused: what models pass on.
 
     Returns:

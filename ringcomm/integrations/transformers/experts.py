@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 
-__all__ = ["MixtralExpert", "split_experts_"]
+__all__ = ["MixtralExpert", "expert_parallelize"]
 
 
 class MixtralExpert(nn.Module):
@@ -37,7 +37,7 @@ class MixtralExpert(nn.Module):
         return F.linear(self.act_fn(gate) * up, self.down_proj)
 
 
-def split_experts_(
+def expert_parallelize(
     model: Any,
     *,
     group: dist.ProcessGroup | None = None,

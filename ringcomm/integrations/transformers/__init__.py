@@ -1,0 +1,19 @@
+"""Hugging Face transformers: the loss, tensor and expert parallelism, pipelines and the Trainer.
+
+transformers itself is imported by what is called, not by this package.
+"""
+
+from ringcomm.integrations.transformers.experts import expert_parallelize
+from ringcomm.integrations.transformers.loss import causal_lm_loss, patch_loss
+from ringcomm.integrations.transformers.pipeline import pipeline_blocks
+from ringcomm.integrations.transformers.tensor_parallel import tensor_parallelize
+from ringcomm.integrations.transformers.trainer import prepare
+
+__all__ = [
+    "causal_lm_loss",
+    "expert_parallelize",
+    "patch_loss",
+    "pipeline_blocks",
+    "prepare",
+    "tensor_parallelize",
+]

@@ -1,0 +1,130 @@
+"""Causal language models of transformers as blocks for ringcomm.parallel.pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
+from ringcomm.parallel.tensor.linear import RowParallelLinear
+
+__all__ = ["pipeline_blocks"]
+
+
+def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
+    """The modules of a causal language model, in the order in which a pipeline runs them.
+
+        pipe = Pipeline(
+            pipeline_blocks(model),
+            lambda logits, labels: model.loss_function(logits, labels, model.config.vocab_size),
+        )
+        loss = pipe.step(ids, ids)
+
+    Each layer, called with hidden states alone, gets masks and positions from the model's own
+    forward, in which the other layers do nothing. So blocks compute what the model computes, for
+    every kind of layer that it has.
+
+    Args:
+        model: with a plan for pipelines in its config (Llama, Mistral, Mixtral, Qwen, Phi, Gemma),
+            whole or after tensor_parallelize(). Changed in place: its modules are for a pipeline
+            from now on, and the model itself cannot be called.
+
+    Returns:
+        The modules by their names in the model's state_dict(), from token ids, shape (rows,
+        tokens), to logits.
+
+    Raises:
+        TypeError: the model has no plan for pipelines, or no output layer.
+
+    Rows are whole sequences from position 0; padding masks are not passed on.
+    """
+    base = getattr(model, "base_model", None)
+    plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
+    head = model.get_output_embeddings() if base is not None and base is not model else None
+    if not plan or head is None or "layers" not in plan:
+        raise TypeError(f"{type(model).__name__} has no plan for pipelines in its config")
+    others = [name for name in plan if name != "layers"]
+    layers = list(base.layers)
+    blocks = {}
+    for name in plan:
+        if name != "layers":
+            blocks[f"{model.base_model_prefix}.{name}"] = getattr(base, name)
+            continue
+        for idx, layer in enumerate(layers):
+            blocks[f"{model.base_model_prefix}.layers.{idx}"] = layer
+            layer.forward = _alone(base, others, layer, idx, len(layers))
+    head_name = next(name for name, module in model.named_modules() if module is head)
+    head.forward = _output(model, head_name, head.forward)
+    return {**blocks, head_name: head}
+
+
+class _Call(nn.Module):
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def _alone(
+    base: Any, others: list[str], layer: Any, idx: int, num_layers: int
+) -> Callable[[Tensor], Tensor]:
+    """The forward of a layer as the idx-th of its model, whose other modules do nothing."""
+    run = layer.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        shell = _shell_of(base)
+        for name in others:
+            shell._modules[name] = nn.Identity()
+        shell._modules["layers"] = nn.ModuleList(
+            _Call((lambda _, **more: run(hidden, **more)) if other == idx else (lambda x, **_: x))
+            for other in range(num_layers)
+        )
+        # Masks and positions are those of all tokens, of which a rank may have a part.
+        rows, num_tokens, width = hidden.shape
+        tokens = hidden.new_empty(()).expand(rows, num_tokens * _sequence_ranks(layer), width)
+        found: Tensor = shell(inputs_embeds=tokens, use_cache=False).last_hidden_state
+        return found
+
+    return forward
+
+
+def _output(model: Any, head_name: str, run: Callable[[Tensor], Tensor]) -> Any:
+    """The forward of the output layer, with what the model does to its logits."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        shell = _shell_of(model)
+        made = MoeModelOutputWithPast(last_hidden_state=hidden)
+        shell._modules[model.base_model_prefix] = _Call(lambda *_, **__: made)
+        shell._modules[head_name] = _Call(run)
+        logits: Tensor = shell().logits
+        return logits
+
+    return forward
+
+
+def _shell_of(module: Any) -> Any:
+    """A copy that shares the module's parts and parameters, and may be given other parts."""
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    shell._forward_hooks = OrderedDict()
+    shell._forward_pre_hooks = OrderedDict(
+        (key, hook)
+        for key, hook in module._forward_pre_hooks.items()
+        if hook is not refuse_embeddings
+    )
+    return shell
+
+
+def _sequence_ranks(layer: nn.Module) -> int:
+    """How many ranks share the tokens of a layer's input."""
+    for module in layer.modules():
+        if isinstance(module, RowParallelLinear) and module.sequence_dim is not None:
+            return module.group.size()
+    return 1
