@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm import _C, message_backend, tuning
 from ringcomm.options import Options
@@ -119,12 +120,22 @@ def _whole(name: str, value: int) -> int:
     return value
 
 
-def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group for None.
+def resolve_group(
+    group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> dist.ProcessGroup:
+    """The group itself, that of a one-dimensional mesh, or the default group.
 
     Raises:
-        ValueError: there is no default group, or this rank is not in the group.
+        ValueError: there is no default group, this rank is not in the group, the mesh has several
+            dimensions, or both are given.
     """
+    if mesh is not None:
+        if group is not None:
+            raise ValueError("give a group or a mesh, not both")
+        if mesh.ndim != 1:
+            names = ", ".join(map(str, mesh.mesh_dim_names or mesh.shape))
+            raise ValueError(f"wants a mesh of one dimension, such as mesh['tp']; got ({names})")
+        return mesh.get_group()
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError("this rank is not in the group: new_group() gave it no ProcessGroup")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.parallelize import Parallelized, parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelDims",
+    "Parallelized",
     "ParameterServer",
     "WeightShards",
     "activations",
@@ -22,6 +24,7 @@ __all__ = [
     "expert",
     "find_shards",
     "offload",
+    "parallelize",
     "pipeline",
     "tensor",
     "zero",

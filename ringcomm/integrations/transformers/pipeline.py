@@ -42,7 +42,7 @@ def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
 
     Rows are whole sequences from position 0; padding masks are not passed on.
     """
-    base = getattr(model, "base_model", None)
+    base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)
     head = model.get_output_embeddings() if base is not None and base is not model else None
     if not plan or head is None or "layers" not in plan:

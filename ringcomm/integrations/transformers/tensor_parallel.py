@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from ringcomm.backend import resolve_group
 from ringcomm.integrations.transformers.loss import causal_lm_loss, loss_options_of
-from ringcomm.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from ringcomm.nn import (
+    ColumnParallelLinear,
+    MixtureOfExperts,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
 from ringcomm.parallel.tensor.splits import SplitModule
@@ -131,8 +136,14 @@ class _Blocks:
             (re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style)
             for name, style in plan.items()
         ]
+        # Experts in parts are whole on each rank of the group, which all send the same tokens.
+        experts = tuple(
+            f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
+        )
         for name, module in base.named_modules():
             style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            if name.startswith(experts):
+                continue
             if style == SUMMED:
                 self.summed.append(module)
             elif style in (COLUMNS, ROWS) and isinstance(module, nn.Linear):
@@ -147,7 +158,7 @@ class _Blocks:
                 )
         for name, _ in base.named_parameters():
             style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
-            if style is not None:
+            if style is not None and not name.startswith(experts):
                 raise ValueError(f"{name} is {style} in the model's plan, which is not supported")
         for block in self.columns:
             self._check(block)

@@ -262,9 +262,8 @@ def _fake(*args: Any, **kwargs: Any) -> None:
 
 for _overload in ("sgd", "adamw", "lomo"):
     torch.library.register_fake(f"ringcomm::reduce_scatter_update_all_gather_.{_overload}", _fake)
-
-
-_ops: Any = torch.ops.ringcomm
+for _overload in ("sgd", "adamw"):
+    torch.library.register_fake(f"ringcomm::optimizer_update_.{_overload}", _fake)
 
 
 def optimizer_update_(
@@ -306,14 +305,6 @@ def optimizer_update_(
             param, grad, *states, grad_scale=grad_scale, **numbers
         )
     return param
-
-
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-for _overload in ("sgd", "adamw"):
-    torch.library.register_fake(f"ringcomm::optimizer_update_.{_overload}", _fake)
 
 
 Rule = AdamWStep | SGDStep

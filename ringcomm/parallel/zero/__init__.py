@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
@@ -45,6 +46,7 @@ def shard(
     stage: int,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     units: Iterable[nn.Module] | None = None,
     **options: Unpack[ShardArguments],
 ) -> ZeroOptimizer:
@@ -77,6 +79,8 @@ def shard(
             any more: schedulers are made for what is returned.
         stage: 1, 2 or 3. Accumulating micro-batches before step() costs nothing more at stage 1; at
             stages 2 and 3 each of them is reduced, and stage 3 gathers weights for each.
+        mesh: in place of group, of one dimension. At stage 3 also of two, ("replicate", "shard"):
+            weights are sharded over the second and replicated over the first (HSDP).
         group: None for the default group; of any backend. On ringcomm shards differ by one element;
             on others they are padded on the wire.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
@@ -123,14 +127,19 @@ def shard(
     if found.offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3")
     check_model(model, optimizer, found, is_flat=stage < 3)
-    resolved = resolve_group(group)
+    if mesh is not None and mesh.ndim == 2:
+        if stage != 3 or found.offload_weights or group is not None:
+            raise ValueError("a mesh of two dimensions is for stage 3, alone and without a group")
+        resolved = mesh._flatten().get_group()
+    else:
+        resolved = resolve_group(group, mesh)
     check_ranks(optimizer, stage, found, resolved)
     state = optimizer.state_dict()
     made: ZeroOptimizer
     if found.offload_weights:
         made = ZeroInfinity(model, optimizer, resolved, found, units)
     elif stage == 3:
-        made = Zero3(model, optimizer, resolved, found, units)
+        made = Zero3(model, optimizer, resolved, found, units, mesh)
     else:
         kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
         made = kind(model, optimizer, stage, resolved, found)

@@ -37,11 +37,12 @@ class Zero3(ZeroOptimizer):
         group: dist.ProcessGroup,
         options: ShardOptions,
         units: Iterable[nn.Module] | None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        """Collective: a broadcast per weight."""
+        """Over the ranks of the group, which are those of the mesh. Collective."""
         names = {param: name for name, param in model.named_parameters()}
         found = default_units(model) if units is None else units
-        _shard_units(model, units_apart(model, found), group, options)
+        _shard_units(model, units_apart(model, found), group, mesh, options)
         new = dict(model.named_parameters())
         groups = [
             {**old, "params": [new[names[param]] for param in old["params"]]}
@@ -185,12 +186,16 @@ class Zero3(ZeroOptimizer):
 
 
 def _shard_units(
-    model: nn.Module, units: list[nn.Module], group: dist.ProcessGroup, options: ShardOptions
+    model: nn.Module,
+    units: list[nn.Module],
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    options: ShardOptions,
 ) -> None:
     """Unit after unit: those on the meta device get their values, all get rank 0's."""
     device = next(model.parameters()).device
     device = device_of(group) if device.type == "meta" else device
-    mesh = DeviceMesh.from_group(group, device.type)
+    mesh = mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
     for module in [*units, model]:
         params = [param for param in module.parameters() if not isinstance(param, DTensor)]

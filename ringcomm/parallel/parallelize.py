@@ -1,0 +1,353 @@
+"""A whole model over all axes of a mesh, in one call."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Unpack
+
+from ringcomm.parallel import zero
+from ringcomm.parallel.clip import clip_grad_norm_
+from ringcomm.parallel.constant_buffer import broadcast_
+from ringcomm.parallel.expert.gradients import average_gradients
+from ringcomm.parallel.expert.layer import MixtureOfExperts
+from ringcomm.parallel.expert.local_experts import expert_parameters
+from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.mesh import ParallelDims
+from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.tensor.splits import SplitModule
+from ringcomm.parallel.zero.options import ShardArguments
+
+__all__ = ["Parallelized", "parallelize"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def parallelize(
+    model: Any,
+    dims: ParallelDims,
+    optimizer: MakeOptimizer,
+    *,
+    loss_fn: Loss | None = None,
+    zero_stage: int | None = None,
+    sequence_parallel: bool = False,
+    schedule: str = "1f1b",
+    num_microbatches: int | None = None,
+    recompute: bool = False,
+    **shard_options: Unpack[ShardArguments],
+) -> Parallelized:
+    """Puts a model on a mesh: tensor, sequence, expert, pipeline and data parallelism, and ZeRO.
+
+        dims = ParallelDims(dp=2, tp=2, pp=2)
+        train = parallelize(model, dims, lambda params: torch.optim.AdamW(params, lr=3e-4))
+        for ids, labels in batches:              # other rows on each rank of dims["batch"]
+            loss = train.step(ids, labels)
+            train.clip_grad_norm_(1.0)
+            train.optimizer.step()
+            train.optimizer.zero_grad()
+
+    Each part can be used by itself: `tensor_parallelize` and `expert_parallelize` of
+    ringcomm.integrations.transformers, `pipeline.Pipeline`, `zero.shard`, `average_gradients`.
+
+    Args:
+        model: the same on all ranks; changed in place. A causal language model of transformers
+            (Llama, Qwen, Mistral, Mixtral, Phi, Gemma), whose plans say how it is split. Or any
+            model whose layers are already made for dims["tp"] and dims["ep"]; for a pipeline it is
+            an nn.Sequential, or a dict of blocks by name.
+        dims: the mesh.
+        optimizer: makes a torch optimizer for this rank's parameters; AdamW or SGD with ZeRO.
+        loss_fn: of the model's output and the targets; a mean over rows. Default: that of the model
+            of transformers, which shifts labels itself.
+        zero_stage: 0: gradients are averaged over dims["batch"]. 1, 2: state, and gradients, are
+            sharded over dims["batch"]. 3: weights too, over dims["fsdp"], with dims["dp"] replicas
+            (HSDP). Default: 3 if fsdp is above 1, otherwise 0.
+        sequence_parallel: have the ranks of tensor parallelism share the tokens between layers.
+        schedule: of the pipeline; see pipeline.Pipeline.
+        num_microbatches: what the batch of a step is cut into. Default: 1, or 2 a stage with a
+            pipeline. Without a pipeline they run one after the other.
+        recompute: keep only the inputs of layers for the backward pass, and compute layers again.
+        shard_options: of zero.shard(), for stages 1 to 3: param_dtype, reduce_dtype, loss_scale,
+            clip_grad_norm, bucket_bytes.
+
+    Returns:
+        What the training loop uses.
+
+    Raises:
+        TypeError: the model has no plan for an axis that dims has.
+        ValueError: axes or options do not go together, a model is on several devices, ranks have
+            other models or options. Nothing is changed.
+
+    Collective over the default group.
+    """
+    stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
+    num = num_microbatches or (2 * dims.pp if dims.pp > 1 else 1)
+    _check_options(dims, stage, sequence_parallel, dict(shard_options))
+    _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
+    if dims.ep > 1 and not _has_layers(model, MixtureOfExperts):
+        from ringcomm.integrations.transformers import expert_parallelize
+
+        replicas = dims.group("edp") if dims["edp"].size() > 1 else None
+        expert_parallelize(model, group=dims.group("ep"), replica_group=replicas)
+    if dims.tp > 1 and not _has_layers(model, SplitModule):
+        from ringcomm.integrations.transformers import tensor_parallelize
+
+        tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
+    if dims.pp > 1:
+        return _in_stages(
+            model, dims, optimizer, loss_fn, stage, schedule, num, recompute, shard_options
+        )
+    if recompute:
+        for layer in default_units(model):
+            layer.forward = _recomputed(layer.forward)
+    made: torch.optim.Optimizer
+    runs: nn.Module = model
+    if stage == 3:
+        mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
+        made = zero.shard(model, optimizer(model.parameters()), 3, mesh=mesh, **shard_options)
+    elif stage:
+        batch = dims.group("batch")
+        made = zero.shard(model, optimizer(model.parameters()), stage, group=batch, **shard_options)
+    else:
+        made = optimizer(model.parameters())
+        if dims["batch"].size() > 1 and not _has_layers(model, MixtureOfExperts):
+            runs = DistributedDataParallel(model, process_group=dims.group("batch"))
+    return Parallelized(dims, model, made, runs, None, loss_fn, stage, num)
+
+
+class Parallelized:
+    """A model on a mesh, and its optimizer; made by parallelize().
+
+    Attributes:
+        dims: the mesh.
+        model: as it was given; with a pipeline this rank's part of it, which cannot be called.
+        optimizer: of this rank's parameters; step() and zero_grad() are the loop's.
+        pipeline: None without one.
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        runs: Any,
+        pipe: Any,
+        loss_fn: Loss | None,
+        stage: int,
+        num_microbatches: int,
+    ) -> None:
+        self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
+        self._runs, self._loss_fn, self._num_microbatches = runs, loss_fn, num_microbatches
+        reduces_itself = stage > 0 or isinstance(runs, DistributedDataParallel)
+        self._averages = not reduces_itself and dims["batch"].size() > 1
+        if self._averages:
+            _copy_from_first(model, dims)
+
+    def step(self, inputs: Any, targets: Tensor) -> Tensor:
+        """Forward and backward of a batch; gradients are those of the mean over dims["batch"].
+
+        Gradients of an earlier step() that are still there are not averaged again: call
+        optimizer.step() and zero_grad() after each.
+
+        Args:
+            inputs: rows first, other rows on each rank of dims["batch"]; those of tensor
+                parallelism and of a pipeline have the same ones.
+            targets: for the loss, with as many rows; labels of a model of transformers.
+
+        Returns:
+            The mean loss of this rank's rows, of no dimension, without gradient.
+
+        Collective.
+        """
+        scale = getattr(self.optimizer, "loss_scale", 1.0)
+        if self.pipeline is not None:
+            loss: Tensor = self.pipeline.step(inputs, targets, loss_scale=scale)
+        else:
+            loss = self._accumulate(inputs, targets, scale)
+        if self._averages:
+            average_gradients(self.model, self.dims.group("batch"))
+        return loss.detach()
+
+    def _accumulate(self, inputs: Any, targets: Tensor, scale: float) -> Tensor:
+        num = self._num_microbatches
+        if len(targets) % num:
+            raise ValueError(f"{len(targets)} rows do not make {num} equal micro-batches")
+        total = torch.zeros((), device=targets.device)
+        for idx, (x, y) in enumerate(zip(inputs.chunk(num), targets.chunk(num), strict=True)):
+            waits = isinstance(self._runs, DistributedDataParallel) and idx < num - 1
+            with self._runs.no_sync() if waits else nullcontext():
+                loss = self._loss(x, y) / num
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, inputs: Any, targets: Tensor) -> Tensor:
+        if self._loss_fn is None:
+            loss: Tensor = self._runs(input_ids=inputs, labels=targets).loss
+            return loss
+        return self._loss_fn(self._runs(inputs), targets)
+
+    def evaluate(self, inputs: Any, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's rows without gradients. Collective."""
+        if self.pipeline is not None:
+            loss: Tensor = self.pipeline.evaluate(inputs, targets)
+            return loss
+        with torch.no_grad():
+            return self._loss(inputs, targets)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips by the norm of the whole model's gradient; see parallel.clip_grad_norm_()."""
+        has_own = hasattr(self.optimizer, "clip_grad_norm_")
+        return clip_grad_norm_(self.optimizer if has_own else self.model, max_norm)
+
+
+def _in_stages(
+    model: Any,
+    dims: ParallelDims,
+    optimizer: MakeOptimizer,
+    loss_fn: Loss | None,
+    stage: int,
+    schedule: str,
+    num_microbatches: int,
+    recompute: bool,
+    shard_options: Any,
+) -> Parallelized:
+    from ringcomm.parallel.pipeline import Pipeline
+
+    blocks = model
+    if loss_fn is None:
+        from ringcomm.integrations.transformers import pipeline_blocks
+
+        blocks, vocab_size = pipeline_blocks(model), model.config.vocab_size
+        compute = model.loss_function
+
+        def loss_fn(logits: Any, labels: Tensor) -> Tensor:
+            loss: Tensor = compute(logits, labels, vocab_size)
+            return loss
+
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    if stage == 3:
+        mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
+
+        def wrap(part: nn.Module) -> nn.Module:
+            fully_shard(part, mesh=mesh)
+            return part
+
+    pipe = Pipeline(
+        blocks,
+        loss_fn,
+        schedule,
+        num_microbatches,
+        group=dims.group("pp"),
+        recompute=recompute,
+        wrap=wrap,
+    )
+    made = optimizer(pipe.parameters())
+    if stage in (1, 2):
+        made = zero.shard(pipe.module, made, stage, group=dims.group("batch"), **shard_options)
+    return Parallelized(dims, pipe.module, made, None, pipe, loss_fn, stage, num_microbatches)
+
+
+def _copy_from_first(model: nn.Module, dims: ParallelDims) -> None:
+    """Replicas begin alike, as under DistributedDataParallel."""
+    experts = set(expert_parameters(model).values())
+    broadcast_((p for p in model.parameters() if p not in experts), dims.group("batch"))
+    if experts:
+        broadcast_((p for p in model.parameters() if p in experts), dims.group("edp"))
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def _has_layers(model: Any, kind: type[nn.Module]) -> bool:
+    modules = model.values() if isinstance(model, Mapping) else [model]
+    return any(isinstance(layer, kind) for module in modules for layer in module.modules())
+
+
+# ---- checks: before anything is changed
+
+
+def _check_options(
+    dims: ParallelDims, stage: int, sequence_parallel: bool, shard_options: dict[str, Any]
+) -> None:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage is 0, 1, 2 or 3, got {stage!r}")
+    if dims.fsdp > 1 and stage == 0:
+        raise ValueError(f"fsdp {dims.fsdp} shards the model, and zero_stage 0 does not: use dp")
+    if stage == 3 and dims.fsdp == 1:
+        raise ValueError("zero_stage 3 shards over fsdp, which is 1: give fsdp, with fewer dp")
+    if stage and dims.ep > 1:
+        raise ValueError(
+            f"zero_stage {stage} does not shard models with experts in parts (ep {dims.ep}): take"
+            " zero_stage 0, or ep 1"
+        )
+    if sequence_parallel and dims.tp == 1:
+        raise ValueError("sequence_parallel shares tokens between the ranks of tp, which is 1")
+    if sequence_parallel and stage == 3:
+        raise ValueError(
+            "sequence_parallel sums gradients of norms over the ranks of tp, which zero_stage 3"
+            " does not keep up: take zero_stage 1 or 2"
+        )
+    if shard_options and (stage == 0 or (stage == 3 and dims.pp > 1)):
+        where = "zero_stage 0" if stage == 0 else "fully_shard inside of a pipeline"
+        names = ", ".join(sorted(shard_options))
+        raise ValueError(f"{names} is for zero.shard(), and not for {where}")
+
+
+def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: Any) -> None:
+    """Raises on all ranks alike. Collective."""
+    modules = list(model.values()) if isinstance(model, Mapping) else [model]
+    params = [item for module in modules for item in module.named_parameters()]
+    problem = _problem_of(model, modules, dims, loss_fn)
+    facts = {"mesh": repr(dims), "options": repr(options), "problem of the model": repr(problem)}
+    if not any(_has_layers(model, kind) for kind in (SplitModule, MixtureOfExperts)):
+        shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
+        digest = zlib.crc32(repr(shapes).encode())
+        facts["names, shapes and dtypes of parameters"] = f"{len(shapes)} of digest {digest:08x}"
+    check_agreement(facts, dist.group.WORLD)  # type: ignore[arg-type]
+    if problem is not None:
+        raise problem
+
+
+def _problem_of(
+    model: Any, modules: list[nn.Module], dims: ParallelDims, loss_fn: Loss | None
+) -> Exception | None:
+    devices = sorted({str(p.device) for module in modules for p in module.parameters()})
+    if len(devices) > 1:
+        return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
+    config = getattr(getattr(model, "base_model", None), "config", None)
+    name = type(model).__name__
+    if loss_fn is None and config is None:
+        return ValueError(f"{name} is no model of transformers, which has a loss: give loss_fn")
+    has_tp = _has_layers(model, SplitModule) or getattr(config, "base_model_tp_plan", None)
+    if dims.tp > 1 and not has_tp:
+        return TypeError(
+            f"tp is {dims.tp}, and {name} has neither a plan for tensor parallelism nor layers such"
+            " as ringcomm.nn.ColumnParallelLinear"
+        )
+    inside = [module for top in modules for module in top.modules()]
+    has_experts = any("SparseMoeBlock" in type(module).__name__ for module in inside)
+    if dims.ep > 1 and not (has_experts or _has_layers(model, MixtureOfExperts)):
+        return TypeError(f"ep is {dims.ep}, and {name} has no experts")
+    is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
+    if dims.pp > 1 and loss_fn is not None and not is_row:
+        return TypeError(
+            f"pp is {dims.pp}, and {name} is no nn.Sequential and no dict of blocks; a model of"
+            " transformers has its own loss: leave loss_fn out"
+        )
+    return None

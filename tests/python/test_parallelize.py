@@ -1,0 +1,232 @@
+"""parallelize(): every axis and their pairs train as one process does, or are refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
+from ringcomm.parallel import ParallelDims, parallelize
+
+transformers = pytest.importorskip("transformers")
+
+WORLD, ROWS, LENGTH, STEPS, LR, MAX_NORM = 4, 8, 12, 3, 0.3, 1.0
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 5},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "Gemma2": {"head_dim": 12, "sliding_window": 4},
+    "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+# Model, sizes of the mesh, options.
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "dp": ("Llama", {}, {}),
+    "dp, micro-batches": ("Phi", {}, {"num_microbatches": 2}),
+    "dp, tp": ("Qwen3", {"tp": 2}, {"recompute": True}),
+    "dp, tp, sp": ("Llama", {"tp": 2}, {"sequence_parallel": True}),
+    "dp, pp": ("Mistral", {"pp": 2}, {}),
+    "pp, tp": ("Phi", {"pp": 2, "tp": 2}, {"schedule": "gpipe"}),
+    "pp, tp, sp": ("Gemma2", {"pp": 2, "tp": 2}, {"sequence_parallel": True}),
+    "pp, recompute": ("Llama", {"pp": 4, "dp": 1}, {"recompute": True}),
+    "fsdp": ("Qwen3", {"dp": 1, "fsdp": 4}, {"recompute": True}),
+    "hsdp": ("Llama", {"dp": 2, "fsdp": 2}, {"num_microbatches": 2}),
+    "fsdp, tp": ("Llama", {"dp": 1, "fsdp": 2, "tp": 2}, {}),
+    "fsdp, pp": ("Mistral", {"dp": 1, "fsdp": 2, "pp": 2}, {}),
+    "zero 1, pp": ("Llama", {"pp": 2}, {"zero_stage": 1}),
+    "zero 2, tp, sp": ("Llama", {"tp": 2}, {"zero_stage": 2, "sequence_parallel": True}),
+    "zero 2, scaled": ("Gemma2", {}, {"zero_stage": 2, "loss_scale": 1024.0}),
+    "ep, edp": ("Mixtral", {"ep": 2}, {}),
+    "ep, tp": ("Mixtral", {"ep": 2, "tp": 2}, {}),
+    "ep, pp": ("Mixtral", {"ep": 2, "pp": 2}, {}),
+}
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def ids_of(step: int) -> Tensor:
+    return torch.randint(67, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def optimizer_of(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, LR)
+
+
+def train_alone(kind: str) -> list[float]:
+    model = make(kind)
+    optimizer = optimizer_of(model.parameters())
+    found = []
+    for step in range(STEPS):
+        loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [float(loss.detach()), float(norm)]
+    return found
+
+
+def train_on_mesh(rank: int, name: str) -> list[float]:
+    kind, sizes, options = CASES[name]
+    dims = ParallelDims(**sizes)
+    train = parallelize(make(kind), dims, optimizer_of, **options)
+    batch = dims["batch"]
+    num_rows, found = ROWS // batch.size(), []
+    for step in range(STEPS):
+        mine = ids_of(step).split(num_rows)[batch.get_local_rank()]
+        loss = train.step(mine, mine).reshape(1)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, group=batch.get_group())
+        norm = train.clip_grad_norm_(MAX_NORM)
+        train.optimizer.step()
+        train.optimizer.zero_grad()
+        found += [float(loss), float(norm)]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_process(name: str) -> None:
+    everyone = run_ranks(WORLD, train_on_mesh, name)
+    expected = train_alone(CASES[name][0])
+    for found in everyone:
+        assert found == pytest.approx(expected, rel=2e-6), name
+
+
+def test_the_oracle_sees_a_step_that_is_left_out() -> None:
+    """A negative control: losses of other weights differ by more than the tolerance."""
+    losses = train_alone("Llama")
+    assert losses[2] != pytest.approx(losses[0], rel=2e-6)
+
+
+# ---- models of one's own
+
+
+class Block(nn.Module):
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+        if group is not None:
+            self.up = ColumnParallelLinear.from_linear(self.up, group=group)  # type: ignore[assignment]
+            self.down = RowParallelLinear.from_linear(self.down, group=group)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def own_model(group: Any = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(group) for _ in range(4)))
+
+
+def own_losses(rank: int, sizes: dict[str, int]) -> list[float]:
+    dims = ParallelDims(**sizes)
+    model = own_model(dims.group("tp") if dims.tp > 1 else None)
+    train = parallelize(model, dims, optimizer_of, loss_fn=nn.functional.mse_loss)
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 12), torch.randn(8, 12)
+    batch = dims["batch"]
+    mine_x, mine_y = (t.chunk(batch.size())[batch.get_local_rank()] for t in (x, y))
+    found = []
+    for _ in range(STEPS):
+        loss = train.step(mine_x, mine_y).reshape(1)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, group=dims.group("batch"))
+        train.optimizer.step()
+        train.optimizer.zero_grad()
+        found.append(float(loss))
+    found.append(float(train.evaluate(x, y)))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_a_model_with_parallel_layers_of_its_own(sizes: dict[str, int]) -> None:
+    model = own_model()
+    optimizer = optimizer_of(model.parameters())
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 12), torch.randn(8, 12)
+    expected = []
+    for step in range(STEPS + 1):
+        loss = nn.functional.mse_loss(model(x), y)
+        expected.append(loss.item())
+        if step < STEPS:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for found in run_ranks(WORLD, own_losses, sizes):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# ---- what is refused, before anything is changed
+
+
+def refusals(rank: int) -> list[str]:
+    found = []
+
+    def refused(sizes: dict[str, int], model: Any, **options: Any) -> None:
+        before = {name: param.clone() for name, param in model.named_parameters()}
+        names = [type(module).__name__ for module in model.modules()]
+        with pytest.raises((TypeError, ValueError)) as error:
+            parallelize(model, ParallelDims(**sizes), optimizer_of, **options)
+        assert [type(module).__name__ for module in model.modules()] == names
+        assert all(p.is_meta or p.equal(before[n]) for n, p in model.named_parameters())
+        found.append(str(error.value))
+
+    llama, own = make("Llama"), own_model()
+    mse = {"loss_fn": nn.functional.mse_loss}
+    refused({"ep": 2}, llama)
+    refused({"tp": 2}, own, **mse)
+    refused({"pp": 2}, Block(), **mse)
+    refused({}, own)
+    refused({"dp": 2, "fsdp": 2}, llama, zero_stage=0)
+    refused({}, llama, zero_stage=3)
+    refused({}, llama, zero_stage=4)
+    refused({"ep": 2}, make("Mixtral"), zero_stage=1)
+    refused({}, llama, sequence_parallel=True)
+    refused({"dp": 1, "fsdp": 2, "tp": 2}, llama, sequence_parallel=True)
+    refused({}, llama, loss_scale=2.0)
+    refused({"dp": 1, "fsdp": 2, "pp": 2}, llama, clip_grad_norm=1.0)
+    refused({}, own_model() if rank else nn.Sequential(Block()), **mse)
+    refused({}, llama, num_microbatches=1 + rank)
+    refused({"tp": 2}, nn.ModuleList([Block(), Block().to("meta")]), **mse)
+    return found
+
+
+def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:
+    texts = [
+        "ep is 2, and LlamaForCausalLM has no experts",
+        "tp is 2, and Sequential has neither a plan",
+        "pp is 2, and Block is no nn.Sequential",
+        "Sequential is no model of transformers, which has a loss: give loss_fn",
+        "fsdp 2 shards the model, and zero_stage 0 does not",
+        "zero_stage 3 shards over fsdp, which is 1",
+        "zero_stage is 0, 1, 2 or 3, got 4",
+        "zero_stage 1 does not shard models with experts in parts (ep 2)",
+        "sequence_parallel shares tokens between the ranks of tp, which is 1",
+        "sequence_parallel sums gradients of norms over the ranks of tp",
+        "loss_scale is for zero.shard(), and not for zero_stage 0",
+        "clip_grad_norm is for zero.shard(), and not for fully_shard inside of a pipeline",
+        "ranks disagree on the names, shapes and dtypes of parameters",
+        "ranks disagree on the options",
+        "the model is on cpu and meta: move it to one device",
+    ]
+    for found in run_ranks(WORLD, refusals):
+        assert len(found) == len(texts)
+        for text, error in zip(texts, found, strict=True):
+            assert text in error
