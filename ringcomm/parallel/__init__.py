@@ -8,6 +8,7 @@ from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parallelize import Parallelized, parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
+from ringcomm.parallel.state import get_state_dict, set_state_dict
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ __all__ = [
     "constant_buffer",
     "expert",
     "find_shards",
+    "get_state_dict",
     "offload",
     "parallelize",
     "pipeline",
+    "set_state_dict",
     "tensor",
     "zero",
 ]

@@ -334,9 +334,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                         f" {tuple(param.shape)}"
                     )
                 if isinstance(value, DTensor):
-                    check_rows(value, self.group)
+                    self._check_part(param, value)
             states[param] = state
         return states
+
+    def _check_part(self, param: Any, value: DTensor) -> None:
+        """Raises ValueError where a state in parts is not this rank's."""
+        check_rows(value, self.group)
 
     def _row_state(self, param: Any) -> dict[str, Any]:
         """A weight's state, of which this rank has rows. Collective."""

@@ -19,6 +19,7 @@ from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.state_rows import check_rows
 from ringcomm.parallel.zero.unit_comms import mark_gradients, watch_unit
 
 
@@ -171,6 +172,15 @@ class Zero3(ZeroOptimizer):
         """See ZeroOptimizer."""
         for key, value in self._state_of(param).items():
             yield key, value.full_tensor() if isinstance(value, DTensor) else value
+
+    def _check_part(self, param: Any, value: DTensor) -> None:
+        if param.device_mesh.ndim == 1:
+            check_rows(value, self.group)
+        elif value.placements != param.placements:
+            raise ValueError(
+                f"a state of shape {tuple(value.shape)} is placed as {value.placements}, and its"
+                f" weight as {param.placements}: torch.distributed.checkpoint goes between meshes"
+            )
 
     def _row_state(self, param: Any) -> dict[str, Any]:
         return self._state_of(param)  # fully_shard cuts between rows as well
