@@ -15,9 +15,9 @@ from torch import Tensor
 from ringcomm.backend import resolve_group
 from ringcomm.ops.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Arena, Room
-from ringcomm.parallel.activations.host_memory import HostMemory
 from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain
 from ringcomm.parallel.flat_collectives import all_gather_shards
+from ringcomm.parallel.offload.aligned_memory import empty_aligned
 
 
 class Partitioned:
@@ -92,12 +92,33 @@ def partition(
         yield saver.counters
 
 
+class _HostMemory:
+    """A copy of a tensor in host memory, outside of torch's allocator for the tensor's device.
+
+    Pinned where the device is a GPU, so that copies may run beside its work. For tensors of the CPU
+    it is memory mapped for them alone, which is given back to the system with the last reference.
+
+    Attributes:
+        tensor: the copy, of one dimension.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copies a tensor of one dimension."""
+        if tensor.is_cuda:
+            self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.tensor.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+            return
+        self.tensor = empty_aligned(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+        self.tensor.copy_(tensor)
+
+
 class Part:
     """One saved tensor: this rank's shard, and how the whole looked."""
 
     def __init__(self, shard: Tensor, look: Look, device: torch.device, memory: Any) -> None:
         self.shard, self.look, self.device = shard, look, device
-        self.is_in_host = isinstance(memory, HostMemory)
+        self.is_in_host = isinstance(memory, _HostMemory)
         # Lives as long as the shard.
         self._memory = memory
 
@@ -149,10 +170,10 @@ class PartitionSaver(SavedTensors[Part]):
         forget.atexit = False
         return part
 
-    def _copy(self, shard: Tensor) -> tuple[Tensor, HostMemory | Room | None]:
+    def _copy(self, shard: Tensor) -> tuple[Tensor, _HostMemory | Room | None]:
         """A copy, and what holds its memory if that is not torch."""
         if self.offload is not None:
-            host = HostMemory(shard)
+            host = _HostMemory(shard)
             return host.tensor, host
         if self._arena is not None and self._arena.device == shard.device:
             room = self._arena.copy(shard)
