@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ps_oracles import train_alone
 from ps_runs import STEPS, groups_of, make_of, make_server, step_once, workers_of
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from zero_models import Net, batch, loss_of, weights
 
 from ringcomm.parallel import ParameterServer
@@ -42,8 +44,8 @@ def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] |
 
 
 @pytest.mark.parametrize("layout", ["all", "dedicated"])
-def test_a_state_resumes(layout: str) -> None:
-    """And is the one of torch's own optimizer."""
+def test_a_state_resumes(layout: str, tmp_path: Path) -> None:
+    """And is the one of torch's own optimizer, also through torch.distributed.checkpoint."""
     _, expected = train_alone("momentum")
     model = Net()
     optimizer = make_of("momentum")(groups_of(model))
@@ -56,6 +58,17 @@ def test_a_state_resumes(layout: str) -> None:
             assert optimizer.state[param]["momentum_buffer"].shape == param.shape
         assert state["param_groups"][1]["lr"] == 0.02
         assert "master" not in state["state"][0]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        checkpoint.save({"optimizer": state}, checkpoint_id=folder)
+        loaded = optimizer.state_dict()
+        for number in loaded["state"]:
+            loaded["state"][number]["momentum_buffer"] = torch.zeros_like(
+                state["state"][number]["momentum_buffer"]
+            )
+        checkpoint.load({"optimizer": loaded}, checkpoint_id=folder)
+        for number, values in state["state"].items():
+            buffer = loaded["state"][number]["momentum_buffer"]
+            assert torch.equal(buffer, values["momentum_buffer"])
 
 
 def keep_masters(rank: int) -> None:

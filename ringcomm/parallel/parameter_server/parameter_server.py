@@ -20,8 +20,7 @@ from ringcomm.parallel.parameter_server.keys import (
     groups_of_keys,
     keys_of,
 )
-from ringcomm.parallel.parameter_server.meeting import Options, meet, owned_keys
-from ringcomm.parallel.parameter_server.messages import Channel
+from ringcomm.parallel.parameter_server.messages import Channel, Options, meet, owned_keys
 from ringcomm.parallel.parameter_server.server import Serving, Shard
 from ringcomm.parallel.parameter_server.state import (
     ServerOptimizer,

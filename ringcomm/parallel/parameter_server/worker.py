@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from ringcomm.parallel.parameter_server.server import Serving
 __all__ = ["LocalPort", "Port", "RemotePort", "Worker"]
 
 
-class Port(Protocol):
+class Port(ABC):
     """A worker's connection to one server.
 
     Attributes:
@@ -27,19 +28,22 @@ class Port(Protocol):
         version: of the last pull.
     """
 
-    names: list[str]
-    packing: Packing
-    version: int
+    def __init__(self, names: list[str], packing: Packing) -> None:
+        self.names, self.packing, self.version = names, packing, 0
 
+    @abstractmethod
     def ask(self, header: Header) -> None:
         """Sends a request without a gradient; does not wait."""
 
+    @abstractmethod
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
         """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
 
+    @abstractmethod
     def answer(self) -> tuple[int, Tensor | None]:
         """Waits for a version, and the message sent with it, if any; valid until the next call."""
 
+    @abstractmethod
     def close(self) -> None:
         """Sends the last request, and waits until everything has been sent."""
 
@@ -48,7 +52,7 @@ class RemotePort(Port):
     """To a server in another process."""
 
     def __init__(self, channel: Channel, server: int, names: list[str], packing: Packing) -> None:
-        self.names, self.packing, self.version = names, packing, 0
+        super().__init__(names, packing)
         self._channel, self._server = channel, server
         self._pushed: Tensor | None = None
         self._pushing: Any = None
@@ -91,7 +95,7 @@ class LocalPort(Port):
     """To the server in this process: nothing is sent, but values are rounded as if they were."""
 
     def __init__(self, serving: Serving, rank: int, names: list[str], packing: Packing) -> None:
-        self.names, self.packing, self.version = names, packing, 0
+        super().__init__(names, packing)
         self._serving, self._rank = serving, rank
 
     @override
