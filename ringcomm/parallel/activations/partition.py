@@ -92,7 +92,7 @@ def partition(
         yield saver.counters
 
 
-class _HostMemory:
+class HostMemory:
     """A copy of a tensor in host memory, outside of torch's allocator for the tensor's device.
 
     Pinned where the device is a GPU, so that copies may run beside its work. For tensors of the CPU
@@ -118,7 +118,7 @@ class Part:
 
     def __init__(self, shard: Tensor, look: Look, device: torch.device, memory: Any) -> None:
         self.shard, self.look, self.device = shard, look, device
-        self.is_in_host = isinstance(memory, _HostMemory)
+        self.is_in_host = isinstance(memory, HostMemory)
         # Lives as long as the shard.
         self._memory = memory
 
@@ -170,10 +170,10 @@ class PartitionSaver(SavedTensors[Part]):
         forget.atexit = False
         return part
 
-    def _copy(self, shard: Tensor) -> tuple[Tensor, _HostMemory | Room | None]:
+    def _copy(self, shard: Tensor) -> tuple[Tensor, HostMemory | Room | None]:
         """A copy, and what holds its memory if that is not torch."""
         if self.offload is not None:
-            host = _HostMemory(shard)
+            host = HostMemory(shard)
             return host.tensor, host
         if self._arena is not None and self._arena.device == shard.device:
             room = self._arena.copy(shard)
