@@ -22,7 +22,7 @@ from ringcomm.planner.plans import Plan, Plans, Refusal, reasons_of
 from ringcomm.planner.step_time import time_of
 from ringcomm.planner.traffic import traffic_of
 
-__all__ = ["plan"]
+__all__ = ["by_rank", "plan"]
 
 SAME_TIME = 1.02  # steps that are longer by less count as equally long
 MUCH_MORE = 10  # times the bytes
@@ -105,10 +105,10 @@ def plan(shape: ModelShape, cluster: Cluster, job: Job) -> Plans:
 
     inside = [p for p in ranked if cluster.tensor_group(p.candidate.mesh).is_inside]
     outside = [p for p in ranked if not cluster.tensor_group(p.candidate.mesh).is_inside]
-    return Plans(shape, cluster, job, (*_by_rank(inside), *_by_rank(outside)), tuple(refused))
+    return Plans(shape, cluster, job, (*by_rank(inside), *by_rank(outside)), tuple(refused))
 
 
-def _by_rank(plans: list[Plan]) -> Iterator[Plan]:
+def by_rank(plans: list[Plan]) -> Iterator[Plan]:
     """The fastest first; plans within SAME_TIME of the fastest one left by what else they cost.
 
     Those that send MUCH_MORE than the least of them come last, and then simpler systems, and less

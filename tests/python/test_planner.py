@@ -14,7 +14,9 @@ from ringcomm.planner import Cluster, Job, Mesh, Plan, Plans
 from ringcomm.planner.cluster import Group, Link
 from ringcomm.planner.job import bytes_of, count_of
 from ringcomm.planner.mesh import mesh_fault
+from ringcomm.planner.search import by_rank
 from ringcomm.planner.step_time import compute_seconds
+from ringcomm.planner.traffic import Traffic
 
 GIGA = 10**9
 LLAMA = planner.find_model("llama-7b")
@@ -155,6 +157,17 @@ def test_what_costs_less_is_first_among_equally_fast_plans(model: str, num_gpus:
         if plan.traffic.sent <= 10 * least:
             ours = best.candidate.complexity, best.traffic.sent
             assert ours <= (plan.candidate.complexity, plan.traffic.sent)
+
+
+def test_much_more_traffic_is_never_first_for_being_simple() -> None:
+    plans = plans_of("llama-3-8b", 16)
+    simple = next(plan for plan in plans if plan.candidate.complexity[0] == 1)
+    both = next(plan for plan in plans if plan.candidate.complexity[0] == 2)
+    for times, first in ((9, simple), (11, both)):
+        quiet = dataclasses.replace(both, traffic=Traffic(data=1000))
+        chatty = dataclasses.replace(simple, traffic=Traffic(data=1000 * times), time=both.time)
+        found = next(by_rank([quiet, chatty]))
+        assert found.candidate == first.candidate
 
 
 def test_less_memory_leaves_fewer_plans() -> None:
