@@ -47,7 +47,7 @@ from ringcomm.bench.screen import table_of
 from ringcomm.bench.script import run_main
 from ringcomm.bench.weather import Weather
 from ringcomm.parallel import activations, offload, zero
-from ringcomm.parallel.activations.host_memory import HostMemory
+from ringcomm.parallel.activations.partition import HostMemory
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20

@@ -199,12 +199,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
         team.report([record])
         if sleeps and options.pictures and (team.world_size, case.num_microbatches) == PICTURED:
             middle = sorted(timelines, key=lambda t: t.span_us)[len(timelines) // 2]
-            name = f"pipeline-{case.schedule}.svg"
-            title = (
-                f"{case.schedule}: a step of {team.world_size} ranks, {case.num_microbatches}"
-                f" micro-batches; predicted bubble {100 * float(bound.bubble()):.1f} %"
-            )
-            pipeline.draw(middle, options.pictures / name, title=title)
+            middle.export_chrome_trace(options.pictures / f"pipeline-{case.schedule}.json")
     dist.destroy_process_group()
 
 

@@ -6,8 +6,11 @@
 works without importing this module; it adds options, operators, counters and the errors' types.
 """
 
+from typing import TYPE_CHECKING
+
 import _ringcomm_autoload
 from ringcomm import ops
+from ringcomm._renamed import getattr_of
 from ringcomm.backend import stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared, is_shared
@@ -30,3 +33,6 @@ __all__ = [
     "ops",
     "stats",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

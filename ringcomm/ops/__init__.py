@@ -3,6 +3,9 @@
 `torch.ops.ringcomm.*` take the group's name; the functions here take the group.
 """
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.ops.collectives import (
     all_gather,
     all_reduce,
@@ -61,3 +64,6 @@ __all__ = [
     "shard_range",
     "split_weight",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ringcomm.optim.managed import Slot
 
@@ -32,8 +31,6 @@ def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
 def _maximum(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
     """The largest of the ranks' values, each. Collective."""
     tensor = torch.tensor(values, dtype=torch.int32, device=device)
-    if isinstance(tensor, FakeTensor):
-        return values
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     found: list[int] = tensor.tolist()
     return found
@@ -75,8 +72,7 @@ class Turns:
         self._awaited = set(coming(slots, arrived))
         has = [int(slot in self._awaited or slot.has_grad) for slot in slots]
         positions = [0] * len(slots)
-        is_alone = isinstance(slots[0].param, FakeTensor)  # memory_report's prediction
-        if self._group.rank() == 0 or is_alone:
+        if self._group.rank() == 0:
             for position, index in enumerate(self._order):
                 positions[index] = position
         for slot in slots:

@@ -14,13 +14,11 @@ See docs/design/planner.md.
 from ringcomm.planner.cluster import Cluster
 from ringcomm.planner.hardware import HARDWARE, Hardware, find_hardware
 from ringcomm.planner.job import Job
-from ringcomm.planner.mesh import Mesh
-from ringcomm.planner.models import MODELS, find_model, model_of_config
+from ringcomm.planner.mesh import SYSTEMS, Mesh
+from ringcomm.planner.models import MODELS, ModelShape, find_model, model_of_config
 from ringcomm.planner.plans import Plan, Plans, Refusal
+from ringcomm.planner.rank_weights import kept_bytes
 from ringcomm.planner.search import plan
-from ringcomm.planner.shapes import ModelShape
-from ringcomm.planner.systems import SYSTEMS
-from ringcomm.planner.weights_memory import kept_bytes
 
 __all__ = [
     "HARDWARE",

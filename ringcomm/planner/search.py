@@ -4,22 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.cluster import Cluster
-from ringcomm.planner.job import CHECKPOINTINGS, Job
+from ringcomm.planner.job import CHECKPOINTINGS, Job, in_gb
 from ringcomm.planner.memory import RankMemory, memory_of
-from ringcomm.planner.mesh import Mesh, mesh_fault
-from ringcomm.planner.meshes import divisors, meshes_of
-from ringcomm.planner.plans import Plan, Plans, Refusal
-from ringcomm.planner.reasons import reasons_of
-from ringcomm.planner.schedules import SCHEDULES, bubble, schedule_fault
-from ringcomm.planner.shapes import ModelShape
-from ringcomm.planner.sizes import in_gb
+from ringcomm.planner.mesh import (
+    SCHEDULES,
+    SYSTEMS,
+    Candidate,
+    Mesh,
+    System,
+    bubble,
+    mesh_fault,
+    schedule_fault,
+)
+from ringcomm.planner.models import ModelShape
+from ringcomm.planner.plans import Plan, Plans, Refusal, reasons_of
 from ringcomm.planner.step_time import time_of
-from ringcomm.planner.systems import SYSTEMS, System
 from ringcomm.planner.traffic import traffic_of
 
-__all__ = ["plan"]
+__all__ = ["by_rank", "plan"]
+
+SAME_TIME = 1.02  # steps that are longer by less count as equally long
+MUCH_MORE = 10  # times the bytes
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
+def _meshes_of(shape: ModelShape, cluster: Cluster, job: Job) -> Iterator[Mesh]:
+    """All that have as many ranks as there are devices, and sizes as the job wants them.
+
+    Also those that the model does not allow.
+
+    Raises:
+        ValueError: the sizes that the job wants do not divide the devices.
+    """
+    total = cluster.num_gpus
+    wanted = (job.dp or 1) * (job.pp or 1) * (job.tp or 1)
+    are_all_set = job.dp and job.pp and job.tp
+    if total % wanted or (are_all_set and wanted != total):
+        sizes = ", ".join(f"{name} {getattr(job, name)}" for name in ("dp", "pp", "tp"))
+        raise ValueError(f"{sizes.replace(' 0', ' any')} do not make {total} gpus")
+    for tp in [job.tp] if job.tp else _divisors(total):
+        for pp in [job.pp] if job.pp else _divisors(total // tp):
+            if total % (tp * pp) or (job.dp and job.dp * tp * pp != total):
+                continue
+            dp = total // (tp * pp)
+            for ep in _expert_sizes(shape, job, dp):
+                is_split = job.is_sequence_split
+                if is_split is None:
+                    is_split = tp > 1 and job.sequence % tp == 0
+                yield Mesh(dp, pp, tp, ep, is_split)
+
+
+def _expert_sizes(shape: ModelShape, job: Job, dp: int) -> list[int]:
+    if job.ep:
+        return [job.ep]
+    return [ep for ep in _divisors(dp) if ep == 1 or (shape.experts and shape.experts % ep == 0)]
 
 
 def plan(shape: ModelShape, cluster: Cluster, job: Job) -> Plans:
@@ -37,7 +81,7 @@ def plan(shape: ModelShape, cluster: Cluster, job: Job) -> Plans:
     job = job.with_sequence(shape.context)
     ranked: list[Plan] = []
     refused: list[Refusal] = []
-    meshes = list(meshes_of(shape, cluster, job))
+    meshes = list(_meshes_of(shape, cluster, job))
     if cluster.num_gpus > 1 and not (job.dp or job.pp or job.tp or job.ep):
         meshes.append(Mesh())
     for mesh in meshes:
@@ -59,10 +103,32 @@ def plan(shape: ModelShape, cluster: Cluster, job: Job) -> Plans:
                 else:
                     refused.append(found)
 
-    def rank(found: Plan) -> tuple[bool, float]:
-        return not cluster.tensor_group(found.candidate.mesh).is_inside, -found.tokens_per_s
+    inside = [p for p in ranked if cluster.tensor_group(p.candidate.mesh).is_inside]
+    outside = [p for p in ranked if not cluster.tensor_group(p.candidate.mesh).is_inside]
+    return Plans(shape, cluster, job, (*by_rank(inside), *by_rank(outside)), tuple(refused))
 
-    return Plans(shape, cluster, job, tuple(sorted(ranked, key=rank)), tuple(refused))
+
+def by_rank(plans: list[Plan]) -> Iterator[Plan]:
+    """The fastest first; plans within SAME_TIME of the fastest one left by what else they cost.
+
+    Those that send MUCH_MORE than the least of them come last, and then simpler systems, and less
+    traffic, come first: a prediction does not know a step's time to 2 %.
+    """
+    left = sorted(plans, key=lambda plan: plan.time.step)
+    while left:
+        limit = SAME_TIME * left[0].time.step
+        alike = [plan for plan in left if plan.time.step <= limit]
+        left = left[len(alike) :]
+        limit_bytes = MUCH_MORE * min(plan.traffic.sent for plan in alike)
+        yield from sorted(
+            alike,
+            key=lambda plan: (
+                plan.traffic.sent > limit_bytes,
+                plan.candidate.complexity,
+                plan.traffic.sent,
+                plan.time.step,
+            ),
+        )
 
 
 def _systems(job: Job, mesh: Mesh, cluster: Cluster) -> Iterator[System]:
@@ -125,7 +191,7 @@ def _candidates(
     that fits is the best, and an update inside the backward pass allows one alone.
     """
     sequences = job.num_sequences // mesh.dp
-    counts = divisors(sequences)
+    counts = _divisors(sequences)
     if system.is_lomo:
         counts = [1]
     elif mesh.pp > 1:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.cluster import Cluster
 from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.job import Job
-from ringcomm.planner.rank_part import RankPart, layers_of, rank_part
-from ringcomm.planner.schedules import bubble
-from ringcomm.planner.shapes import ModelShape
-from ringcomm.planner.systems import System
+from ringcomm.planner.mesh import Candidate, System, bubble
+from ringcomm.planner.models import ModelShape
+from ringcomm.planner.rank_weights import RankPart, kept_by, layers_of, rank_part
 from ringcomm.planner.traffic import Traffic, calls_of_tensor_parallelism
-from ringcomm.planner.weights_memory import kept_by
 
 __all__ = ["StepTime", "compute_seconds", "time_of"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.job import Job
-from ringcomm.planner.rank_part import layers_of, rank_part
-from ringcomm.planner.ring_bytes import ring_elems
-from ringcomm.planner.shapes import ModelShape, Unit
-from ringcomm.planner.weights_memory import kept_by, sent_of_weights
+from ringcomm.planner.mesh import Candidate
+from ringcomm.planner.models import ModelShape, Unit
+from ringcomm.planner.rank_weights import kept_by, layers_of, rank_part, ring_elems, sent_of_weights
 
 __all__ = ["Traffic", "calls_of_tensor_parallelism", "traffic_of", "traffic_of_stage"]
 

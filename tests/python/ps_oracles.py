@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import torch
 from ps_runs import STEPS, groups_of, make_of
 from torch import Tensor
 from zero_models import Net, batch, loss_of, make_optimizer, weights
@@ -26,27 +25,6 @@ def train_alone(
         optimizer.step()
         optimizer.zero_grad()
     return losses, weights(model)
-
-
-def delayed_sgd(staleness: int, num_workers: int, num_steps: int) -> dict[str, Tensor]:
-    """w[t+1] = w[t] - lr g(w[t-s]), w[t] = w[0] before, in one process."""
-    model = Net()
-    names = {param: name for name, param in model.named_parameters()}
-    groups = groups_of(model)
-    optimizer = make_of("sgd")(groups)
-    history = [weights(model)]
-    for step in range(num_steps):
-        now = weights(model)
-        model.load_state_dict(history[max(0, step - staleness)])
-        for worker in range(num_workers):
-            (loss_of(model, *batch(step, worker, num_workers)) / num_workers).backward()
-        with torch.no_grad():
-            for param, name in names.items():
-                param.copy_(now[name])
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(weights(model))
-    return history[-1]
 
 
 def random_schedule(workers: list[int], num_pushes: int, seed: int) -> list[tuple[str, int]]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import (
 )
 
 from ringcomm.parallel import activations
-from ringcomm.parallel.activations import Allocation
 
 ROWS = 24
 LINE = 64
@@ -548,97 +546,3 @@ def check_ddp(rank: int) -> None:
 
 def test_gradients_under_ddp() -> None:
     run_ranks(2, check_ddp)
-
-
-# ---- fragmentation
-
-
-def growing_step(*, has_arenas: bool) -> list[Allocation]:
-    """Two micro-batches through blocks that get wider: what is freed is too small for the next."""
-    torch.manual_seed(0)
-    widths = [16 + 8 * idx for idx in range(10)]
-    pairs = itertools.pairwise(widths)
-    blocks = nn.ModuleList(Block(width, out) for width, out in pairs)
-    saved = lines(*(4 * 1024 * width for width in widths[:-1]))
-    with activations.record_allocations() as trace:
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if has_arenas:
-            activations.gradient_arena(blocks.parameters())
-            context = activations.arena(saved)
-        for _ in range(2):
-            x = torch.randn(1024, widths[0])
-            with context:
-                for block in blocks:
-                    x = checkpoint(block, x, use_reentrant=False)
-                loss = x.sum()
-            del x
-            loss.backward()
-            del loss
-    return trace
-
-
-@pytest.mark.parametrize("policy", ["first_fit", "best_fit"])
-def test_a_step_fits_in_less_memory(policy: Literal["first_fit", "best_fit"]) -> None:
-    without, within = growing_step(has_arenas=False), growing_step(has_arenas=True)
-    before = activations.replay(without, policy=policy)
-    after = activations.replay(within, policy=policy)
-    # Arenas hold their bytes all the time, and yet end up lower, for want of holes.
-    assert after.peak_bytes > before.peak_bytes
-    assert after.extent_bytes < before.extent_bytes
-    assert after.lost_share < 0.01 < 0.05 < before.lost_share
-    heap_bytes = after.extent_bytes
-    assert activations.replay(within, heap_bytes, policy).failed_at is None
-    failed = activations.replay(without, heap_bytes, policy)
-    assert failed.failed_at is not None
-    assert failed.free_bytes > failed.wanted_bytes > failed.largest_bytes
-
-
-def interleaved(*, has_arena: bool) -> list[Allocation]:
-    """Activations of 4 KiB and checkpoints of 1, in turn; then all activations go, and 16 come."""
-    trace = [Allocation(1000, 8 << 10)] if has_arena else []
-    for idx in range(8):
-        trace += [Allocation(idx, 4 << 10), Allocation(100 + idx, 1 << 10)]
-        if has_arena:  # copied, and gone
-            trace.append(Allocation(100 + idx, -(1 << 10)))
-    trace += [Allocation(idx, -(4 << 10)) for idx in range(8)]
-    return [*trace, Allocation(2000, 16 << 10)]
-
-
-@pytest.mark.parametrize("policy", ["first_fit", "best_fit"])
-def test_an_adversary(policy: Literal["first_fit", "best_fit"]) -> None:
-    heap_bytes = 41 << 10
-    failed = activations.replay(interleaved(has_arena=False), heap_bytes, policy)
-    assert failed.failed_at == 24
-    assert (failed.wanted_bytes, failed.free_bytes) == (16 << 10, 33 << 10)
-    assert failed.largest_bytes == 4 << 10
-    assert failed.fragmentation == 1 - 4 / 33
-    passed = activations.replay(interleaved(has_arena=True), heap_bytes, policy)
-    assert passed.failed_at is None
-    assert passed.extent_bytes == heap_bytes
-    assert passed.fragmentation == 0
-    # No byte less would do.
-    assert activations.replay(interleaved(has_arena=True), heap_bytes - 1, policy).failed_at
-
-
-def test_replay_knows_what_it_replays() -> None:
-    a, b, c = Allocation(1, 100), Allocation(2, 64), Allocation(3, 64)
-    free_a, free_b = Allocation(1, -100), Allocation(2, -64)
-    # A hole of two lines, and one at the end of one line.
-    trace = [a, b, c, free_a, Allocation(4, 64)]
-    first = activations.replay(trace, 320)
-    assert (first.peak_bytes, first.extent_bytes, first.largest_bytes) == (256, 256, 64)
-    best = activations.replay(trace, 320, "best_fit")
-    assert (best.extent_bytes, best.largest_bytes, best.free_bytes) == (320, 128, 128)
-    joined = activations.replay([a, b, c, free_a, free_b], 256)
-    assert (joined.free_bytes, joined.largest_bytes, joined.fragmentation) == (192, 192, 0)
-    assert activations.replay([]).lost_share == 0
-    with pytest.raises(ValueError, match="event 0 frees 2"):
-        activations.replay([free_b])
-
-
-def test_what_a_gpu_says_wants_one() -> None:
-    if torch.cuda.is_available():
-        assert activations.device_fragmentation().num_alloc_retries >= 0
-    else:
-        with pytest.raises(RuntimeError, match="there is no CUDA device"):
-            activations.device_fragmentation()

@@ -107,9 +107,7 @@ CASES = [
 @pytest.mark.parametrize(("limit", "choice"), CASES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_given_plan(world_size: int, limit: int, choice: str) -> None:
-    plan = activations.predict_saved_bytes(NUM_BLOCKS, 1, ROWS, WIDTH)
-    assert plan == PLAN
-    by_rank = run_ranks(world_size, check_steps, [limit] * world_size, plan, choice, None)
+    by_rank = run_ranks(world_size, check_steps, [limit] * world_size, PLAN, choice, None)
     said = by_rank[0][0]
     assert all(messages == [] for messages, _ in by_rank[1:])
     per_step = 0 if choice == "whole" else (world_size - 1) * PLAN
@@ -220,8 +218,6 @@ def check_errors(rank: int) -> None:
     own, others = "saved_bytes is 0 or more, got -1", "another rank has no valid limit_bytes"
     with pytest.raises(ValueError, match=others if rank else own):
         activations.auto(limit_bytes=1, saved_bytes=rank - 1)
-    with pytest.raises(ValueError, match="seq is 0 or more, got -2"):
-        activations.predict_saved_bytes(1, 1, -2, 1)
     auto = activations.auto(limit_bytes=PLAN, min_elems=0)
     with pytest.raises(KeyError), auto:  # measures nothing
         raise KeyError

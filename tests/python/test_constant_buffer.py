@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allocations import peak_bytes, record_allocations
 from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
 
 import ringcomm
-from ringcomm.parallel.activations import record_allocations
 from ringcomm.parallel.constant_buffer import all_reduce_mean_, broadcast_
 
 # Nothing fits by chance: neither a tensor nor a row of one fills a buffer of these exactly.
@@ -128,12 +128,8 @@ def check_memory(rank: int, num_elems: int, buffer_bytes: int) -> tuple[int, int
     ):
         with record_allocations() as trace:
             run()
-        now = peak = 0
-        for event in trace:
-            now += event.num_bytes
-            peak = max(peak, now)
-        assert now == 0
-        peaks.append(peak)
+        assert sum(trace) == 0
+        peaks.append(peak_bytes(trace))
     assert all(bool((tensor == 0.5).all()) for tensor in tensors)
     return peaks[0], peaks[1], peaks[2]
 

@@ -31,7 +31,7 @@ def test_curves_memory_and_picture(tmp_path: Path) -> None:
         assert losses[-1] < losses[0] - 0.1
     memory = {line["optimizer"]: line["memory"] for line in lines if "memory" in line}
     assert sum(memory["lomo"].values()) < sum(memory["adamw"].values())
-    assert memory["lomo"]["states"] < 1024  # none of the size of weights
+    assert memory["lomo"]["Optstate"] < 1024  # none of the size of weights
     assert (tmp_path / "finetune.png").stat().st_size > 1000
 
 

@@ -96,9 +96,6 @@ def test_stages_that_are_not_alike() -> None:
     found = pipeline.simulate("gpipe", 2, 10, forward_us=[1, 3], backward_us=[2, 6])
     assert found.span_us == 1 + 10 * 9 + 2
     assert found.busy_us(0) == 30
-    text = pipeline.draw(found)
-    assert text.splitlines()[0].startswith("rank 0")
-    assert text.splitlines()[-1] == f"bubble {float(100 * found.bubble()):.1f} %"
     with pytest.raises(ValueError, match="3 times for 2 stages"):
         pipeline.simulate("gpipe", 2, 10, forward_us=[1, 2, 3])
 

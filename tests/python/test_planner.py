@@ -11,11 +11,12 @@ import pytest
 
 from ringcomm import planner, tuning
 from ringcomm.planner import Cluster, Job, Mesh, Plan, Plans
-from ringcomm.planner.links import Group, Link
+from ringcomm.planner.cluster import Group, Link
+from ringcomm.planner.job import bytes_of, count_of
 from ringcomm.planner.mesh import mesh_fault
-from ringcomm.planner.operators import place_operators
-from ringcomm.planner.sizes import bytes_of, count_of
+from ringcomm.planner.search import by_rank
 from ringcomm.planner.step_time import compute_seconds
+from ringcomm.planner.traffic import Traffic
 
 GIGA = 10**9
 LLAMA = planner.find_model("llama-7b")
@@ -125,8 +126,8 @@ def test_ranking() -> None:
     plans = plans_of("llama-3-8b", 16)
     best = plans.best
     assert best is plans.ranked[0]
-    speeds = [plan.tokens_per_s for plan in plans if plan.candidate.mesh.tp <= 8]
-    assert speeds == sorted(speeds, reverse=True)
+    steps = [plan.time.step for plan in plans if plan.candidate.mesh.tp <= 8]
+    assert all(step <= 1.02 * min(steps[i:]) for i, step in enumerate(steps))
     is_inside = [plan.candidate.mesh.tp <= 8 for plan in plans]
     assert is_inside == sorted(is_inside, reverse=True)  # over hosts only after all others
     assert not all(is_inside)
@@ -136,6 +137,37 @@ def test_ranking() -> None:
         assert plan.candidate.mesh.num_ranks in (1, 16)
         assert "dominates" in plan.reasons[-1]
         assert plan.tokens_per_s == pytest.approx((1 << 20) / plan.time.step)
+
+
+CLUSTERS = [("llama-7b", 8), ("llama-3-8b", 64), ("llama-3-70b", 64), ("mixtral-8x7b", 64)]
+
+
+@pytest.mark.parametrize(("model", "num_gpus"), CLUSTERS)
+def test_what_costs_less_is_first_among_equally_fast_plans(model: str, num_gpus: int) -> None:
+    found = planner.plan(planner.find_model(model), Cluster(num_gpus), Job(tokens=1 << 22))
+    plans = [plan for plan in found if plan.candidate.mesh.tp <= 8]
+    best, fastest = found.best, min(plan.time.step for plan in plans)
+    assert best is not None
+    alike = [plan for plan in plans if plan.time.step <= 1.02 * fastest]
+    assert best in alike
+    # No other sends a tenth of the bytes, and what does not send much more is not simpler.
+    assert all(10 * plan.traffic.sent >= best.traffic.sent for plan in alike)
+    least = min(plan.traffic.sent for plan in alike)
+    for plan in alike:
+        if plan.traffic.sent <= 10 * least:
+            ours = best.candidate.complexity, best.traffic.sent
+            assert ours <= (plan.candidate.complexity, plan.traffic.sent)
+
+
+def test_much_more_traffic_is_never_first_for_being_simple() -> None:
+    plans = plans_of("llama-3-8b", 16)
+    simple = next(plan for plan in plans if plan.candidate.complexity[0] == 1)
+    both = next(plan for plan in plans if plan.candidate.complexity[0] == 2)
+    for times, first in ((9, simple), (11, both)):
+        quiet = dataclasses.replace(both, traffic=Traffic(data=1000))
+        chatty = dataclasses.replace(simple, traffic=Traffic(data=1000 * times), time=both.time)
+        found = next(by_rank([quiet, chatty]))
+        assert found.candidate == first.candidate
 
 
 def test_less_memory_leaves_fewer_plans() -> None:
@@ -257,31 +289,3 @@ def test_who_hides_what() -> None:
     assert {"zero1", "zero2", "lomo", "infinity-cpu"} <= set(hidden)
     for plan in plans:
         assert plan.time.data + plan.time.data_hidden > 0
-
-
-# ---- operators on devices
-
-
-def test_operators_of_the_example() -> None:
-    """16 GB and 1 GB on devices of 10 GB: one is split over two, the other fits whole."""
-    first, second = place_operators([16 * GIGA, GIGA], 10 * GIGA)
-    assert (first.devices, first.is_split) == ((0, 1), True)
-    assert (len(second.devices), second.is_split) == (1, False)
-    assert first.stage == second.stage
-    # A model of 20 GB, of two operators of 10, is a pipeline over two devices.
-    stages = place_operators([10 * GIGA, 10 * GIGA], 10 * GIGA, 2)
-    assert [(op.devices, op.stage) for op in stages] == [((0,), 0), ((1,), 1)]
-
-
-def test_operators_that_need_more() -> None:
-    placed = place_operators([4, 25, 5, 5, 5], 10)
-    assert [op.devices for op in placed] == [(0,), (1, 2, 3), (4,), (4,), (5,)]
-    load: dict[int, float] = {}
-    for op in placed:
-        for device in op.devices:
-            load[device] = load.get(device, 0) + op.num_bytes / len(op.devices)
-    assert max(load.values()) <= 10
-    with pytest.raises(ValueError, match="take 2 devices of 10 B, got 1"):
-        place_operators([16], 10, 1)
-    with pytest.raises(ValueError, match="positive number of bytes"):
-        place_operators([], 10)

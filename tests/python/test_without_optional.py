@@ -24,7 +24,6 @@ OPTIONAL = {
         "ringcomm/bench/device_screen.py",
         "ringcomm/bench/systems_plot.py",
         "ringcomm/cli/benches/systems.py",
-        "ringcomm/planner/picture.py",
     },
     "mpi4py": {"ringcomm/bench/mpi.py"},
     "quack": {"ringcomm/bench/losses.py"},
@@ -107,14 +106,12 @@ import torch.distributed as dist
 from torch import nn
 from ringcomm import ops
 from ringcomm.cli import run
-from ringcomm.optim import memory_report
 from ringcomm.ops.triton_kernels import kernels
 from ringcomm.parallel import activations
-from ringcomm.parallel.parameter_server.saved_state import copied
+from ringcomm.parallel.parameter_server.state import packed, unpacked
 
 model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-assert "lomo" in str(memory_report(model, lambda m: m(torch.ones(2, 8)).sum()))
-assert torch.equal(copied({"a": torch.ones(3)})["a"], torch.ones(3))
+assert torch.equal(unpacked(packed({"a": torch.ones(3)}))["a"], torch.ones(3))
 ops.cross_entropy(torch.randn(4, 9), torch.arange(4))
 try:
     kernels()

@@ -19,7 +19,6 @@ from zero_models import (
     STEPS,
     Net,
     batch,
-    live_bytes,
     loss_of,
     make,
     make_optimizer,
@@ -220,46 +219,6 @@ def train_16_bits(rank: int, stage: int, dtype: torch.dtype) -> tuple[list[float
 def test_16_bit_weights_with_masters_learn(stage: int, dtype: torch.dtype) -> None:
     for losses, _ in run_ranks(2, train_16_bits, stage, dtype):
         assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
-
-
-# ---- explain
-
-
-def check_explanation(rank: int, stage: int) -> None:
-    """The elements that live ranks hold after a phase are those of the table."""
-    model: Any = nn.Linear(5, 2, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    sharded = zero.shard(model, optimizer, stage)
-    held = {row.phase: row for row in zero.explain(10, 3, stage).holdings if row.rank == rank}
-
-    def check(phase: str) -> None:
-        row = held[phase]
-        grads = live_bytes(sharded.gradient_tensors()) // 4
-        assert grads == (0 if row.gradients is None else row.gradients[1] - row.gradients[0])
-        assert live_bytes(model.parameters()) // 4 == row.weights[1] - row.weights[0]  # type: ignore[index]
-
-    check("start")
-    model(torch.randn(3, 5)).sum().backward()
-    check("backward" if stage == 1 else "reduce-scatter")
-    sharded.step()
-    sharded.zero_grad()
-    states = [t for t in sharded.state_tensors() if t.dim()]
-    states_elems = held["all-gather"].states[1] - held["all-gather"].states[0]  # type: ignore[index]
-    assert live_bytes(states) == 8 * states_elems
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_explanations_are_what_ranks_hold(stage: int) -> None:
-    run_ranks(3, check_explanation, stage)
-
-
-def test_explanations_print() -> None:
-    text = str(zero.explain(10, 3, 2))
-    assert "reduce-scatter  0     0-9         0-3        0-3" in text
-    assert "7-9" in str(zero.explain(10, 3, 3))
-    assert "-" in str(zero.explain(1, 3, 1))
-    with pytest.raises(ValueError, match="stage is 1, 2 or 3"):
-        zero.explain(10, 3, 4)
 
 
 # ---- what is refused

@@ -28,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--why", type=int, default=1, help="whose reasons to show (default: %(default)s, the first)"
     )
     add("--json", action="store_true", help="print all plans as one JSON object")
-    add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
-    add(
-        "--operators",
-        metavar="SIZES",
-        help="place operators such as 16GB,1GB on devices of --memory, and no model",
-    )
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +65,9 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plans; the status is 1 when none fits."""
-    from ringcomm.planner.sizes import bytes_of
+    from ringcomm.planner.job import bytes_of
 
     try:
-        if options.operators is not None:
-            return _place(options, bytes_of)
         plans = _plans(options, bytes_of)
     except (ValueError, OSError) as error:
         options.parser.error(str(error))
@@ -83,28 +75,12 @@ def run(options: argparse.Namespace) -> int:
         print(plans.to_json())
     else:
         _print(plans, options.top, options.why)
-    if options.plot and plans.best is not None:
-        _draw(plans, options)
     return 0 if plans.best is not None else 1
-
-
-def _place(options: argparse.Namespace, bytes_of: Any) -> int:
-    from ringcomm.planner.operators import place_operators
-
-    if options.memory is None:
-        raise ValueError("--operators wants --memory, of a device")
-    sizes = [bytes_of(size) for size in options.operators.split(",")]
-    placed = place_operators(sizes, bytes_of(options.memory), options.gpus)
-    for operator in placed:
-        print(operator)
-    num_stages = placed[-1].stage + 1
-    print(f"a pipeline of {num_stages} stages" if num_stages > 1 else "one stage")
-    return 0
 
 
 def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
     from ringcomm import planner, tuning
-    from ringcomm.planner.sizes import count_of
+    from ringcomm.planner.job import count_of
 
     if options.model is None or options.gpus < 1:
         raise ValueError("--model and --gpus are wanted: --model llama-7b --gpus 8")
@@ -146,7 +122,7 @@ def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
 
 def _print(plans: Any, top: int, why: int) -> None:
     from ringcomm.bench.screen import make_console
-    from ringcomm.planner.report import headline, refusal_lines, table_of_plans
+    from ringcomm.planner.plans import headline, refusal_lines, table_of_plans
 
     console = make_console()
     if not console.is_terminal:
@@ -161,12 +137,3 @@ def _print(plans: Any, top: int, why: int) -> None:
     console.print("What does not fit, or does not go:")
     for line in refusal_lines(plans, top):
         console.print(f"- {line}", soft_wrap=True)
-
-
-def _draw(plans: Any, options: argparse.Namespace) -> None:
-    from ringcomm.planner.picture import draw
-
-    try:
-        draw(plans, options.plot, options.top)
-    except (OSError, ValueError) as error:
-        options.parser.error(f"--plot: {error}")

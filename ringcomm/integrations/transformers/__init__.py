@@ -3,6 +3,9 @@
 transformers itself is imported by what is called, not by this package.
 """
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.integrations.transformers.experts import expert_parallelize
 from ringcomm.integrations.transformers.loss import causal_lm_loss, patch_loss
 from ringcomm.integrations.transformers.pipeline import pipeline_blocks
@@ -17,3 +20,6 @@ __all__ = [
     "prepare",
     "tensor_parallelize",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

@@ -1,24 +1,60 @@
-"""Memory that is set aside for checkpoints: Md of ZeRO-R (Rajbhandari et al. 2020, 6.3)."""
+"""Memory set aside for checkpoints and gradients: Md of ZeRO-R (Rajbhandari et al. 2020, 6.3)."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import Self
 
-from ringcomm.parallel.activations.free_space import FreeSpace
 from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain
 
 _log = logging.getLogger("ringcomm")
 
 # Of a cache line, and more than any load wants.
 ALIGNMENT_BYTES = 64
+
+
+class _FreeSpace:
+    """The free parts of [0, num_bytes), neighbours joined.
+
+    Attributes:
+        num_bytes: of all.
+        free_bytes: of the free parts together.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = self.free_bytes = num_bytes
+        # Begins and ends of the free parts, ascending.
+        self._begins, self._ends = [0], [num_bytes]
+
+    def take(self, num_bytes: int) -> int | None:
+        """The begin of the first free part that is large enough, which is taken; None without."""
+        for idx, begin in enumerate(self._begins):
+            if self._ends[idx] - begin >= num_bytes:
+                self._begins[idx] += num_bytes
+                if self._begins[idx] == self._ends[idx]:
+                    del self._begins[idx], self._ends[idx]
+                self.free_bytes -= num_bytes
+                return begin
+        return None
+
+    def give_back(self, begin: int, num_bytes: int) -> None:
+        """Makes [begin, begin + num_bytes) free, which take() has returned."""
+        idx, end = bisect(self._begins, begin), begin + num_bytes
+        self._begins.insert(idx, begin)
+        self._ends.insert(idx, end)
+        for right in (idx + 1, idx):  # a part ends where the next one begins
+            if 0 < right < len(self._begins) and self._ends[right - 1] == self._begins[right]:
+                del self._ends[right - 1], self._begins[right]
+        self.free_bytes += num_bytes
 
 
 class Room:
@@ -56,7 +92,7 @@ class Arena(SavedTensors[_Kept]):
             raise ValueError(f"min_elems is 0 or more, got {min_elems}")
         self._block_bytes, self._min_elems = block_bytes, min_elems
         self._blocks: list[Tensor] = []
-        self._space: list[FreeSpace] = []
+        self._space: list[_FreeSpace] = []
         # Garbage is collected anywhere, in the middle of allocate() too: it only leaves a note.
         self._given_back: deque[tuple[int, int, int]] = deque()
         self._lock = threading.Lock()
@@ -149,7 +185,7 @@ class Arena(SavedTensors[_Kept]):
 
     def _add_block(self, num_bytes: int, device: torch.device) -> None:
         self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
-        self._space.append(FreeSpace(num_bytes))
+        self._space.append(_FreeSpace(num_bytes))
 
     def _take_back(self) -> None:
         while self._given_back:
@@ -193,3 +229,92 @@ def arena(
     backward pass that run on different streams must wait for each other.
     """
     return Arena(block_bytes, device, min_elems)
+
+
+class GradientArena:
+    """Buffers whose views become `param.grad`.
+
+    Attributes:
+        buffers: one of one dimension for each dtype and device, in the order of the parameters.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        trained = [param for param in dict.fromkeys(params) if param.requires_grad]
+        for param in trained:
+            if not (param.is_leaf and type(param.data) is Tensor):
+                raise TypeError(
+                    f"gradients of plain parameters have room in an arena, got a {type(param.data)}"
+                    " or what is computed from others; give what is sharded to its own system"
+                )
+        kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for param in trained:
+            kinds.setdefault((param.device, param.dtype), []).append(param)
+        self.buffers: list[Tensor] = []
+        self._handles = []
+        for (device, dtype), alike in kinds.items():
+            buffer = torch.zeros(sum(p.numel() for p in alike), dtype=dtype, device=device)
+            self.buffers.append(buffer)
+            sizes = [param.numel() for param in alike]
+            for param, place in zip(alike, buffer.split(sizes), strict=True):
+                move = _mover(_like(param, place))
+                move(param)
+                self._handles.append(param.register_post_accumulate_grad_hook(move))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def remove(self) -> None:
+        """Lets gradients come where autograd makes them; those that are there stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def _like(param: Tensor, place: Tensor) -> Tensor:
+    """A view in a parameter's shape, and with its strides where it is dense."""
+    if torch.empty_like(param, device="meta").stride() == param.stride():
+        return place.as_strided(param.shape, param.stride())
+    return place.view(param.shape)
+
+
+def _mover(view: Tensor) -> Callable[[Tensor], None]:
+    def move(param: Tensor) -> None:
+        grad = param.grad
+        if grad is None or grad is view or grad.layout != torch.strided:
+            return
+        # A graph of second order goes through a gradient that requires one.
+        if grad.dtype != view.dtype or grad.requires_grad:
+            return
+        if grad.data_ptr() != view.data_ptr() or view.numel() == 0:
+            view.copy_(grad)
+        param.grad = view
+
+    return move
+
+
+def gradient_arena(params: Iterable[nn.Parameter]) -> GradientArena:
+    """Has the gradients of some parameters stand one behind the other, for good.
+
+        activations.gradient_arena(model.parameters())
+
+    A gradient that autograd has made goes to its place at once, and `param.grad` is a view of it;
+    sums over micro-batches are made there. After `zero_grad()` it is None until the next one comes
+    and takes the place again, so that optimizers leave out what has none. Hooks go with the
+    parameters.
+
+    Args:
+        params: those that require no gradient are left out; gradients that are there move.
+
+    Returns:
+        The buffers.
+
+    Raises:
+        TypeError: a parameter is a DTensor or another subclass, or no leaf; nothing has changed.
+
+    Not collective. Sparse gradients, those of create_graph=True and those of another dtype stay
+    where they are. Not with what places gradients itself: DistributedDataParallel with
+    gradient_as_bucket_view, zero.shard().
+    """
+    return GradientArena(params)

@@ -21,21 +21,6 @@ _log = logging.getLogger("ringcomm")
 Choice = Literal["whole", "partition", "partition+cpu"]
 
 
-def predict_saved_bytes(
-    num_layers: int, batch: int, seq: int, hidden: int, dtype: torch.dtype = torch.float32
-) -> int:
-    """What the checkpoints of a transformer keep: an input of [batch, seq, hidden] a layer.
-
-    Raises:
-        ValueError: a number is negative.
-    """
-    numbers = {"num_layers": num_layers, "batch": batch, "seq": seq, "hidden": hidden}
-    for name, number in numbers.items():
-        if number < 0:
-            raise ValueError(f"{name} is 0 or more, got {number}")
-    return num_layers * batch * seq * hidden * dtype.itemsize
-
-
 class _Entered(NamedTuple):
     """A context that was entered, and what measures in it."""
 
@@ -210,8 +195,8 @@ def auto(
         limit_bytes: that checkpoints may take on a device, the least of all ranks' counts; None on
             CUDA for what is free now, once model and optimizer are there. What a backward pass
             takes besides is to be left out of it.
-        saved_bytes: the plan, the highest of all ranks' counts, e.g. predict_saved_bytes(); None to
-            measure it, by what partition() would take in one forward pass.
+        saved_bytes: the plan, the highest of all ranks' counts, such as the bytes of the
+            blocks' inputs; None to measure it, by what partition() would take in one forward pass.
         device: of the activations; None for torch.get_default_device().
         min_elems: as partition()'s.
         arena: as partition()'s.

@@ -15,9 +15,9 @@ from torch import Tensor
 from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Arena, Room
-from ringcomm.parallel.activations.host_memory import HostMemory
 from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain
 from ringcomm.parallel.flat_collectives import all_gather_shards
+from ringcomm.parallel.offload.aligned_memory import empty_aligned
 
 
 class Partitioned:
@@ -90,6 +90,27 @@ def partition(
     saver = PartitionSaver(group, offload, min_elems=min_elems, check=check, arena=arena)
     with saver.hooks():
         yield saver.counters
+
+
+class HostMemory:
+    """A copy of a tensor in host memory, outside of torch's allocator for the tensor's device.
+
+    Pinned where the device is a GPU, so that copies may run beside its work. For tensors of the CPU
+    it is memory mapped for them alone, which is given back to the system with the last reference.
+
+    Attributes:
+        tensor: the copy, of one dimension.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Copies a tensor of one dimension."""
+        if tensor.is_cuda:
+            self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self.tensor.copy_(tensor, non_blocking=True)
+            torch.cuda.current_stream(tensor.device).synchronize()
+            return
+        self.tensor = empty_aligned(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+        self.tensor.copy_(tensor)
 
 
 class Part:

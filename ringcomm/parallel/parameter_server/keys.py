@@ -1,15 +1,27 @@
-"""Keys of a parameter server: a trainable parameter each, which server has it, how it travels."""
+"""Keys of a parameter server: one per trainable parameter; their servers, packing and groups."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Key", "Packing", "assign", "keys_of"]
+__all__ = [
+    "Key",
+    "MakeOptimizer",
+    "Packing",
+    "assign",
+    "groups_of_keys",
+    "keys_of",
+    "optimizer_of",
+    "trainable",
+]
+
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -31,21 +43,33 @@ class Key:
         return math.prod(self.shape) * self.wire_dtype.itemsize
 
 
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name the parameters that require grad, in the model's order."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
 def keys_of(model: nn.Module, wire_dtype: torch.dtype | None) -> list[Key]:
     """One for each parameter that requires grad, in the model's order.
 
-    What is no wider than wire_dtype travels as it is.
+    A parameter no wider than wire_dtype is sent in its own dtype.
+
+    Raises:
+        ValueError: there is none, or one is no dense tensor with values.
     """
     keys = []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            is_narrowed = (
-                wire_dtype is not None
-                and param.is_floating_point()
-                and wire_dtype.itemsize < param.dtype.itemsize
+    for name, param in trainable(model).items():
+        if isinstance(param, nn.UninitializedParameter) or type(param.data) is not Tensor:
+            raise ValueError(
+                f"parameters are plain tensors, but {name} is a {type(param).__name__}"
             )
-            travels_as = wire_dtype if is_narrowed and wire_dtype is not None else param.dtype
-            keys.append(Key(name, param.shape, param.dtype, travels_as))
+        if param.layout != torch.strided or param.is_meta:
+            raise ValueError(f"parameters are dense and have values, but {name} does not")
+        sent_as = param.dtype
+        if wire_dtype is not None and param.is_floating_point():
+            sent_as = min(sent_as, wire_dtype, key=lambda dtype: dtype.itemsize)
+        keys.append(Key(name, param.shape, param.dtype, sent_as))
+    if not keys:
+        raise ValueError("no parameter requires grad: there is nothing to serve")
     return keys
 
 
@@ -104,3 +128,73 @@ class Packing:
                 else:
                     view.copy_(tensor)
         return buffer
+
+
+def groups_of_keys(
+    param_groups: Iterable[Any] | None, model: nn.Module, keys: Sequence[Key]
+) -> list[dict[str, Any]]:
+    """The groups, with indices of keys in place of parameters.
+
+    Raises:
+        ValueError: a parameter is not the model's, is frozen, or stands in no group or in two.
+    """
+    if param_groups is None:
+        return [{"params": list(range(len(keys)))}]
+    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
+    index_of = {key.name: index for index, key in enumerate(keys)}
+    given = list(param_groups)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    found: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for group in groups:
+        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        indices = []
+        for param in (item[1] if isinstance(item, tuple) else item for item in params):
+            index = index_of.get(names.get(param, ""))
+            if index is None or index in seen:
+                raise ValueError(
+                    "param_groups have each parameter of the model that requires grad once; one of"
+                    f" {tuple(param.shape)} is another's, frozen, or there twice"
+                )
+            seen.add(index)
+            indices.append(index)
+        found.append({**group, "params": indices})
+    missing = [key.name for index, key in enumerate(keys) if index not in seen]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} requires grad and is in no parameter group: add it, or"
+            " requires_grad_(False)"
+        )
+    return found
+
+
+def optimizer_of(
+    make: MakeOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    params: Mapping[int, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The user's, of those parameters that are here, by the indices of their keys.
+
+    Groups stay where they are, also when none of their parameters is here.
+
+    Raises:
+        TypeError: no optimizer was made.
+        ValueError: it has other parameters than it was given.
+    """
+    here = [
+        {**group, "params": [params[index] for index in group["params"] if index in params]}
+        for group in groups
+    ]
+    optimizer = make(here)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"make_optimizer returns a torch optimizer, got a {type(optimizer).__name__}"
+        )
+    given = [[id(param) for param in group["params"]] for group in here]
+    taken = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+    if given != taken:
+        raise ValueError(
+            "make_optimizer made an optimizer of other parameters than it was given, perhaps of the"
+            " model's: use its argument"
+        )
+    return optimizer

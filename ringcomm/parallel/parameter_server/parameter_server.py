@@ -1,9 +1,9 @@
-"""ParameterServer: what a rank that works, or serves, or both, calls."""
+"""ParameterServer: the calls of a rank that works, or serves, or both."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,19 +13,30 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.parameter_server.assembly import Assembly
-from ringcomm.parallel.parameter_server.options import Options
-from ringcomm.parallel.parameter_server.param_groups import MakeOptimizer
-from ringcomm.parallel.parameter_server.saved_state import check_state, copied, merged, unpacked
-from ringcomm.parallel.parameter_server.worker import Worker
+from ringcomm.loss_scale import LossScale
+from ringcomm.parallel.parameter_server.keys import (
+    MakeOptimizer,
+    Packing,
+    groups_of_keys,
+    keys_of,
+)
+from ringcomm.parallel.parameter_server.messages import Channel, Options, meet, owned_keys
+from ringcomm.parallel.parameter_server.server import Serving, Shard
+from ringcomm.parallel.parameter_server.state import (
+    ServerOptimizer,
+    check_state,
+    merged,
+    unpacked,
+)
+from ringcomm.parallel.parameter_server.worker import LocalPort, Port, RemotePort, Worker
 
 __all__ = ["ParameterServer"]
 
 
 class ParameterServer:
-    """Trains a model through servers that have its parameters (Li et al. 2014), each some of them.
+    """Trains a model through servers, each of which has some of its parameters (Li et al. 2014).
 
-    A worker pulls what is new, computes gradients, and pushes them:
+    A worker pulls new weights, computes gradients, and pushes them:
 
         with ParameterServer(model, lambda params: torch.optim.SGD(params, lr=0.1)) as server:
             for batch in batches:
@@ -34,45 +45,33 @@ class ParameterServer:
                 server.push()
             server.pull()
 
-    A parameter that requires grad is a key; every key has one server, such that the servers' bytes
-    are about equal. With Phi bytes of keys, a step of a worker sends Phi and is sent Phi, less the
-    keys of a server in its own process, and headers of 32 bytes: one with a push, one each way with
-    a pull, per server.
+    A parameter that requires grad is a key. Every key has one server; the servers have about
+    equally many bytes. With Phi bytes of keys, a worker sends Phi and receives Phi in a step, less
+    the keys of a server in its own process. Each server adds a header of 32 bytes per push, and one
+    in each direction per pull.
 
-    Bounds. With `staleness` s, step t of a worker begins only when update t-1-s is there, and
-    update t is made of the mean of the t-th gradients of all workers: 0 is synchronous training,
-    and a faster worker is at most s steps ahead. With None nobody waits, and every gradient is an
-    update of its own, undivided. A worker that closes is waited for no more, and the means are
-    those of the others.
+    With `staleness` s, update t is the mean of the t-th gradients of all workers, and step t of a
+    worker waits for update t-1-s. So 0 is synchronous training, and a fast worker is at most s
+    steps ahead. With None no worker waits, and every gradient is an update of its own. After a
+    worker has closed, the means are those of the other workers.
 
     Args:
-        model: the parameters, of the same names, shapes and dtypes on all ranks; they and the
-            buffers start from rank 0's. A list of modules: replicas of one model, on several
-            devices perhaps, whose gradients a push sums.
-        make_optimizer: called with parameter groups (a list of dicts, as torch's optimizers take)
-            of the parameters that are updated where it is called; returns a torch optimizer.
+        model: with the same parameter names, shapes and dtypes on all ranks. Parameters and buffers
+            start from rank 0's.
+        make_optimizer: called on servers with parameter groups (a list of dicts, as torch's
+            optimizers take); returns a torch optimizer. Servers keep their weights on the CPU.
         group: None for the default group; of any backend, messages go over ringcomm. Ranks here are
             the group's.
-        servers: "all", or which ranks serve.
+        servers: "all", or the ranks that serve.
         dedicated: servers only serve: they call serve(), and the other ranks are the workers.
         staleness: the bound s, or None.
-        updates_at: "server": workers pull weights. "worker": servers have no optimizer, workers
-            pull mean gradients, every one once, and each makes the updates itself; with staleness
-            None a pull brings the sum of what has come, which keeps workers alike only if their
-            optimizers are linear in the gradient.
-        lockstep: step t gets exactly the weights that update t-1-s has made and none that are
-            newer: delayed SGD, the same bits in each run. Servers keep s+1 versions.
-        schedule: ("pull" or "push", worker) events, in whose order all servers serve: an
-            asynchronous run that can be repeated. Wants staleness=None; see replay().
-        param_groups: as torch's optimizers take them, of the model's own parameters (the first
-            replica's). Default: one of all that require grad.
-        wire_dtype: such as torch.bfloat16: what wider parameters and gradients travel in. Sums and
+        param_groups: as torch's optimizers take them, of the model's own parameters. Default: one
+            of all that require grad.
+        wire_dtype: such as torch.bfloat16: wider parameters and gradients are sent in it. Sums and
             servers' weights keep their own dtype.
         loss_scale: a factor for float16, or "dynamic": each worker has one, from 2**16, halved when
-            its gradient is not finite and doubled after 2000 that are. Gradients travel with it,
-            and servers take it away; an update of which one is not finite changes nothing at any.
-            Wants updates_at="server"; see scale().
-        server_devices: a server spreads its copies over them by bytes.
+            its gradient is not finite and doubled after 2000 finite ones. Servers divide by it. If
+            a gradient of an update is not finite, all servers skip the update. See scale().
 
     Attributes:
         group: a group of its own.
@@ -82,60 +81,83 @@ class ParameterServer:
     Raises:
         TypeError: the model is no module, or make_optimizer makes no optimizer.
         ValueError: an argument is out of range, or ranks disagree. Nothing has been changed.
-        PeerDiedError: a worker or a server has died; its `rank` says which. So from every method.
-        CollectiveTimeoutError: a worker said nothing for the group's timeout; likewise.
+        PeerDiedError: a worker or a server has died; `rank` names it. So from every method.
+        CollectiveTimeoutError: a worker sent nothing for the group's timeout; likewise.
 
     Collective: makes a group, and one broadcast.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module,
         make_optimizer: MakeOptimizer,
         *,
         group: dist.ProcessGroup | None = None,
         servers: Literal["all"] | Sequence[int] = "all",
         dedicated: bool = False,
         staleness: int | None = 0,
-        updates_at: Literal["server", "worker"] = "server",
-        lockstep: bool = False,
-        schedule: Sequence[tuple[str, int]] | None = None,
         param_groups: Iterable[Any] | None = None,
         wire_dtype: torch.dtype | None = None,
         loss_scale: float | Literal["dynamic"] | None = None,
-        server_devices: Sequence[torch.device | str] = ("cpu",),
     ) -> None:
-        parts = Assembly.checked(
-            *(model, make_optimizer, group, param_groups, server_devices),
-            Options.checked(
-                resolve_group(group).size(),
-                *(
-                    servers,
-                    dedicated,
-                    staleness,
-                    updates_at,
-                    lockstep,
-                    schedule,
-                    wire_dtype,
-                    loss_scale,
-                ),
-            ),
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"wants a model, got a {type(model).__name__}")
+        if not callable(make_optimizer):
+            raise TypeError(
+                "make_optimizer makes an optimizer of parameters, such as lambda params:"
+                f" torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
+            )
+        resolved = resolve_group(group)
+        self._options = Options.checked(
+            resolved.size(), servers, dedicated, staleness, wire_dtype, loss_scale
         )
-        self._options, self._keys, self._groups = parts.options, parts.keys, parts.groups
-        self.group = parts.meet()
-        self.servers = list(parts.owned)
+        self._keys = keys_of(model, wire_dtype)
+        self._groups = groups_of_keys(param_groups, model, self._keys)
+        owned = owned_keys(self._keys, self._options.servers)
+        self.group = meet(resolved, model, self._options, self._keys, self._groups)
+        self.servers = list(owned)
         self.keys = {
             server: [self._keys[index].name for index in indices]
-            for server, indices in parts.owned.items()
+            for server, indices in owned.items()
         }
-        self._serving = parts.serving(self.group)
-        self._worker = parts.worker(self.group, self._serving)
-        self._turns = deque(
-            kind for kind, worker in self._options.schedule or () if worker == self.group.rank()
-        )
+        self._serving = self._make_serving(model, make_optimizer, owned)
+        self._worker = self._make_worker(model, owned)
         self._is_closed = False
         if self._worker is not None and self._serving is not None:
             self._serving.start()
+
+    def _make_serving(
+        self, model: nn.Module, make: MakeOptimizer, owned: Mapping[int, Sequence[int]]
+    ) -> Serving | None:
+        rank, workers = self.group.rank(), self._options.workers(self.group.size())
+        if rank not in owned:
+            return None
+        optimizer = ServerOptimizer(
+            make,
+            self._groups,
+            {index: model.get_parameter(self._keys[index].name) for index in owned[rank]},
+            keeps_master=any(key.dtype != key.wire_dtype for key in self._keys),
+        )
+        packing = Packing.of_keys(self._keys[index] for index in owned[rank])
+        is_in_rounds = self._options.staleness is not None
+        shard = Shard(packing, workers, optimizer, is_in_rounds=is_in_rounds)
+        remote = [worker for worker in workers if worker != rank]
+        return Serving(shard, Channel(self.group), packing, remote)
+
+    def _make_worker(self, model: nn.Module, owned: Mapping[int, Sequence[int]]) -> Worker | None:
+        rank = self.group.rank()
+        if rank not in self._options.workers(self.group.size()):
+            return None
+        ports: list[Port] = []
+        for server, indices in owned.items():
+            packing = Packing.of_keys(self._keys[index] for index in indices)
+            if self._serving is not None and server == rank:
+                ports.append(LocalPort(self._serving, rank, self.keys[server], packing))
+            else:
+                ports.append(RemotePort(Channel(self.group), server, self.keys[server], packing))
+        given = self._options.loss_scale
+        scale = None if given is None else LossScale(given)
+        return Worker(model, ports, self._serving, scale)
 
     # ---- what a rank does
 
@@ -151,16 +173,16 @@ class ParameterServer:
             self._serving.run()
 
     def pull(self, *, fresh: bool = False) -> None:
-        """Brings the model up to date; waits as long as the staleness bound says.
+        """Brings the model up to date; waits for the version that the staleness bound requires.
 
         Args:
             fresh: wait for all updates before this step, whatever the bound is: for an evaluation,
-                or behind the last step.
+                or after the last step.
 
         Raises:
-            RuntimeError: this rank is no worker, or has closed; the schedule has another turn.
+            RuntimeError: this rank is no worker, or has closed.
         """
-        worker = self._worker_at("pull")
+        worker = self._checked_worker("pull()")
         staleness = self._options.staleness
         if staleness is None:
             worker.pull(0)
@@ -174,42 +196,21 @@ class ParameterServer:
         return 1.0 if worker is None or worker.scale is None else worker.scale.value
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for backward(); the loss itself where there is none."""
+        """The loss times the loss scale, for backward(); the loss itself if there is none."""
         worker = self._worker
         return loss if worker is None or worker.scale is None else loss * worker.scale.value
 
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
 
-        What several backward passes have accumulated is sent once. A parameter without a gradient
-        has one of zeros, as under DDP.
+        Gradients may be accumulated over several backward passes. A parameter without a gradient
+        counts as one of zeros, as under DDP.
 
         Raises:
             RuntimeError: as from pull().
             ValueError: a gradient is sparse, or the model has other parameters than it had.
         """
-        self._worker_at("push").push()
-
-    def replay(self, compute: Callable[[], Any]) -> None:
-        """Does this worker's events of the schedule: pull(); compute() and push()."""
-        if self._options.schedule is None:
-            raise RuntimeError("there is no schedule: give ParameterServer one")
-        while self._turns:
-            if self._turns[0] == "pull":
-                self.pull()
-            else:
-                compute()
-                self.push()
-
-    def _worker_at(self, kind: str) -> Worker:
-        """Takes this worker's next turn of the schedule."""
-        worker = self._checked_worker(f"{kind}()")
-        if self._options.schedule is not None:
-            turn = self._turns[0] if self._turns else "nothing more"
-            if turn != kind:
-                raise RuntimeError(f"the schedule has {turn} for this worker, not a {kind}()")
-            self._turns.popleft()
-        return worker
+        self._checked_worker("push()").push()
 
     def _checked_worker(self, what: str) -> Worker:
         if self._worker is None:
@@ -229,15 +230,15 @@ class ParameterServer:
 
     @property
     def staleness_histogram(self) -> Counter[int]:
-        """Of each gradient applied by the server in this process: updates since its weights.
+        """Of the gradients that this rank's server has applied: how many were how many updates old.
 
-        Counted by their number; empty where this rank has no keys.
+        Empty if this rank has no keys.
         """
         return Counter() if self._serving is None else Counter(self._serving.shard.staleness)
 
     @property
     def num_skipped_updates(self) -> int:
-        """Updates that the server in this process left out, for gradients that are not finite."""
+        """Updates that this rank's server has skipped, since a gradient was not finite."""
         return 0 if self._serving is None else self._serving.shard.num_skipped
 
     # ---- states
@@ -245,15 +246,14 @@ class ParameterServer:
     def full_state_dict(self) -> dict[str, Any]:
         """The state_dict() that one torch optimizer over all parameters would have, on the CPU.
 
-        Behind a pull() with everything that this worker has pulled. With a wire_dtype a parameter's
-        state also has "master", its value at its server. Not collective; asks the servers.
+        With a wire_dtype a parameter's state also has "master", its value at its server. Load it
+        with load_full_state_dict(), or without masters with torch's optimizer; a plain dict, so
+        torch.distributed.checkpoint saves it as well. Not collective; asks the servers.
 
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
         worker = self._checked_worker("full_state_dict()")
-        if worker.optimizer is not None:
-            return copied(worker.optimizer.state_dict())
         return merged([unpacked(state) for state in worker.states()], self._groups)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -270,11 +270,9 @@ class ParameterServer:
         Collective: a barrier, also of dedicated servers, before they serve().
         """
         check_state(state, self._groups, self._keys)
-        if self._worker is not None and self._worker.optimizer is not None:
-            self._worker.optimizer.load_state_dict(dict(state))
-        elif self._serving is not None and self._serving.shard.optimizer is not None:
-            optimizer = self._serving.shard.optimizer
-            self._serving.call(lambda: optimizer.load_state_dict(state))
+        if self._serving is not None:
+            with self._serving.lock:
+                self._serving.shard.optimizer.load_state_dict(state)
         dist.barrier(self.group)
 
     # ---- the end
@@ -282,7 +280,7 @@ class ParameterServer:
     def close(self) -> None:
         """Ends this rank's part; a second call does nothing.
 
-        The others go on without it. Where this rank works and serves it returns when all workers
+        The other workers continue without it. On a rank that serves, it returns when all workers
         have closed. The model keeps the weights that it has pulled.
         """
         if self._is_closed:
@@ -305,7 +303,7 @@ class ParameterServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """close(); behind an error leaves the group, so that the others do not wait."""
+        """close(); after an error leaves the group, so that the other ranks do not wait."""
         if kind is None:
             self.close()
         elif not self._is_closed:

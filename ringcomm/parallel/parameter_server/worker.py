@@ -1,22 +1,119 @@
-"""What a worker does: gradients to all servers, and what is new from them into its models."""
+"""A worker: its gradients to all servers, and new weights from them into its model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
-from ringcomm.parallel.parameter_server.keys import Key
-from ringcomm.parallel.parameter_server.messages import Header, Kind
-from ringcomm.parallel.parameter_server.ports import Port
-from ringcomm.parallel.parameter_server.replicas import Replicas
-from ringcomm.parallel.parameter_server.serving import Serving
+from ringcomm.parallel.parameter_server.keys import Packing, trainable
+from ringcomm.parallel.parameter_server.messages import Channel, Header, Kind, Tag
+from ringcomm.parallel.parameter_server.server import Serving
 
-__all__ = ["Worker"]
+__all__ = ["LocalPort", "Port", "RemotePort", "Worker"]
+
+
+class Port(ABC):
+    """A worker's connection to one server.
+
+    Attributes:
+        names: the server's keys.
+        version: of the last pull.
+    """
+
+    def __init__(self, names: list[str], packing: Packing) -> None:
+        self.names, self.packing, self.version = names, packing, 0
+
+    @abstractmethod
+    def ask(self, header: Header) -> None:
+        """Sends a request without a gradient; does not wait."""
+
+    @abstractmethod
+    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
+        """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
+
+    @abstractmethod
+    def answer(self) -> tuple[int, Tensor | None]:
+        """Waits for a version, and the message sent with it, if any; valid until the next call."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends the last request, and waits until everything has been sent."""
+
+
+class RemotePort(Port):
+    """To a server in another process."""
+
+    def __init__(self, channel: Channel, server: int, names: list[str], packing: Packing) -> None:
+        super().__init__(names, packing)
+        self._channel, self._server = channel, server
+        self._pushed: Tensor | None = None
+        self._pushing: Any = None
+        self._received: Tensor | None = None  # reused
+
+    @override
+    def ask(self, header: Header) -> None:
+        self._channel.send(self._server, Tag.REQUEST, header)
+
+    @override
+    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
+        self._flush()
+        self._pushed = self.packing.pack(gradient, self._pushed)
+        self._channel.send(self._server, Tag.REQUEST, header)
+        self._pushing = self._channel.send(self._server, Tag.GRADIENT, self._pushed)
+
+    def _flush(self) -> None:
+        """Afterwards the buffer of the last push is free."""
+        pushing, self._pushing = self._pushing, None
+        if pushing is not None:
+            pushing.wait()
+
+    @override
+    def answer(self) -> tuple[int, Tensor | None]:
+        header = self._channel.receive_header(self._server, Tag.ANSWER)
+        if not header.num_bytes:
+            return header.version, None
+        buffer = self._received
+        if buffer is None or buffer.numel() != header.num_bytes:
+            buffer = self._received = torch.empty(header.num_bytes, dtype=torch.uint8)
+        return header.version, self._channel.receive(self._server, Tag.ANSWERED, buffer)
+
+    @override
+    def close(self) -> None:
+        self._flush()
+        self._channel.send(self._server, Tag.REQUEST, Header(Kind.CLOSE)).wait()
+
+
+class LocalPort(Port):
+    """To the server in this process: nothing is sent, but values are rounded as if they were."""
+
+    def __init__(self, serving: Serving, rank: int, names: list[str], packing: Packing) -> None:
+        super().__init__(names, packing)
+        self._serving, self._rank = serving, rank
+
+    @override
+    def ask(self, header: Header) -> None:
+        self._serving.submit(self._rank, header)
+
+    @override
+    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
+        self._serving.submit(self._rank, header, self.packing.pack(gradient))
+
+    @override
+    def answer(self) -> tuple[int, Tensor | None]:
+        header, message = self._serving.next_answer()
+        return header.version, message
+
+    @override
+    def close(self) -> None:
+        self.ask(Header(Kind.CLOSE))
 
 
 class Worker:
@@ -24,66 +121,74 @@ class Worker:
 
     Args:
         ports: to every server with keys.
-        optimizer: of the first replica's parameters, where workers make the updates; else None.
-        serving: the server of this rank, whose own errors are raised here.
+        serving: the server in this process, if there is one; its own errors are raised here.
         scale: of the loss, if there is one.
 
     Attributes:
-        num_pushes: steps that are over.
+        num_pushes: completed steps.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         ports: Sequence[Port],
-        replicas: Replicas,
-        keys: Sequence[Key],
-        optimizer: torch.optim.Optimizer | None,
         serving: Serving | None,
         scale: LossScale | None,
     ) -> None:
         self.num_pushes = 0
         self.scale = scale
-        self.optimizer = optimizer
-        self._ports, self._replicas, self._serving = ports, replicas, serving
-        self._names = [[keys[index].name for index in port.key_indices] for port in ports]
+        self._model, self._params = model, trainable(model)
+        self._ports, self._serving = ports, serving
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, of every key."""
+        """The number of updates that the weights of every key have had."""
         return min(port.version for port in self._ports)
 
     def pull(self, wanted: int) -> None:
-        """Waits for a version, at least, and takes it."""
+        """Waits for a version, at least, and copies it into the model."""
         with self._own_error_first():
             for port in self._ports:
                 port.ask(Header(Kind.PULL, max(0, wanted), port.version))
-            versions = [port.begin_answer().version for port in self._ports]
-            updates: dict[int, dict[str, Tensor]] = {}
-            for port, version, names in zip(self._ports, versions, self._names, strict=True):
-                for place, buffer in enumerate(port.end_answer()):
-                    values = zip(names, port.packing.views(buffer), strict=True)
-                    updates.setdefault(port.version + place, {}).update(values)
+            answers = [port.answer() for port in self._ports]
+        with torch.no_grad():
+            for port, (version, message) in zip(self._ports, answers, strict=True):
+                if message is not None:
+                    values = port.packing.views(message)
+                    for name, value in zip(port.names, values, strict=True):
+                        self._params[name].copy_(value)
                 port.version = version
-        for _, values_by_name in sorted(updates.items()):
-            if self.optimizer is None:
-                self._replicas.write(values_by_name)
-            else:
-                self._replicas.step(self.optimizer, values_by_name)
 
     def push(self) -> None:
         """Sends the gradients, and clears them."""
-        self._replicas.check_unchanged()
-        gradients = self._replicas.gradients()
+        self._check_unchanged()
+        gradients = {name: param.grad for name, param in self._params.items()}
+        for name, gradient in gradients.items():
+            if gradient is not None and gradient.is_sparse:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and a parameter server sends dense"
+                    " ones: give the embedding sparse=False"
+                )
         factor = self._factor_of(gradients)
         with self._own_error_first():
-            for port, names in zip(self._ports, self._names, strict=True):
+            for port in self._ports:
                 header = Header.push(port.version, factor)
-                port.push(header, [gradients[name] for name in names])
-        self._replicas.clear_gradients()
+                port.push(header, [gradients[name] for name in port.names])
+        for param in self._params.values():
+            param.grad = None
         self.num_pushes += 1
 
+    def _check_unchanged(self) -> None:
+        found = trainable(self._model)
+        for name in self._params.keys() | found.keys():
+            if found.get(name) is not self._params.get(name):
+                raise ValueError(
+                    f"{name} was added, replaced, frozen or thawed after the ParameterServer was"
+                    " made: close() it, and make another one of the changed model"
+                )
+
     def _factor_of(self, gradients: Mapping[str, Tensor | None]) -> float:
-        """What takes the loss scale away again; 0 where a gradient is not finite."""
+        """The inverse of the loss scale; 0 if a gradient is not finite."""
         if self.scale is None:
             return 1.0
         factor = 1 / self.scale.value
@@ -97,12 +202,11 @@ class Worker:
         with self._own_error_first():
             for port in self._ports:
                 port.ask(Header(Kind.STATE))
-            for port in self._ports:
-                port.begin_answer()
-            return [port.end_answer()[0] for port in self._ports]
+            messages = [port.answer()[1] for port in self._ports]
+        return [message for message in messages if message is not None]
 
     def close(self) -> None:
-        """Says so to the servers; waits for the one of this rank, which waits for all workers."""
+        """Tells the servers; waits for the one of this rank, which waits for all workers."""
         with self._own_error_first():
             for port in self._ports:
                 port.close()
@@ -111,7 +215,7 @@ class Worker:
 
     @contextmanager
     def _own_error_first(self) -> Iterator[None]:
-        """The cause, where this rank's server has ended the group."""
+        """Raises the cause if this rank's server has ended the group."""
         try:
             yield
         except RingcommError:

@@ -1,11 +1,12 @@
 """Pipeline parallelism: stages of a model on several ranks, micro-batches through all of them."""
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.parallel.pipeline.blocks import cut
-from ringcomm.parallel.pipeline.drawing import draw
 from ringcomm.parallel.pipeline.pipeline import Pipeline
 from ringcomm.parallel.pipeline.schedules import SCHEDULES, Plan, Work
-from ringcomm.parallel.pipeline.simulation import simulate
-from ringcomm.parallel.pipeline.timeline import Action, Timeline
+from ringcomm.parallel.pipeline.timeline import Action, Timeline, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -15,6 +16,8 @@ __all__ = [
     "Timeline",
     "Work",
     "cut",
-    "draw",
     "simulate",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

@@ -1,5 +1,8 @@
 """Tensor parallelism: what modules of ringcomm.nn and a model's own code communicate with."""
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
@@ -26,3 +29,6 @@ __all__ = [
     "summed_over",
     "whole_of",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

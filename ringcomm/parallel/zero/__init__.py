@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
-from ringcomm.parallel.zero.explain import Explanation, explain
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
 from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.zero.infinity import ZeroInfinity
@@ -23,7 +24,6 @@ from ringcomm.parallel.zero.stage3 import Zero3
 from ringcomm.parallel.zero.statistics import Statistics
 
 __all__ = [
-    "Explanation",
     "Memory",
     "Statistics",
     "Zero3",
@@ -31,13 +31,15 @@ __all__ = [
     "ZeroInfinity",
     "ZeroOptimizer",
     "ZeroSGD",
-    "explain",
     "full_state_dict",
     "load_full_state_dict",
     "predict_memory",
     "predict_traffic",
     "shard",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)
 
 
 def shard(

@@ -18,7 +18,6 @@ from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
-from ringcomm.parallel.offload.tiled_linear import tiles_of
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.weight_shards import WeightShards
 from ringcomm.parallel.zero.gradient_hooks import GradientHooks
@@ -65,9 +64,7 @@ class ZeroInfinity(ZeroOptimizer):
             raise
         self._home = WeightHome(self._tier, is_filled=options.resume)
         found = list(default_units(model) if units is None else units)
-        self._weights = WeightShards(
-            model, group, units=[*found, *tiles_of(model)], home=self._home
-        )
+        self._weights = WeightShards(model, group, units=found, home=self._home)
         self._operands = FetchedOperands(self._home, self._tier, self._grads)
         self._shard_of = {
             param: self._weights.shard_of(param)

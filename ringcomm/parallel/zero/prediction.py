@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.model_units import default_units, params_of_units
-from ringcomm.parallel.offload.tiled_linear import tiles_of
 from ringcomm.parallel.sharded_unit import PACKED_BYTES
 from ringcomm.parallel.zero.bucket_plan import peak_elems, plan_buckets
 from ringcomm.parallel.zero.inner import is_offloaded
@@ -228,8 +227,8 @@ def _memory_of_infinity(
     options: ShardOptions,
 ) -> Memory:
     resident = gradients = root = buffers = 0
-    found = list(default_units(model) if units is None else units)
-    for module, params in params_of_units(model, [*found, *tiles_of(model)]):
+    found = default_units(model) if units is None else units
+    for module, params in params_of_units(model, found):
         whole = shards = largest = 0
         for param in params:
             begin, end = shard_range(param.numel(), world_size, rank)

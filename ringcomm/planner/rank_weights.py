@@ -1,6 +1,7 @@
-"""Weights, gradients and states of a rank, and what it sends of them, by ringcomm.parallel.zero.
+"""The weights of one rank: what it keeps of them, their gradients and states, and sends.
 
-The predictions of zero take a model: here it is one of parameters alone, on the meta device.
+The formulas are those of ringcomm.parallel.zero, which takes a model: here it is one of parameters
+alone, on the meta device.
 """
 
 from __future__ import annotations
@@ -8,14 +9,130 @@ from __future__ import annotations
 import operator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from ringcomm.planner.job import Job
-from ringcomm.planner.rank_part import RankPart, Shapes
-from ringcomm.planner.ring_bytes import ring_elems
-from ringcomm.planner.systems import System
+from ringcomm.planner.mesh import Mesh, System
+from ringcomm.planner.models import ModelShape, Unit, Weight
 
-__all__ = ["Kept", "kept_by", "kept_bytes", "sent_of_weights"]
+__all__ = [
+    "Kept",
+    "RankPart",
+    "kept_by",
+    "kept_bytes",
+    "layers_of",
+    "rank_part",
+    "ring_elems",
+    "sent_of_weights",
+]
+
+
+def ring_elems(num_elems: int, num_ranks: int) -> int:
+    """Elements that rank 0 sends in an all_reduce: 2 (N - 1) / N of them where N divides.
+
+    Of both halves all chunks go on but its own and its neighbour's; the first ones are longer by
+    an element where N does not divide (ringcomm.ops.shard_range).
+    """
+    base, num_longer = divmod(num_elems, num_ranks)
+    stay = 2 * base + min(num_longer, 2) if num_ranks > 1 else 2 * num_elems
+    return 2 * num_elems - stay
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Shapes of the weights of a rank, or of those that one group of ranks has alike.
+
+    Attributes:
+        before: in front of the layers.
+        layer: of one layer.
+        num_layers: how many there are.
+        after: behind them.
+    """
+
+    before: Shapes
+    layer: Shapes
+    num_layers: int
+    after: Shapes
+
+    @property
+    def num_elems(self) -> int:
+        """Of all."""
+        return (
+            sum(map(prod, self.before))
+            + self.num_layers * sum(map(prod, self.layer))
+            + sum(map(prod, self.after))
+        )
+
+    @property
+    def largest_elems(self) -> int:
+        """Of the largest weight."""
+        return max((prod(s) for s in (*self.before, *self.layer, *self.after)), default=0)
+
+
+def layers_of(num_layers: int, num_stages: int, stage: int) -> int:
+    """A stage's number of layers; they differ by one, the first ones have more."""
+    return num_layers // num_stages + (stage < num_layers % num_stages)
+
+
+def rank_part(
+    shape: ModelShape, mesh: Mesh, stage: int, head_stage: int
+) -> tuple[RankPart, RankPart]:
+    """The weights of the first rank of a pipeline's stage: those of its data group, and experts.
+
+    Args:
+        shape: of the model.
+        mesh: that mesh_fault() has nothing against.
+        stage: of the pipeline.
+        head_stage: the one that has the model's end.
+    """
+    num_layers = layers_of(shape.layers, mesh.pp, stage)
+    is_last = stage == head_stage
+    before = [shape.embedding] if stage == 0 else []
+    after = [shape.head] if is_last else []
+    # A head that is the embedding is on both ends of a pipeline.
+    if shape.tied and is_last and stage != 0:
+        after.append(Unit("embedding", shape.embedding.weights[:1]))
+
+    def shapes(units: list[Unit], *, experts: bool) -> Shapes:
+        return tuple(
+            _cut(weight, shape, mesh)
+            for unit in units
+            for weight in unit.weights
+            if weight.is_expert == experts
+        )
+
+    dense, expert = (
+        RankPart(
+            shapes(before, experts=is_expert),
+            shapes([shape.layer], experts=is_expert),
+            num_layers,
+            shapes(after, experts=is_expert),
+        )
+        for is_expert in (False, True)
+    )
+    return dense, expert
+
+
+def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:
+    """A weight's shape on the first rank of a tensor-parallel group."""
+    sizes = list(weight.shape)
+    if weight.is_expert:
+        sizes[0] //= mesh.ep
+    if mesh.tp > 1 and weight.split is not None:
+        if weight.split == "kv_heads":
+            sizes[0] = max(1, shape.kv_heads // mesh.tp) * shape.head_dim
+        elif weight.split == "heads":
+            sizes[0] //= mesh.tp
+        else:
+            dim = weight.is_expert + (weight.split == "columns")
+            sizes[dim] = -(-sizes[dim] // mesh.tp)
+    # Experts one below the other, as matrices of their own are: shards are of whole rows.
+    return (sizes[0] * sizes[1], sizes[2]) if weight.is_expert else tuple(sizes)
+
 
 CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
 NUM_CHUNKS = 3  # one comes, one is at work, one goes

@@ -1,0 +1,80 @@
+"""Public names that are gone, and what to use instead. Each entry stays for one version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+__all__ = ["getattr_of"]
+
+_SNAPSHOT = "it was removed; torch.cuda.memory._record_memory_history() records allocations"
+_CUDA_STATS = "it was removed; use torch.cuda.memory_stats()"
+
+_MEM_TRACKER = (
+    "it was removed; torch.distributed._tools.mem_tracker.MemTracker measures a step, see"
+    " docs/design/optim.md"
+)
+_CLIP_MODE = (
+    'it was removed; take clip_mode="deferred", and "two_pass" if max_held_bytes is exceeded'
+)
+
+_EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
+
+_EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
+
+_GONE = {
+    "ringcomm": {
+        "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
+    },
+    "ringcomm.ops": {name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
+    "ringcomm.parallel.tensor": {
+        "enter": "it is copy_to_tp now",
+        "join": "it is gather_from_tp now",
+        "leave": "it is reduce_from_tp now",
+        "sum_gradients": "it is all_reduce_grad_ now",
+    },
+    "ringcomm.integrations.transformers": {"apply": "it is patch_loss now"},
+    "ringcomm.optim": {
+        "ClipProposal": _CLIP_MODE,
+        "MemoryReport": _MEM_TRACKER,
+        "memory_report": _MEM_TRACKER,
+        "propose_clip_mode": _CLIP_MODE,
+    },
+    "ringcomm.parallel.activations": {
+        "Allocation": _SNAPSHOT,
+        "DeviceFragmentation": _CUDA_STATS,
+        "Replay": _SNAPSHOT,
+        "device_fragmentation": _CUDA_STATS,
+        "predict_saved_bytes": "it was removed; a checkpointed transformer saves"
+        " num_layers * batch * seq * hidden * dtype.itemsize bytes",
+        "record_allocations": _SNAPSHOT,
+        "replay": _SNAPSHOT,
+    },
+    "ringcomm.parallel.pipeline": {
+        "draw": "it was removed; use timeline.export_chrome_trace(path), and"
+        " torch.distributed.pipelining._schedule_visualizer for a schedule",
+    },
+    "ringcomm.parallel.zero": {
+        "Explanation": _EXPLAIN,
+        "explain": _EXPLAIN,
+    },
+    "ringcomm.parallel.offload": {
+        "checkpoint_intensity": _EFFICIENCY,
+        "efficiency": _EFFICIENCY,
+        "optimizer_intensity": _EFFICIENCY,
+        "weight_intensity": _EFFICIENCY,
+        "TiledLinear": "it was removed; write a layer larger than memory as several nn.Linear,"
+        " each of which is a unit of zero.shard(units=...)",
+    },
+}
+
+
+def getattr_of(module: str) -> Callable[[str], NoReturn]:
+    """A module's __getattr__: AttributeError, which for a removed name says what to use."""
+
+    def module_getattr(name: str) -> NoReturn:
+        message = f"module {module!r} has no attribute {name!r}"
+        instead = _GONE.get(module, {}).get(name)
+        raise AttributeError(f"{message}: {instead}" if instead else message)
+
+    return module_getattr

@@ -1,0 +1,250 @@
+"""A server: gradients of workers become updates of its keys, one request after the other."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringcomm.errors import RingcommError
+from ringcomm.parallel.parameter_server.keys import Packing
+from ringcomm.parallel.parameter_server.messages import Channel, Header, Kind, Request, Tag
+from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
+
+__all__ = ["Serving", "Shard"]
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A pushed gradient.
+
+    Attributes:
+        version: of the weights that it was computed with.
+        factor: to multiply it by; 0 if it is not finite.
+        tensors: by key of this server, in wire dtypes.
+    """
+
+    version: int
+    factor: float
+    tensors: list[Tensor]
+
+
+class Shard:
+    """The keys of one server; used by one thread at a time.
+
+    Args:
+        is_in_rounds: update t is the mean of the t-th gradients of all workers that have not
+            closed before; otherwise every gradient is an update.
+
+    Attributes:
+        version: the number of updates so far.
+        num_skipped: updates without effect, since a gradient was not finite.
+        staleness: how many gradients were applied how many versions after their own.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        workers: Sequence[int],
+        optimizer: ServerOptimizer,
+        *,
+        is_in_rounds: bool,
+    ) -> None:
+        self.version = self.num_skipped = 0
+        self.staleness: Counter[int] = Counter()
+        self.optimizer = optimizer
+        self._packing = packing
+        self._is_in_rounds = is_in_rounds
+        self._present = set(workers)
+        self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
+        self._held: list[Request] = []  # pulls of versions that are not there yet
+        self._packed: Tensor | None = None  # this version's weights, once somebody pulls them
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all workers have closed."""
+        return not self._present
+
+    def take(self, request: Request) -> None:
+        """Serves a request, or keeps a pull until its version is there."""
+        kind = request.header.kind
+        if kind == Kind.STATE:
+            state = packed(self.optimizer.state_dict())
+            request.answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            return
+        if kind == Kind.PULL:
+            self._held.append(request)
+        elif kind == Kind.PUSH and request.gradient is not None:
+            header, tensors = request.header, self._packing.views(request.gradient)
+            gradient = _Gradient(header.has_version, header.factor, tensors)
+            self._queues[request.worker].append(gradient)
+        elif kind == Kind.CLOSE:
+            self._present.discard(request.worker)
+        while gradients := self._next_update():
+            self._update(gradients)
+        self._answer_held()
+
+    def _next_update(self) -> list[_Gradient]:
+        """Its gradients in the order of workers; empty while one is missing."""
+        if self._is_in_rounds and any(not self._queues[worker] for worker in self._present):
+            return []
+        return [queue.popleft() for queue in self._queues.values() if queue]
+
+    def _update(self, gradients: Sequence[_Gradient]) -> None:
+        # All servers get the same factors, and skip the same updates.
+        if all(gradient.factor for gradient in gradients):
+            for gradient in gradients:
+                self.staleness[self.version - gradient.version] += 1
+            self.optimizer.step(_mean_of(gradients))
+        else:
+            self.num_skipped += 1
+        self.version += 1
+        self._packed = None
+
+    def _answer_held(self) -> None:
+        held, self._held = self._held, []
+        for request in held:
+            if request.header.version > self.version:
+                self._held.append(request)
+            elif request.header.has_version == self.version:
+                request.answer(Header(Kind.ANSWER, self.version), None)
+            else:
+                if self._packed is None:
+                    self._packed = self._packing.pack(self.optimizer.weights)
+                header = Header(Kind.ANSWER, self.version, num_bytes=self._packed.numel())
+                request.answer(header, self._packed)
+
+
+def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
+    """By key, summed in the order given, 16-bit ones in float32, and divided by their number."""
+    if len(gradients) == 1 and gradients[0].factor == 1:
+        return gradients[0].tensors
+    means = []
+    for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
+        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+        total.mul_(gradients[0].factor)
+        for part, gradient in zip(parts[1:], gradients[1:], strict=True):
+            total.add_(part, alpha=gradient.factor)
+        means.append(total.div_(len(gradients)))
+    return means
+
+
+class Serving:
+    """The loop of a server: runs a shard until all workers have closed.
+
+    A receive of a header is always pending from every worker: its completion wakes the loop, and
+    its failure reports the worker's death. Requests of the worker in this process come into the
+    same inbox.
+
+    Attributes:
+        lock: held while a request is served.
+    """
+
+    def __init__(
+        self, shard: Shard, channel: Channel, packing: Packing, remote_workers: Sequence[int]
+    ) -> None:
+        self.shard = shard
+        self.lock = threading.Lock()
+        self._channel = channel
+        self._packing = packing
+        self._remote_workers = remote_workers
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()  # for this process, or the loop's error
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Runs the loop in a thread."""
+        self._thread = threading.Thread(target=self._run_in_thread, name="ringcomm-ps", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until all workers have closed; raises the error that has ended the loop."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def raise_cause(self) -> None:
+        """Raises the error that has ended the loop, unless it is a failure of the group."""
+        if self._error is not None and not isinstance(self._error, RingcommError):
+            raise self._error
+
+    def run(self) -> None:
+        """The loop. An error in it ends the group, so that no rank waits for this one."""
+        if self.shard.is_done:
+            return
+        try:
+            for worker in self._remote_workers:
+                self._listen(worker)
+            while not self.shard.is_done:
+                task = self._inbox.get()
+                with self.lock:
+                    task()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, RingcommError):
+                self._channel.abort()
+            self._answers.put(error)
+            raise
+
+    def _run_in_thread(self) -> None:
+        try:
+            self.run()
+        except BaseException:
+            return  # join() and the worker of this process raise it
+
+    # ---- the worker of this process
+
+    def submit(self, worker: int, header: Header, gradient: Tensor | None = None) -> None:
+        """Puts a request into the inbox; raises the error that has ended the loop."""
+        if self._error is not None:
+            raise self._error
+
+        def answer(header: Header, message: Tensor | None) -> None:
+            self._answers.put((header, message))
+
+        request = Request(worker, header, answer, gradient)
+        self._inbox.put(lambda: self.shard.take(request))
+
+    def next_answer(self) -> tuple[Header, Tensor | None]:
+        """Waits for one to this process; raises the error that has ended the loop."""
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            self._answers.put(answer)  # for the next call
+            raise answer
+        header, message = answer
+        return header, message
+
+    # ---- the others
+
+    def _listen(self, worker: int) -> None:
+        words = torch.empty(4, dtype=torch.int64)
+        work = self._channel.start_receive(worker, Tag.REQUEST, words)
+
+        def arrived(future: torch.futures.Future[Any]) -> None:
+            self._inbox.put(lambda: self._take(worker, words, future))
+
+        work.get_future().then(arrived)
+
+    def _take(self, worker: int, words: Tensor, future: torch.futures.Future[Any]) -> None:
+        future.value()  # raises if the receive has failed
+        header = Header.decode(words)
+        gradient = None
+        if header.kind == Kind.PUSH:
+            gradient = self._channel.receive(worker, Tag.GRADIENT, self._packing.new_buffer())
+        if header.kind != Kind.CLOSE:
+            self._listen(worker)
+
+        def answer(header: Header, message: Tensor | None) -> None:
+            self._channel.send(worker, Tag.ANSWER, header)
+            if message is not None:
+                self._channel.send(worker, Tag.ANSWERED, message)
+
+        self.shard.take(Request(worker, header, answer, gradient))
