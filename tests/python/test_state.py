@@ -258,7 +258,7 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written() -> Non
         "mlp.up_proj.weight is (63, 48) in the state, and (64, 48) here",
         "the state lacks ['model.layers.0.mlp.up_proj.weight'] and has []",
         "the state lacks [] and has ['stranger'] besides",
-        "the state has parameter groups of 1, and the optimizer of 2",
+        "the state has parameter groups of [30], and the optimizer of [30, 9]",
         "the state lacks",
     ]
     for found in run_ranks(4, refused):
