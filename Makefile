@@ -10,7 +10,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help train build test test-cpp test-deaths test-tsan test-asan test-checker test-python \
+.PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging \
         bench clean distclean check-python
 
@@ -25,7 +25,10 @@ build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
 test: CPP += ARGS=
-test: build test-cpp test-tsan test-asan test-checker test-emulator test-python  ## all tests (ARGS to those in Python)
+test: build test-cpp test-python  ## C++ and Python tests (ARGS to those in Python)
+
+test-all:  ## everything, and the record of it in tests/verified.txt
+	@"$(ROOT)/.ci/run" --all
 
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
