@@ -20,17 +20,14 @@ from typing import Any
 import harness  # before torch: it sets the number of threads
 
 # isort: on
+from report import Report, comparison, read_records
 from training.cli import make_parser
 from training.launch import EXIT_CHECK_FAILED
 from training.model import PRESETS
 from training.options import RACE_TOKENS
 
-from ringcomm.bench.exit_codes import EXIT_OK
-from ringcomm.bench.records import read_records
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import as_option, comparison, words
+from ringcomm.measure.ranks import EXIT_OK, run_main
+from ringcomm.measure.screen import as_option, table_of, words
 
 # The 20 steps that the job replays over the other backend and in one process, and one more.
 LEARN_STEPS = 21

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import floor
 import pytest
 
-from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.measure.ranks import EXIT_OK
 
 
 def test_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
