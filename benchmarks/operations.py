@@ -30,7 +30,7 @@ from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 BARRIER_STAGGER_S = 0.005
 
 
-def _verify_barrier(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
+def _verify_barrier(call: Callable[[], object], buffers: Buffers, team: Team) -> int:
     """1 on a rank that left before the last one came, which comes milliseconds late."""
     team.share(None)
     time.sleep(BARRIER_STAGGER_S * (team.world_size - team.rank))

@@ -113,7 +113,12 @@ def check_install(wheel: Path, folder: Path) -> None:
     (Path(site) / "torch_of_the_caller.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
     run(python, "-c", GROUP_PROGRAM, str(folder / "store"), cwd=folder)
     run(python, "-c", IMPORT_PROGRAM, cwd=folder)
-    run(str(folder / "env" / "bin" / "ringcomm"), "doctor", "--json", "--seconds", "0", cwd=folder)
+    command = str(folder / "env" / "bin" / "ringcomm")
+    run(command, "doctor", "--json", "--seconds", "0", cwd=folder)
+    bench = [command, "bench", "all_reduce"]
+    done = subprocess.run(bench, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 2 or "not in an installed wheel" not in done.stderr:
+        sys.exit(f"packaging: ringcomm bench ends with {done.returncode}: {done.stderr}")
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Operation:
 
     setup: Callable[[Place], Buffers]
     call: Callable[[Buffers, dist.ProcessGroup], None]
-    verify: Callable[[Callable[[], None], Buffers, Team], int]
+    verify: Callable[[Callable[[], object], Buffers, Team], int]
     bus_factor: Callable[[int], float]
     own_calls: Mapping[str, Callable[[Buffers, Any], None]] = field(default_factory=dict)
     is_divided: bool = False
@@ -139,7 +139,7 @@ def _indices(buffer: torch.Tensor) -> Iterator[tuple[slice, Index]]:
 def verify_elements(expected: Callable[[Index, Place], torch.Tensor]) -> Callable[..., int]:
     """A verify for data: ``expected`` gives the output's integers at the given positions."""
 
-    def verify(call: Callable[[], None], buffers: Buffers, team: Team) -> int:
+    def verify(call: Callable[[], object], buffers: Buffers, team: Team) -> int:
         place = buffers.place
         buffers.output.fill_(UNTOUCHED)
         for piece, index in _indices(buffers.input):

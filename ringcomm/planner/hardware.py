@@ -11,8 +11,8 @@ Sources, of dense products without sparsity and of one direction of a link:
 - cpu-core: a core with AVX2 at 3 GHz, two products and sums of eight floats per cycle; what its
   neighbours reach through shared memory. `ringcomm tune` measures the machine at hand.
 
-Payload gets the share of a link's line rate that NCCL counts on, and a hop has the latency of NCCL's
-tuner for its Simple protocol; the constants below name the source of each.
+Payload gets the share of a link's line rate that NCCL counts on. A hop has the latency of NCCL's
+tuner for its Simple protocol. The constants below name the source of each.
 Utilisation is what published trainings reach of the peak (Narayanan et al. 2021, arXiv 2104.04473:
 44 to 52 % of A100s; Grattafiori et al. 2024, arXiv 2407.21783: 38 to 43 % of H100s).
 """
