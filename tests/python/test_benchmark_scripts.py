@@ -41,6 +41,20 @@ def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) ->
     ]
 
 
+def test_floor(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "floor", "--worlds", "2", "--sizes", "1024,400000")
+    found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
+    assert found == [
+        (1024, "floor", None),
+        (1024, "staged", "one_shot"),
+        (1024, "shared", "one_shot"),  # too small to be worth it
+        (400000, "floor", None),
+        (400000, "staged", "two_shot"),
+        (400000, "shared", "direct"),
+    ]
+    assert [record["ratio"] is None for record in records] == [True, False, False] * 2
+
+
 def test_footprint(tmp_path: Path) -> None:
     records = records_of(tmp_path, "footprint", "--world", "2", "--groups", "3")
     values = {(r["quantity"], r["backend"]): r["value"] for r in records}
