@@ -84,7 +84,7 @@ compat: check-python  ## compile the bindings against torch 2.11 and the newest
 	@$(PREPARE) --no-torch -- tools/compat.py $(ARGS)
 
 packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
-	@$(PREPARE) --extension -- tools/check_packaging.py
+	@$(PREPARE) --need train --extension -- tools/check_packaging.py
 
 bench: check-python  ## all records, tables and plots (ARGS="--only floor --seconds 1")
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)

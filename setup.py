@@ -147,7 +147,7 @@ def main() -> None:
     setuptools.setup(
         packages=names,
         package_dir=folders,
-        package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.bench": ["*.c"]},
+        package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.measure": ["*.c"]},
         py_modules=["_ringcomm_autoload"],
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],

@@ -24,19 +24,20 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from ringcomm.bench.algorithms import ALGORITHMS, open_bench
-from ringcomm.bench.operations import OPERATIONS
-from ringcomm.bench.point import Bench, algorithms_used, make_buffers, measure_point, num_calls
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import state_of, table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import (
+from groups import run_ranks
+from operations import OPERATIONS
+from point import Bench, make_bench, make_buffers, measure_point
+from report import Report, comparison, state_of
+
+from ringcomm.measure.algorithms import ALGORITHMS, open_algorithms
+from ringcomm.measure.operations import algorithms_used, num_calls
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import (
     as_option,
     byte_count,
     byte_counts,
-    comparison,
     microseconds,
+    table_of,
     whole_numbers,
 )
 
@@ -68,7 +69,8 @@ def changes(bench: Bench, op: str, sizes: list[int]) -> list[dict[str, Any]]:
 
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports each size's records to the parent."""
-    bench = open_bench(team, list(ALGORITHMS))
+    groups = open_algorithms(team, list(ALGORITHMS))
+    bench = make_bench(team, groups, torch.device("cpu"))
     common: dict[str, Any] = {"world_size": team.world_size}
     common["changes"] = [change for op in OPS for change in changes(bench, op, options.sizes)]
     measure = partial(measure_point, bench, OPS[1], dtype=torch.float32)

@@ -28,19 +28,18 @@ import harness  # before torch: it sets the number of threads
 import torch
 
 # isort: on
+from device_point import EventContender, align
+from groups import run_ranks
+from placement import Placement, count_devices, facts
+from report import Report, comparison, records_of
 from torch import Tensor
 from torch.nn import functional
 
 from ringcomm import ops
-from ringcomm.bench.device_clock import EventContender, align
-from ringcomm.bench.interleave import Contender, measure, records_of
-from ringcomm.bench.placement import Placement, count_devices, facts
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import as_option, comparison, microseconds, words
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import as_option, microseconds, table_of, words
+from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.weather import WeatherWatch
 
 LR = 1e-4
 Ways = dict[str, Callable[[], object]]

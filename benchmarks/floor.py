@@ -23,15 +23,15 @@ import torch.distributed as dist
 
 # isort: on
 
+from groups import labelled, open_groups, run_ranks
+from report import Report, inverse, records_of, share_range, state_of
+
 import ringcomm
-from ringcomm.bench.interleave import Contender, labelled, measure, open_groups, records_of
-from ringcomm.bench.point import algorithms_used, num_calls
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import state_of, table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import byte_count, inverse, microseconds, share_range, whole_numbers
+from ringcomm.measure.operations import algorithms_used, num_calls
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import byte_count, microseconds, table_of, whole_numbers
+from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.weather import WeatherWatch
 
 FLOOR = "floor"
 VARIANTS = ("staged", "shared")

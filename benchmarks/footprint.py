@@ -27,15 +27,14 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from ringcomm.bench.interleave import labelled, open_default_group, open_groups
-from ringcomm.bench.memory import KIB, mapped_memory
-from ringcomm.bench.quantiles import median
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import amount, as_option, byte_count, words
+from groups import labelled, open_groups, run_ranks
+from report import Report, amount
+
+from ringcomm.measure.machine import mapped_memory
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import as_option, byte_count, table_of, words
+from ringcomm.measure.timing import median, open_default_group
+from ringcomm.measure.weather import WeatherWatch
 
 SMALL_BYTES = 1024
 # Touches whatever a group touches: each algorithm of all_reduce, and messages.
@@ -54,7 +53,7 @@ def counts() -> list[int]:
     resident = re.search(r"^Rss:\s+(\d+) kB", (PROC / "smaps_rollup").read_text(), re.M)
     assert resident is not None
     folders = (os.listdir(PROC / name) for name in ("fd", "task"))
-    return [int(resident[1]) * KIB, *map(len, folders)]
+    return [int(resident[1]) << 10, *map(len, folders)]
 
 
 def run_idle(team: Team, options: argparse.Namespace, backend: str) -> None:

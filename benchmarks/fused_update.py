@@ -34,20 +34,27 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from device_point import EventContender, align
+from groups import labelled, open_groups, run_ranks
+from mps import Mps, find_control
+from placement import (
+    LAYOUTS,
+    Placement,
+    count_devices,
+    facts,
+    measure_speeds,
+    nccl_variables,
+    nccl_version,
+    preload,
+    why_nccl_cannot,
+)
+from report import Report, comparison, records_of
 from update_ways import OPTIMIZERS, Way, count_wrong, floor_bytes, keeps_master, torch_optimizer
 
-from ringcomm.bench.device_clock import EventContender, align
-from ringcomm.bench.device_floor import measure_speeds
-from ringcomm.bench.interleave import Contender, labelled, measure, open_groups, records_of
-from ringcomm.bench.mps import Mps, find_control
-from ringcomm.bench.nccl import nccl_variables, nccl_version, preload, why_nccl_cannot
-from ringcomm.bench.placement import LAYOUTS, Placement, count_devices, facts
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import byte_count, comparison, microseconds, whole_numbers
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import byte_count, microseconds, table_of, whole_numbers
+from ringcomm.measure.timing import Contender, measure
+from ringcomm.measure.weather import WeatherWatch
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 DTYPES = ("float32", "bfloat16")

@@ -1,7 +1,7 @@
 """Where the scripts' records go, their options, and what must happen before they import torch.
 
 Import this before torch and ``training``, the main job's package, which it puts on the path: it
-allows one thread per rank. How they measure stands in ``ringcomm.bench``.
+allows one thread per rank. How they measure is in ``ringcomm.measure``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from pathlib import Path
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from ringcomm.bench.machine import RECORDS_FOLDER  # noqa: E402
-from ringcomm.bench.records import utc_now  # noqa: E402
+from report import CHECKOUT as ROOT  # noqa: E402
+from report import RESULTS, default_path  # noqa: E402
 
-RESULTS = ROOT / RECORDS_FOLDER
+__all__ = ["RESULTS", "ROOT", "default_path", "make_parser"]
 
 
 def make_parser(
@@ -41,8 +40,3 @@ def make_parser(
         add("--repeats", type=int, default=3, help="at most, while others disturb the machine")
     add("--json", type=Path, help="append records here (default: benchmarks/results/DATE-...)")
     return parser
-
-
-def default_path(name: str) -> Path:
-    """``benchmarks/results/<UTC date>-<name>.jsonl``."""
-    return RESULTS / f"{utc_now().date()}-{name}.jsonl"

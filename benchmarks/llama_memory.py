@@ -25,14 +25,13 @@ import harness  # before torch: it sets the number of threads
 import torch
 
 # isort: on
+from groups import run_ranks
+from placement import Placement, count_devices, facts
+from report import Report
 from torch import nn
 
-from ringcomm.bench.placement import Placement, count_devices, facts
-from ringcomm.bench.ranks import RankError, Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.wording import as_option, words
+from ringcomm.measure.ranks import RankError, Team, run_main
+from ringcomm.measure.screen import as_option, table_of, words
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LR = 1e-3

@@ -25,18 +25,17 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from gradient_watch import GradientWatch
+from groups import run_ranks
+from report import Report, comparison, records_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training.model import PRESETS, Llama, initial_weights
 
-from ringcomm.bench.gradient_watch import GradientWatch
-from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import as_option, comparison
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import as_option, table_of
+from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.weather import WeatherWatch
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LEARNING_RATE = 0.01

@@ -35,17 +35,16 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from report import Report
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm import ops
-from ringcomm.bench.machine import OthersWatch
-from ringcomm.bench.quantiles import median
-from ringcomm.bench.records import percentiles
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import Weather
+from ringcomm.measure.machine import OthersWatch
+from ringcomm.measure.ranks import run_main
+from ringcomm.measure.screen import table_of
+from ringcomm.measure.timing import median, percentiles
+from ringcomm.measure.weather import Weather
 from ringcomm.parallel import activations, offload, zero
 from ringcomm.parallel.activations.partition import HostMemory
 

@@ -27,17 +27,14 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from groups import run_ranks
+from report import Report
 from torch import Tensor, nn
 
-from ringcomm.bench.interleave import open_default_group
-from ringcomm.bench.quantiles import median
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.records import percentiles
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import as_option, words
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import as_option, table_of, words
+from ringcomm.measure.timing import median, open_default_group, percentiles
+from ringcomm.measure.weather import WeatherWatch
 from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5

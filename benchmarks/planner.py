@@ -25,17 +25,18 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from decoder import HEAD_WIDTH, VOCAB_SIZE
+from groups import run_ranks
+from report import Report, records_of
+from systems import Systems, backward_alone
+from trainees import SYSTEMS
+
 from ringcomm import planner
-from ringcomm.bench.algorithms import measure_algorithms, world_of
-from ringcomm.bench.decoder import HEAD_WIDTH, VOCAB_SIZE
-from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.systems import Systems, backward_alone
-from ringcomm.bench.trainees import SYSTEMS
-from ringcomm.bench.weather import WeatherWatch
+from ringcomm.measure.algorithms import measure_algorithms, world_of
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import table_of
+from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.weather import WeatherWatch
 from ringcomm.planner.step_time import compute_seconds
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"

@@ -7,13 +7,14 @@ Takes the records that table.py would, of the machine that was measured last, an
 all_reduce.svg, algorithms.svg and cross_entropy.svg, the same bytes for the same records and
 matplotlib. What has no records, or where matplotlib is not installed, is left out and said. Of GPUs
 it draws the bus bandwidths of the last run of each layout: bandwidth-w2-one.png and its like.
+`ringcomm bench OP --plot` draws its own records with the functions here.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -21,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from collectives import DEFAULT_SIZES
+from device_sweep import KIND as DEVICE_KIND
 from table import LAYOUTS, README_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
-from ringcomm.bench.device_sweep import KIND as DEVICE_KIND
-from ringcomm.bench.exit_codes import EXIT_OK
-from ringcomm.bench.script import run_main
-from ringcomm.bench.sweep import DEFAULT_SIZES
-from ringcomm.bench.wording import byte_count, byte_counts
+from ringcomm.measure.ranks import EXIT_OK, run_main
+from ringcomm.measure.screen import byte_count, byte_counts
 
 ALGORITHMS = Layout("algorithm", ("world_size",), ("bytes",), lambda runs: [])
 # Okabe and Ito's, which most people can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+LINES = {"eager": ":", "graph": "-"}
 # Text stays text, and nothing depends on the time or on chance.
 STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringcomm", "font.size": 9}
 
@@ -184,10 +185,98 @@ def device_runs(records: list[Record]) -> dict[str, Run]:
     return runs
 
 
+def _curves(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """By backend and mode, in ascending order of bytes."""
+    curves: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted(records, key=lambda record: int(record["bytes"])):
+        curves.setdefault((record["backend"], record["mode"]), []).append(record)
+    return curves
+
+
+def _panel(axes: Any, records: list[Record]) -> None:
+    """Bandwidth by size: a line per backend and mode, and the floor's."""
+    curves = _curves(records)
+    names = list(dict.fromkeys(backend for backend, _ in curves))
+    for (backend, mode), points in curves.items():
+        color = COLORS[names.index(backend) % len(COLORS)]
+        sizes = [record["bytes"] for record in points]
+        speeds = [record["busbw_gb_per_s"] for record in points]
+        style = {"linestyle": LINES[mode], "linewidth": 1.2, "marker": "."}
+        axes.plot(sizes, speeds, color=color, label=f"{backend}, {mode}", **style)
+    floor = {r["bytes"]: r["busbw_gb_per_s"] / r["share_of_floor"] for r in records}
+    sizes = sorted(floor)
+    axes.plot(sizes, [floor[size] for size in sizes], color="black", linewidth=1.0, label="floor")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sizes[:: max(1, len(sizes) // 6)]
+    axes.set_xticks(ticks, map(byte_count, ticks), fontsize=7)
+    axes.minorticks_off()
+    axes.set(xlabel="bytes", title=f"{records[0]['op']}, {records[0]['dtype']}")
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_bandwidths(records: list[Record], path: Path, title: str) -> None:
+    """Writes a picture of bus bandwidths: a panel per operation and type.
+
+    Raises:
+        OSError: the file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ordered = sorted((r for r in records if r["bytes"]), key=lambda r: (r["op"], r["dtype"]))
+    panels = [list(group) for _, group in groupby(ordered, key=lambda r: (r["op"], r["dtype"]))]
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False, layout="constrained"
+    )
+    for one, panel in zip(axes[0], panels, strict=True):
+        _panel(one, panel)
+    axes[0][0].set_ylabel("bus bandwidth, GB/s")
+    axes[0][-1].legend(fontsize=7, frameon=False)
+    figure.suptitle(title, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_systems(records: list[dict[str, Any]], path: Path) -> None:
+    """Bars of a step's time on the left, of the parts of memory on the right.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: its name ends in nothing that matplotlib writes.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [record["system"] for record in records]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 1.2 + 0.35 * len(names)), sharey=True, layout="constrained"
+    )
+    times = [record["p50_us"] / 1e3 for record in records]
+    late = [(record["p99_us"] - record["p50_us"]) / 1e3 for record in records]
+    left.barh(names, times, xerr=[[0.0] * len(late), late], color="tab:blue", capsize=2)
+    left.set(xlabel="step, ms: p50, and up to p99")
+    left.invert_yaxis()
+    begin = [0.0] * len(names)
+    for part in ("param", "grad", "state"):
+        sizes = [record[f"{part}_bytes"] / 2**20 for record in records]
+        right.barh(names, sizes, left=begin, label=f"{part}s")
+        begin = [a + b for a, b in zip(begin, sizes, strict=True)]
+    right.set(xlabel="MiB of a rank")
+    right.legend()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def draw_devices(records: list[Record], folder: Path) -> None:
     """Writes a PNG for each of ``device_runs``."""
-    from ringcomm.bench.device_screen import draw as draw_bandwidths
-
     for name, run in device_runs(records).items():
         mps = "with MPS" if run[0]["mps"] else "without MPS"
         title = f"{run[0]['world_size']} ranks, {run[0]['gpu']}, {mps}, {run[0]['date']}"

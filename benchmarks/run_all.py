@@ -24,24 +24,22 @@ import harness
 import plot
 import table
 
-from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
-from ringcomm.bench.script import run_main
+from ringcomm.measure.ranks import EXIT_FAILED, EXIT_OK, run_main
 
 # Each takes some minutes, and up to four times as long while it is disturbed.
 LIMIT_S = 900.0
 CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m"
 APART = "reduce_scatter,all_gather,all_to_all,broadcast,round_trip,barrier"
+LONG = "--seconds 4 --repeats 3"
 # Scripts, or the command ringcomm, with their arguments by name, in order.
 JOBS: dict[str, list[str]] = {
     "all_reduce": [
-        f"all_reduce.py --world 2 --ops all_reduce,all_reduce_apart --sizes {CURVE}",
-        f"all_reduce.py --world 4 --sizes {CURVE}",
+        f"ringcomm bench all_reduce,all_reduce_apart --world-size 2 --sizes {CURVE} {LONG}",
+        f"ringcomm bench all_reduce --world-size 4 --sizes {CURVE} {LONG}",
     ],
-    "operations": [f"all_reduce.py --world 2 --ops {APART}"],
+    "operations": [f"ringcomm bench {APART} --world-size 2 {LONG}"],
     "floor": ["floor.py"],
     "algorithms": ["algorithms.py"],
-    "races": ["races.py"],
-    "steps": ["steps.py"],
     "fused_update": ["fused_update.py"],
     "cross_entropy": [
         "ringcomm bench cross_entropy --peers torch,compile",
@@ -49,8 +47,9 @@ JOBS: dict[str, list[str]] = {
     ],
     "lomo": ["lomo.py --world 2", "lomo.py --world 1"],
     "systems": [
-        "ringcomm bench systems --width 256 --layers 5 --seconds 60",
-        "ringcomm bench systems --width 256 --layers 5 --rows 4 --tokens 128 --seconds 90",
+        "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --seconds 120",
+        "ringcomm bench systems --over gloo,fake --width 256 --layers 5 --rows 4 --tokens 128"
+        " --seconds 180",
     ],
     "tensor_parallel": ["tensor_parallel.py"],
     "planner": ["planner.py"],
@@ -58,6 +57,7 @@ JOBS: dict[str, list[str]] = {
     "pipeline": ["pipeline.py", "pipeline.py --stages compute --worlds 2"],
     "footprint": ["footprint.py"],
 }
+ALONE = ("cross_entropy", "systems")
 WITH_MPI = ("all_reduce",)
 HOW_TO_GET_MPI = "without MPI as a peer; for Intel's: pip install impi-rt mpi4py"
 
@@ -71,14 +71,16 @@ def find_mpiexec() -> str | None:
 def command_of(job: str, mpiexec: str | None) -> list[str]:
     """The command of one line of ``JOBS``; under ``mpiexec`` with MPI as a peer."""
     script, *arguments = shlex.split(job)
-    if script == "ringcomm":
-        path = str(harness.default_path(arguments[1]))
-        return [sys.executable, "-m", script, *arguments, "--json", path]
-    command = [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments]
+    if script != "ringcomm":
+        return [sys.executable, str(harness.ROOT / "benchmarks" / script), *arguments]
+    op = arguments[1]
+    world = arguments[arguments.index("--world-size") + 1] if "--world-size" in arguments else ""
+    stem = "collectives" if "," in op else op
+    path = harness.default_path(f"{stem}-w{world}" if op not in ALONE else stem)
+    command = [sys.executable, "-m", script, *arguments, "--json", str(path)]
     if mpiexec is None:
         return command
-    world = arguments[arguments.index("--world") + 1]
-    return [mpiexec, "-n", world, *command, "--backends", "ringcomm,gloo,mpi4py"]
+    return [mpiexec, "-n", world, *command, "--peers", "gloo,mpi4py"]
 
 
 def run(command: list[str]) -> bool:

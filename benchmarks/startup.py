@@ -23,15 +23,14 @@ import harness  # before torch: it sets the number of threads
 import torch.distributed as dist
 
 # isort: on
-from ringcomm.bench.interleave import open_default_group
-from ringcomm.bench.machine import OthersWatch
-from ringcomm.bench.quantiles import median
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.records import percentiles
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import make_table
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import Weather
+from groups import run_ranks
+from report import Report
+
+from ringcomm.measure.machine import OthersWatch
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import make_table
+from ringcomm.measure.timing import median, open_default_group, percentiles
+from ringcomm.measure.weather import Weather
 
 # Printed by a fresh interpreter: seconds for torch, and for ringcomm after it.
 IMPORT = (

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from markdown_grid import grid
-
-from ringcomm.bench.wording import comparison, milliseconds
+from report import comparison, grid, milliseconds, share_range
 
 Record = dict[str, Any]
 Run = list[Record]
+
+
+def _over_ringcomm(record: Record) -> str:
+    return comparison(record | {"ratio": record.get("over_ringcomm")})
+
+
+def _communication(record: Record) -> str:
+    share = record.get("communication_share")
+    return share_range(share) if share else ""
+
+
+# Of fields that only some runs of systems have: a header, and a cell.
+OPTIONAL: dict[str, tuple[str, Callable[[Record], str]]] = {
+    "over_ringcomm": ("time / ringcomm's", _over_ringcomm),
+    "communication_share": ("communication", _communication),
+}
 
 
 def system_lines(runs: list[Run]) -> list[str]:
     """Whole steps by system: time, memory, bytes."""
     run = runs[0]
     first = run[0]
+    has = {name: any(name in record for record in run) for name in OPTIONAL}
     rows = []
     for record in run:
         parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
@@ -27,12 +43,14 @@ def system_lines(runs: list[Run]) -> list[str]:
                 milliseconds(record["p50_us"]),
                 milliseconds(record["p99_us"]),
                 comparison(record) or "1×",
+                *(cell(record) for name, (_, cell) in OPTIONAL.items() if has[name]),
                 milliseconds(record["update_p50_us"]),
                 *(f"{part / 2**20:.1f}" for part in (*parts, sum(parts))),
                 f"({formula / 2**20:.1f})" if sent is None else f"{sent / 2**20:.1f}",
             ]
         )
     headers = ["system", "loss", "p50, ms", "p99, ms", f"time / {first['system']}'s (10–90 %)"]
+    headers += [header for name, (header, _) in OPTIONAL.items() if has[name]]
     headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
     return [
         f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"

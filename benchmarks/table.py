@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from markdown_grid import grid
+from collectives import DEFAULT_SIZES
+from report import (
+    amount,
+    comparison,
+    facts_line,
+    grid,
+    inverse,
+    milliseconds,
+    read_records,
+    share_range,
+)
 from system_tables import (
     offload_lines,
     pipeline_lines,
@@ -29,23 +39,9 @@ from system_tables import (
     tensor_lines,
 )
 
-from ringcomm.bench.exit_codes import EXIT_FAILED, EXIT_OK
-from ringcomm.bench.machine import MAX_OTHERS_PERCENT
-from ringcomm.bench.records import read_records
-from ringcomm.bench.script import run_main
-from ringcomm.bench.sweep import DEFAULT_SIZES
-from ringcomm.bench.wording import (
-    amount,
-    byte_count,
-    byte_counts,
-    comparison,
-    factor,
-    facts_line,
-    inverse,
-    microseconds,
-    milliseconds,
-    share_range,
-)
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT
+from ringcomm.measure.ranks import EXIT_FAILED, EXIT_OK, run_main
+from ringcomm.measure.screen import byte_count, byte_counts, factor, microseconds
 
 Record = dict[str, Any]
 Run = list[Record]  # of one point: a record per backend, or the one of a race

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from groups import run_ranks
+from report import Report, comparison, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,13 +39,10 @@ from torch.distributed.tensor.parallel import (
 from training import tensor_parallel
 from training.model import PRESETS, Llama, initial_weights
 
-from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import WeatherWatch
-from ringcomm.bench.wording import comparison
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import table_of
+from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.weather import WeatherWatch
 from ringcomm.nn import CrossEntropyLoss
 from ringcomm.parallel.tensor import SplitModule
 

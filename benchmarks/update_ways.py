@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import ops
-from ringcomm.bench.ranks import Team
+from ringcomm.measure.ranks import Team
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 OPTIMIZERS = ("sgd", "momentum", "adamw", "lomo")

@@ -25,24 +25,17 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from ringcomm.bench.interleave import (
-    Contender,
-    Timings,
-    labelled,
-    make_contender,
-    measure,
-    open_groups,
-    records_of,
-)
-from ringcomm.bench.machine import MAX_OTHERS_PERCENT
-from ringcomm.bench.operations import OPERATIONS
-from ringcomm.bench.point import Bench, count_wrong, make_bench, make_buffers
-from ringcomm.bench.ranks import Team, run_ranks
-from ringcomm.bench.report import Report
-from ringcomm.bench.screen import state_of, table_of
-from ringcomm.bench.script import run_main
-from ringcomm.bench.weather import Weather, worst
-from ringcomm.bench.wording import as_option, comparison, microseconds, whole_numbers, words
+from groups import labelled, open_groups, run_ranks
+from operations import OPERATIONS
+from point import Bench, count_wrong, make_bench, make_buffers
+from report import Report, comparison, records_of, state_of
+
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT
+from ringcomm.measure.operations import make_contender
+from ringcomm.measure.ranks import Team, run_main
+from ringcomm.measure.screen import as_option, microseconds, table_of, whole_numbers, words
+from ringcomm.measure.timing import Contender, Timings, measure
+from ringcomm.measure.weather import Weather, worst
 
 OPS = ("barrier", "all_reduce")
 NUM_BYTES = 1024

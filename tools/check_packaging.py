@@ -96,7 +96,7 @@ def check_wheel(folder: Path) -> Path:
     ours = [path for name in ("ringcomm", "kernels") for path in (ROOT / name).rglob("*.py*")]
     paths = [str(path.relative_to(ROOT)) for path in ours if path.suffix in (".py", ".pyi")]
     wanted = {f"ringcomm/{name}" if name.startswith("kernels/") else name for name in paths}
-    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed", "ringcomm/bench/flag_latency.c"}
+    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed", "ringcomm/measure/flag_latency.c"}
     extension = {name for name in names if name.startswith("ringcomm/_C.") and name.endswith(".so")}
     demand_same(wheel.name, names, wanted | (extension or {"ringcomm/_C.*.so"}))
     return wheel
@@ -113,7 +113,12 @@ def check_install(wheel: Path, folder: Path) -> None:
     (Path(site) / "torch_of_the_caller.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
     run(python, "-c", GROUP_PROGRAM, str(folder / "store"), cwd=folder)
     run(python, "-c", IMPORT_PROGRAM, cwd=folder)
-    run(str(folder / "env" / "bin" / "ringcomm"), "doctor", "--json", "--seconds", "0", cwd=folder)
+    command = str(folder / "env" / "bin" / "ringcomm")
+    run(command, "doctor", "--json", "--seconds", "0", cwd=folder)
+    bench = [command, "bench", "all_reduce"]
+    done = subprocess.run(bench, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode != 2 or "not in an installed wheel" not in done.stderr:
+        sys.exit(f"packaging: ringcomm bench ends with {done.returncode}: {done.stderr}")
 
 
 if __name__ == "__main__":

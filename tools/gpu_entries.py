@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 
 CURVE = "1k,4k,16k,64k,256k,1m,4m,16m,64m,256m"
-SWEEP = "benchmarks/all_reduce.py --device cuda --backends ringcomm,nccl --repeats 0 {nccl}"
+SWEEP = "-m ringcomm bench all_reduce --device cuda --peers nccl --repeats 0 {nccl}"
 STEP = "benchmarks/fused_update.py --device cuda --layout one --dtype bfloat16 --repeats 0 {nccl}"
 RECORDS = "--json {out}/records.jsonl"
 UNDER_MPS = "tools/gpu_layouts.py --only one-2-mps --"
@@ -44,7 +44,7 @@ class Entry:
 
 
 def _sweep(name: str, world: int, limit_s: float = 150.0) -> Entry:
-    where = f"--layout one --mps --world {world} --sizes {CURVE} --dtype bfloat16,float32"
+    where = f"--layout one --mps --world-size {world} --sizes {CURVE} --dtype bfloat16,float32"
     how = f"--graph 20 --seconds 0.6 --plot {{out}}/all_reduce-w{world}.png {RECORDS}"
     return Entry(name, f"{SWEEP} {where} {how}", limit_s, ("mps",))
 
@@ -79,7 +79,7 @@ ENTRIES = (
     ),
     Entry(
         "speed-without-mps",
-        f"{SWEEP} --layout one --world 2 --sizes 1k,1m,64m --seconds 1 {RECORDS}",
+        f"{SWEEP} --layout one --world-size 2 --sizes 1k,1m,64m --seconds 1 {RECORDS}",
         90.0,
     ),
     Entry("models", f"{UNDER_MPS} tests/python/test_gpu_models.py", 240.0, ("mps",)),
@@ -89,7 +89,7 @@ ENTRIES = (
     Entry("all-gpus", "tools/gpu_layouts.py --only all,all-twice-mps", 540.0, ("gpus",)),
     Entry(
         "speed-all-gpus",
-        f"{SWEEP} --layout all --world 0 --sizes {CURVE} --dtype bfloat16,float32 --graph 20"
+        f"{SWEEP} --layout all --world-size 0 --sizes {CURVE} --dtype bfloat16,float32 --graph 20"
         f" --seconds 0.6 --plot {{out}}/all_reduce-all.png {RECORDS}",
         150.0,
         ("gpus",),

@@ -22,10 +22,12 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ringcomm.bench.mps import Mps, find_control
-from ringcomm.bench.placement import count_devices
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from mps import Mps, find_control  # noqa: E402
+from placement import count_devices  # noqa: E402
+
 # Of a layout, all its tests; more where processes take turns on a GPU.
 LIMIT_S = 420.0
 # For pytest to end its ranks and to tell of its failures.

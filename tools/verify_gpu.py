@@ -114,8 +114,9 @@ def command_of(
     """The command, of this Python but for make; with a limit where it has one for what it runs."""
     library = f"--nccl-library {shlex.quote(str(nccl))}" if nccl else ""
     words = entry.words(shlex.quote(str(out)), library)
-    if "--world" in words and words[words.index("--world") + 1] == "0":
-        words[words.index("--world") + 1] = str(num_gpus)
+    option = "--world-size"
+    if option in words and words[words.index(option) + 1] == "0":
+        words[words.index(option) + 1] = str(num_gpus)
     if words[0] == "tools/gpu_layouts.py":
         num_layouts = len(words[words.index("--only") + 1].split(","))
         words[1:1] = ["--limit-s", f"{max(1.0, (limit_s - END_S) / num_layouts):.0f}"]

@@ -29,6 +29,7 @@ from training.options import (
     Options,
 )
 from training.phases import run_phases
+from training.race import race
 from training.system import TrainState
 from training.systems import MESH, OPTIMIZERS, PARALLELS, why_impossible
 
@@ -331,6 +332,8 @@ def _run(options: Options, corpus: Corpus, start: Checkpoint) -> int:
         leftover.unlink()
     if code == launch.EXIT_INTERRUPTED:
         _say_interrupted(run_dir)
+    if code == launch.EXIT_OK and options.why_no_race is None:
+        return race(options, run_dir)
     return code
 
 

@@ -91,7 +91,6 @@ class Job:
     log: Log
     began: float = field(default_factory=time.perf_counter)
     failures: list[str] = field(default_factory=list)
-    own_pids: list[int] = field(default_factory=list)
     """Of all ranks and of this rank's parent."""
 
     @property
@@ -223,7 +222,6 @@ def _run(
     job = Job(
         options, corpus, start, run_dir, rank, options.world_size, device, wires, board, screen, log
     )
-    job.own_pids = [os.getppid(), *board.share("pid", os.getpid())]
     phases(job)
     failed = any(board.share("failed", bool(job.failures)))
     if wires:

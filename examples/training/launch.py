@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
-from ringcomm.bench.fork import fork
+from ringcomm.measure.ranks import fork
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,6 +67,10 @@ class Options:
             return "--no-race"
         if len(self.backends) < 2:
             return "--backend names one backend"
+        if "ringcomm" not in self.backends or self.device != "cpu":
+            return "it is between ringcomm and another backend, on CPUs"
+        if "RANK" in os.environ:
+            return "a launcher has started these ranks; run `ringcomm bench systems` instead"
         if self.mesh is not None or self.num_experts:
             return "meshes and experts have none"
         if self.world_size < 2:

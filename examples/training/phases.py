@@ -13,11 +13,9 @@ from training.evaluate import held_out_bits_per_byte, prompt_of, sample
 from training.job import Job
 from training.launch import Interrupted
 from training.learn import Learned, learn, system_bytes
-from training.model import PRESETS
-from training.options import CONTEXT_BYTES, RACE_TOKENS
-from training.race import race
+from training.options import CONTEXT_BYTES
 from training.replay import replay
-from training.report import draw, megabytes, say_results
+from training.report import draw, megabytes
 from training.systems import build_system
 from training.wire import comparison_sign
 
@@ -102,7 +100,7 @@ def _evaluate(job: Job, learned: Learned) -> None:
 
 
 def run_phases(job: Job) -> None:
-    """Learn, replay, evaluate, race, report. Collective.
+    """Learn, replay, evaluate, report. Collective.
 
     Raises:
         Interrupted: on all ranks alike; the checkpoint is written.
@@ -121,20 +119,10 @@ def run_phases(job: Job) -> None:
     replays = replay(job, learned) if learned.losses else None
     if job.is_first:
         _evaluate(job, learned)
-    results = []
-    if options.why_no_race is None:
-        rows, context = RACE_TOKENS[options.tokens]
-        screen.title(
-            f"2  races, {PRESETS[options.race_size].num_params:,} parameters, "
-            f"{rows} × {context} tokens per rank"
-        )
-        results = race(job)
-    else:
+    if options.why_no_race is not None:
         screen.say(f"\nno race: {options.why_no_race}")
     if job.is_first:
-        if results:
-            say_results(job, results)
-        picture = draw(job, learned, replays, results)
+        picture = draw(job, learned, replays)
         names = f"{FILE_NAME}, train.jsonl" + (", train.png" if picture else "")
         seconds = time.perf_counter() - job.began
         screen.say(f"\n{job.run_dir}: {names}; {seconds:.0f} s in all")

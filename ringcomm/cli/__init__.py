@@ -6,8 +6,7 @@ A sub-command is a module of `ringcomm.cli.commands` named after it, found by be
     def add_arguments(parser): ...
     def run(options) -> int: ...       # the exit status; imports what it needs
 
-What `bench` can measure are modules of `ringcomm.cli.benches`, of the same form, with NAMES for the
-operations that each serves.
+`bench` hands its arguments to benchmarks/front_door.py of the source checkout.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ _WANTED_FOR = {
     "matplotlib": ("--plot needs", "matplotlib"),
     "mpi4py": ("ranks of mpiexec need", "mpi4py"),
     "quack": ("quack needs", "quack-kernels"),
+    "psutil": ("measuring needs", "psutil"),
     "rich": ("tables need", "rich"),
 }
 
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 def main() -> int:
     """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
-    from ringcomm.bench.script import run_main
+    from ringcomm.measure.ranks import run_main
 
     try:
         return run_main("ringcomm", run)

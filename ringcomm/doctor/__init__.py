@@ -1,1 +1,1 @@
-"""`ringcomm doctor`: what this machine offers, and what ringcomm makes of it."""
+"""`ringcomm doctor`: what this machine offers, and how a group of ringcomm runs on it."""

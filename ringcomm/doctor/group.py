@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 
 from ringcomm import _C
-from ringcomm.bench.flags import SHARED_CACHE_MAX_US, FlagProbe
-from ringcomm.bench.interleave import make_contender, measure, open_default_group
-from ringcomm.bench.machine import OthersWatch
-from ringcomm.bench.memory import mapped_memory
-from ringcomm.bench.operations import OPERATIONS, Place
-from ringcomm.bench.point import algorithms_used, num_calls
-from ringcomm.bench.quantiles import median
-from ringcomm.bench.ranks import Team, run_ranks
+from ringcomm.measure.machine import OthersWatch, mapped_memory
+from ringcomm.measure.operations import (
+    ALL_REDUCE,
+    Place,
+    algorithms_used,
+    make_contender,
+    num_calls,
+)
+from ringcomm.measure.ranks import Team, run_ranks
+from ringcomm.measure.timing import measure, median, open_default_group
+from ringcomm.measure.weather import SHARED_CACHE_MAX_US, FlagProbe
 
 INIT_TIMEOUT = timedelta(seconds=30)
 # One of each algorithm and, with the last, of a size that no cache of a core holds.
@@ -60,7 +63,7 @@ def _hand_overs(probe: FlagProbe, plan: Plan) -> list[dict[str, Any]]:
 
 def _all_reduces(team: Team, plan: Plan) -> list[dict[str, Any]]:
     """Times of all_reduce with the algorithms that are chosen; on rank 0. Collective."""
-    operation = OPERATIONS["all_reduce"]
+    operation = ALL_REDUCE
     group = dist.group.WORLD
     assert group is not None
     found = []

@@ -1,25 +1,32 @@
-"""The report of `ringcomm doctor`: everything in one JSON object, with what deserves attention."""
+"""The report of `ringcomm doctor`: one JSON object with what deserves attention, and its tables."""
 
 from __future__ import annotations
 
-import platform
+from collections.abc import Iterable
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-import ringcomm
-from ringcomm import _C, tuning
-from ringcomm.bench.machine import MAX_OTHERS_PERCENT, identity, variables
-from ringcomm.bench.ranks import RankError
-from ringcomm.bench.records import rounded
-from ringcomm.doctor.cpus import Cpus, read_cpus, telling_pairs
+from ringcomm import tuning
+from ringcomm.doctor.facts import (
+    Cpus,
+    Limits,
+    memory_and_load,
+    missing_features,
+    read_cpus,
+    read_limits,
+    telling_pairs,
+    versions,
+)
 from ringcomm.doctor.group import Plan, examine_group
-from ringcomm.doctor.limits import Limits, missing_features, read_limits
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, variables
+from ringcomm.measure.ranks import RankError
+from ringcomm.measure.screen import byte_count, make_table, microseconds
 from ringcomm.options import Options
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MIB = 1 << 20
 SHM_NOTE = (
     "not used: ringcomm's memory comes from memfd_create and is passed on as a file descriptor, so"
     " the size of /dev/shm does not limit it; the cgroup's memory does"
@@ -35,33 +42,6 @@ OTHER_VARIABLES = (
 def known_variables() -> set[str]:
     """The names of all environment variables that ringcomm obeys."""
     return {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)} | set(OTHER_VARIABLES)
-
-
-def _versions() -> dict[str, Any]:
-    return {
-        "ringcomm": ringcomm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "libc": " ".join(platform.libc_ver()),
-        "simd": _C.simd_level(),
-        "gloo": dist.is_gloo_available(),
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-    }
-
-
-def _memory_info() -> dict[str, int]:
-    """Bytes of the whole machine, whatever the container is allowed."""
-    wanted = {"MemTotal": "total_bytes", "MemAvailable": "available_bytes"}
-    found = {}
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name in wanted:
-                found[wanted[name]] = int(value.split()[0]) << 10
-    except (OSError, ValueError):
-        pass
-    return found
 
 
 def _tuning_notes(path: str | None, machine: dict[str, Any], world_size: int) -> list[str]:
@@ -158,8 +138,8 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
     ]
     report = {
-        "versions": _versions(),
-        "machine": {**machine, "memory": _memory_info()},
+        "versions": versions(),
+        "machine": {**machine, **memory_and_load()},
         "cpus": asdict(cpus),
         "limits": {**asdict(limits), "dev_shm": SHM_NOTE, "missing_features": missing},
         "environment": set_variables,
@@ -168,3 +148,91 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         "notes": notes,
     }
     return dict(rounded(report))
+
+
+# ---- for people
+
+
+def _limit(limit: dict[str, Any] | None, of_bytes: bool) -> str:
+    if limit is None:
+        return "no limit"
+    value = f"{limit['value'] / MIB:,.0f} MiB" if of_bytes else f"{limit['value']:g} CPUs"
+    return f"{value} ({limit['file']})"
+
+
+def _machine_rows(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    found, cpus, limits = dict(report["versions"]), report["cpus"], report["limits"]
+    caches, has_gloo = found.pop("caches"), found.pop("gloo")
+    yield "versions", ", ".join(f"{k} {v}" for k, v in found.items() if v is not None)
+    yield "peers", "gloo" if has_gloo else "torch has no Gloo"
+    usable = f"{len(cpus['usable'])} of {cpus['num_online']} CPUs on {len(cpus['cores'])} cores"
+    yield "cores", f"{report['machine']['cpu']}; {usable}"
+    yield "caches", "; ".join(caches) or "not known: there is no lscpu"
+    for cache in cpus["l3"]:
+        yield "one L3 cache", f"CPUs {', '.join(map(str, cache))}"
+    memory = report["machine"]["memory"]
+    yield "memory", ", ".join(f"{k.split('_')[0]} {v / MIB:,.0f} MiB" for k, v in memory.items())
+    load = " / ".join(f"{tasks:.1f}" for tasks in report["machine"]["load"])
+    yield "runnable tasks", f"{load} in the last 1 / 5 / 15 minutes"
+    yield "limit of CPU time", _limit(limits["cpu_cores"], of_bytes=False)
+    yield "limit of memory", _limit(limits["memory_bytes"], of_bytes=True)
+    yield "limit of open files", f"{limits['max_fds']:,}"
+    yield "/dev/shm", limits["dev_shm"]
+    variables = report["environment"]
+    yield "variables", ", ".join(f"{k}={v}" for k, v in variables.items()) or "no RINGCOMM_* is set"
+
+
+def _group_rows(group: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for entry in group.get("hand_overs", []):
+        verdict = {True: "they share a cache", False: "they share none", None: "not measured"}
+        time = f"{entry['us']:.2g} µs, " if entry["us"] is not None else ""
+        name = f"hand-over, CPUs {' and '.join(map(str, entry['cpus']))}"
+        yield name, time + verdict[entry["looks_shared"]]
+    if "init_s" in group:
+        yield "making the group", f"{group['init_s'] * 1e3:.0f} ms"
+    for entry in group.get("all_reduce", []):
+        yield (
+            f"all_reduce, {byte_count(entry['bytes'])}",
+            f"p50 {microseconds(entry['p50_us'])} µs, p99 {microseconds(entry['p99_us'])} µs, busbw"
+            f" {entry['busbw_gb_per_s']:.3g} GB/s, {'+'.join(entry['algorithms'])}",
+        )
+    memory = group.get("memory")
+    if memory is not None:
+        for name in ("mapped", "resident"):
+            text = f"{memory[f'{name}_bytes'] / MIB:.2f} MiB for the group"
+            per_pair = memory[f"{name}_bytes_per_pair"]
+            if per_pair is not None:
+                text += f", {per_pair / MIB:.2f} MiB per pair"
+            yield f"shared memory, {name}", text
+        yield "", f"at most {memory['max_bytes_per_pair'] >> 20} MiB per pair by default options"
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """The machine, the group, its pairs, and what deserves attention."""
+    group = report["group"]
+    for title, rows in (
+        ("this machine", _machine_rows(report)),
+        (f"a group of {report['world_size']} rank(s)", _group_rows(group)),
+    ):
+        table = make_table(["what", "found"], "", wraps=True)
+        for row in rows:
+            table.add_row(*row)
+        if table.row_count:
+            console.print(f"\n[bold]{title}[/bold]")
+            console.print(table)
+    pairs = group.get("pairs", [])
+    if pairs:
+        table = make_table(["ranks", "transport", "why", "1 KiB, one way µs", "4 MiB, GB/s"], "")
+        for pair in pairs:
+            table.add_row(
+                "–".join(map(str, pair["ranks"])),
+                pair["transport"],
+                pair["why"],
+                microseconds(pair["latency_us"]) if "latency_us" in pair else "–",
+                f"{pair['gb_per_s']:.3g}" if "gb_per_s" in pair else "–",
+            )
+        console.print("\n[bold]pairs of ranks[/bold]")
+        console.print(table)
+    console.print()
+    for note in report["notes"] or ["nothing deserves attention"]:
+        console.print(f"• {note}", markup=False)

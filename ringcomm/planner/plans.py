@@ -317,7 +317,7 @@ def headline(plans: Plans) -> str:
 
 def table_of_plans(plans: Plans, top: int) -> Any:
     """A rich table of the first ones; all where top is 0."""
-    from ringcomm.bench.screen import make_table
+    from ringcomm.measure.screen import make_table
 
     headers = ["system", "mesh", "schedule", "m × b", "recompute"]
     memory = ["params", "grads", "states", "acts", "buffers", "GB", "host"]

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import lomo
 import table
+from report import read_records
 
-from ringcomm.bench.exit_codes import EXIT_OK
-from ringcomm.bench.records import read_records
+from ringcomm.measure.ranks import EXIT_OK
 
 QUICK = ["--size", "tiny", "--rows", "1", "--context", "8", "--seconds", "0.1", "--repeats", "1"]
 

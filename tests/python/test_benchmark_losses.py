@@ -15,13 +15,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import cross_entropy
 import plot
 import table
+from report import read_records
 
 from ringcomm import cli
-from ringcomm.bench import losses
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.bench.records import read_records
+from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 
 
 def bench(path: Path, *argv: str) -> tuple[int, list[dict[str, Any]]]:
@@ -63,7 +63,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def spoiled(logits: Tensor, target: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(logits, target) + 1e-2 * logits[0, 3]
 
-    monkeypatch.setitem(losses.PEERS, "torch", lambda: spoiled)
+    monkeypatch.setitem(cross_entropy.PEERS, "torch", lambda: spoiled)
     argv = ["--vocabularies", "100", "--dtypes", "float32"]
     code, records = bench(tmp_path / "records.jsonl", *argv)
     assert code == EXIT_WRONG_RESULTS

@@ -12,11 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import front_door
 import run_all
+from report import read_records
 
-from ringcomm.bench.exit_codes import EXIT_OK
-from ringcomm.bench.records import read_records
-from ringcomm.cli import make_parser
+from ringcomm.measure.ranks import EXIT_OK
 
 
 def records_of(path: Path, script: str, *argv: str, seconds: str = "0.02") -> list[dict[str, Any]]:
@@ -41,6 +41,20 @@ def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) ->
     ]
 
 
+def test_floor(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "floor", "--worlds", "2", "--sizes", "1024,400000")
+    found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
+    assert found == [
+        (1024, "floor", None),
+        (1024, "staged", "one_shot"),
+        (1024, "shared", "one_shot"),  # too small to be worth it
+        (400000, "floor", None),
+        (400000, "staged", "two_shot"),
+        (400000, "shared", "direct"),
+    ]
+    assert [record["ratio"] is None for record in records] == [True, False, False] * 2
+
+
 def test_footprint(tmp_path: Path) -> None:
     records = records_of(tmp_path, "footprint", "--world", "2", "--groups", "3")
     values = {(r["quantity"], r["backend"]): r["value"] for r in records}
@@ -56,12 +70,6 @@ def test_footprint(tmp_path: Path) -> None:
     assert all(0 <= r["value"] <= 100 for r in records if r["unit"] == "%")
 
 
-def test_steps(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "steps", "--systems", "DDP", "--rows", "1", "--context", "8")
-    assert [record["backend"] for record in records] == ["ringcomm", "gloo", "fake"]
-    assert [r["communication_share"] is None for r in records] == [False, False, True]
-
-
 def test_waiting(tmp_path: Path) -> None:
     records = records_of(tmp_path, "waiting", "--worlds", "2", "--strangers", "0")
     found = [(record["op"], record["backend"], record["bytes"]) for record in records]
@@ -75,24 +83,31 @@ def test_waiting(tmp_path: Path) -> None:
 def test_the_list_of_all_calls_scripts_as_they_are(job: str) -> None:
     script, *arguments = shlex.split(job)
     if script == "ringcomm":
-        make_parser().parse_args([*arguments, "--seconds", "1"])
+        front_door.make_parser(arguments[1]).parse_args([*arguments[2:], "--seconds", "1"])
     else:
         import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
 
 
 def test_mpi_takes_part_where_it_is_there() -> None:
-    assert all(job.startswith("all_reduce.py") for job in run_all.JOBS["all_reduce"])
     command = run_all.command_of(run_all.JOBS["all_reduce"][1], "/usr/bin/mpiexec")
     assert command[:4] == ["/usr/bin/mpiexec", "-n", "4", sys.executable]
-    assert command[-2:] == ["--backends", "ringcomm,gloo,mpi4py"]
+    assert command[4:8] == ["-m", "ringcomm", "bench", "all_reduce"]
+    assert command[-2:] == ["--peers", "gloo,mpi4py"]
     assert run_all.command_of("floor.py", None)[0] == sys.executable
 
 
-def test_the_command_itself_is_called_with_a_file() -> None:
-    command = run_all.command_of(run_all.JOBS["cross_entropy"][0], None)
-    assert command[1:5] == ["-m", "ringcomm", "bench", "cross_entropy"]
+@pytest.mark.parametrize(
+    ("job", "stem"),
+    [
+        (run_all.JOBS["all_reduce"][1], "all_reduce-w4"),
+        (run_all.JOBS["operations"][0], "collectives-w2"),
+        (run_all.JOBS["cross_entropy"][1], "cross_entropy"),
+    ],
+)
+def test_the_command_is_called_with_a_file(job: str, stem: str) -> None:
+    command = run_all.command_of(job, None)
     assert command[-2] == "--json"
-    assert command[-1].endswith("-cross_entropy.jsonl")
+    assert command[-1].endswith(f"-{stem}.jsonl")
 
 
 def test_what_fails_or_hangs_is_told(

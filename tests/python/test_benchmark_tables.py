@@ -14,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import harness
 import plot
-import races
 import table
+from report import read_records
 
-from ringcomm.bench import exit_codes
-from ringcomm.bench.records import Recorder, read_records
+from ringcomm.measure.ranks import EXIT_FAILED, EXIT_OK
 
 
 def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
@@ -61,39 +60,30 @@ def collective_records(world: int, op: str, num_bytes: int, us: float) -> list[d
     ]
 
 
-def race_log(tokens: str) -> list[dict[str, Any]]:
-    """What a run of the main job leaves, apart from what the benchmark leaves aside."""
-    options = {"world_size": 2, "device": "cpu", "backends": ["ringcomm", "gloo"]}
-    options |= {"race_size": "4.6M", "tokens": tokens, "race_seconds": 6.0}
-    race = dict.fromkeys(races.RACE_FIELDS, 1) | {"num_pairs": 20, "ratio": [1.846, 1.62, 2.1]}
-    race |= {"sent_bytes": [18232320, None], "formula_bytes": 18232320.0, "step_s": [0.1, 0.2]}
-    race |= {"comm_s": [0.01, 0.1], "no_claim": None}
-    return [
-        {"kind": "run", "options": options},
-        {"kind": "race pair", "name": "LOMO"},
-        {"kind": "race", **race, "name": "LOMO"},
-        {"kind": "race", **race, "name": "DDP", "no_claim": "it is not known what others did"},
-    ]
-
-
 def race_records(tokens: str) -> list[dict[str, Any]]:
-    found = races.records_of(race_log(tokens), is_verified=True)
-    return [{"kind": "races", **FACTS, **record} for record in found]
-
-
-def test_records_of_races(tmp_path: Path) -> None:
-    path = tmp_path / "races.jsonl"
-    for record in races.records_of(race_log("small"), is_verified=True):
-        Recorder(path, FACTS).write(record)
-    first, second = read_records([path])
-    assert (first["system"], second["system"]) == ("LOMO", "DDP")
-    assert (first["tokens"], first["rows_per_rank"], first["tokens_per_row"]) == ("small", 1, 64)
-    assert first["ratio"] == {"over": "ringcomm", "p50": 1.846, "p10": 1.62, "p90": 2.1}
-    assert (first["num_pairs"], first["comm_s"]) == (20, [0.01, 0.1])
-    assert (first["sent_bytes"], first["formula_bytes"]) == ([18232320, None], 18232320)
-    assert (first["quiet"], second["quiet"]) == (True, False)
-    wrong = races.records_of(race_log("small"), is_verified=False)
-    assert all(record["ratio"] is None and not record["verified"] for record in wrong)
+    """Of the main job's former races: one record for both backends."""
+    rows, context = {"default": (4, 128), "small": (1, 64)}[tokens]
+    record = {
+        "kind": "races",
+        **FACTS,
+        "world_size": 2,
+        "device": "cpu",
+        "backends": ["ringcomm", "gloo"],
+        "size": "4.6M",
+        "num_params": 4558080,
+        "tokens": tokens,
+        "rows_per_rank": rows,
+        "tokens_per_row": context,
+        "ratio": {"over": "ringcomm", "p50": 1.846, "p10": 1.62, "p90": 2.1},
+        "verified": True,
+        "quiet": True,
+        "no_claim": None,
+    }
+    why = "it is not known what others did"
+    return [
+        {**record, "system": "LOMO"},
+        {**record, "system": "DDP", "quiet": False, "no_claim": why},
+    ]
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> str:
@@ -121,7 +111,7 @@ def test_tables_are_written_between_the_marks(
     ]
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
-    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
+    assert table.main(["--write", str(readme), *files]) == EXIT_OK
     header = (
         "| operation | bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |\n"
         "|---|---:|---:|---:|---:|"
@@ -171,11 +161,11 @@ of pairs of neighbouring steps (10–90 %), the slowest rank counts:
 after
 """
     assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--write", str(readme), *files]) == exit_codes.EXIT_OK
+    assert table.main(["--write", str(readme), *files]) == EXIT_OK
     assert readme.read_text(encoding="utf-8") == expected
-    assert table.main(["--kind", "races", *files]) == exit_codes.EXIT_OK
+    assert table.main(["--kind", "races", *files]) == EXIT_OK
     assert "| LOMO | 1.85× (1.62–2.10) |" in capsys.readouterr().out
-    assert table.main(["--kind", "waiting", *files]) == exit_codes.EXIT_FAILED
+    assert table.main(["--kind", "waiting", *files]) == EXIT_FAILED
     with pytest.raises(ValueError, match="no line"):
         table.with_tables(f"{table.END}{table.BEGIN}", ["a table"])
 
@@ -216,11 +206,15 @@ def test_tables_of_the_other_kinds() -> None:
     step: dict[str, Any] = {"system": "DDP", "communication_share": share, "num_params": 1000}
     step |= {"rows_per_rank": 2, "tokens_per_row": 64}
     update: dict[str, Any] = {"optimizer": "adamw", "dtype": "float32", "bytes": 1 << 20}
+    sizes = {f"{name}_bytes": 1 << 20 for name in ("param", "grad", "state", "sent", "formula")}
+    whole: dict[str, Any] = {**step, **sizes, "loss": 5.0, "p99_us": 9.0, "update_p50_us": 2.0}
+    del whole["system"], whole["communication_share"]
     memory: dict[str, Any] = {"quantity": "memory", "unit": "bytes"}
     waits: dict[str, Any] = {"quantity": "of a core", "unit": "%", "value": 0.1234}
     records = [
         *records_by("floor", "variant", "floor", "staged", "shared", bytes=1 << 20, quiet=False),
         *records_by("steps", "backend", "ringcomm", "gloo", "fake", **step),
+        *records_by("systems", "system", "ddp", "ddp on gloo", **whole),
         *records_by("fused_update", "way", "fused", "zero1", "ringcomm", "gloo", **update),
         *records_by("footprint", "backend", "ringcomm", value=593920, **memory),
         *records_by("footprint", "backend", "gloo", value=3 << 20, **memory),
@@ -231,6 +225,15 @@ def test_tables_of_the_other_kinds() -> None:
     head, row = rows_of(records, "steps")
     assert head.endswith("| communication over gloo | step, gloo / ringcomm |")
     assert row == "| DDP | 25 % (20–31) | 25 % (20–31) | 4.00× (2.00–5.00) |"
+    head, *_ = rows_of(records, "systems")
+    assert "ringcomm" not in head
+    for record in records:
+        if record.get("system") == "ddp on gloo":
+            record |= {"over_ringcomm": ratio_over("ddp"), "communication_share": share}
+    head, first, row = rows_of(records, "systems")
+    assert "| time / ringcomm's | communication | update, ms |" in head
+    assert "| 1× |  |  | 0.00 |" in first
+    assert "| 4.00× (2.00–5.00) | 4.00× (2.00–5.00) | 25 % (20–31) | 0.00 |" in row
     head, row = rows_of(records, "fused_update")
     assert head.endswith("| DDP over ringcomm / fused | over Gloo / fused |")
     assert row.startswith("| 1 MiB | 8 | 4.00× (2.00–5.00) |")
@@ -239,7 +242,7 @@ def test_tables_of_the_other_kinds() -> None:
         "| memory | 580 KiB | 3,072 KiB |",
         "| of a core | 0.12 % | – |",
     ]
-    assert len(table.readme_tables(records)) == 4
+    assert len(table.readme_tables(records)) == 5
 
 
 def test_plots_are_the_same_for_the_same_records(
@@ -256,7 +259,7 @@ def test_plots_are_the_same_for_the_same_records(
     path = write_records(tmp_path / "curve.jsonl", curve)
     drawn = []
     for name in ("one", "two"):
-        assert plot.main(["--out", str(tmp_path / name), path]) == exit_codes.EXIT_OK
+        assert plot.main(["--out", str(tmp_path / name), path]) == EXIT_OK
         drawn.append((tmp_path / name / "all_reduce.svg").read_bytes())
     assert drawn[0] == drawn[1]
     assert all(text in drawn[0].decode() for text in ("2 ranks", "4 ranks", "gloo"))
@@ -266,7 +269,7 @@ def test_plots_are_the_same_for_the_same_records(
     for record in curve:
         record.update(kind="algorithm", algorithm=record["backend"], changes=changes)
     path = write_records(tmp_path / "algorithms.jsonl", curve)
-    assert plot.main(["--out", str(tmp_path), path]) == exit_codes.EXIT_OK
+    assert plot.main(["--out", str(tmp_path), path]) == EXIT_OK
     assert "two_shot from 256 KiB" in (tmp_path / "algorithms.svg").read_text(encoding="utf-8")
 
 
@@ -274,7 +277,7 @@ def test_table_of_waiting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     base = [record for world in (2, 4) for record in collective_records(world, "barrier", 0, 8.0)]
     records = [{**r, "kind": "waiting", "strangers": 1, "quiet": False} for r in base]
     path = write_records(tmp_path / "waiting.jsonl", records)
-    assert table.main(["--kind", "waiting", path]) == exit_codes.EXIT_OK
+    assert table.main(["--kind", "waiting", path]) == EXIT_OK
     said = capsys.readouterr().out
     assert "| ranks | strangers | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in said
     assert "| 2 | 1 | 8 | 100 | 12.5× (9.70–104) * |\n| 4 | 1 | 8 |" in said

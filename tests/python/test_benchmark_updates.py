@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import fused_update
 
-from ringcomm.bench.exit_codes import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 
 WAYS = ["fused", "zero1", "ringcomm", "gloo"]
 

@@ -1,4 +1,4 @@
-"""The benchmarks end to end in small: their records, and that wrong results do not go unseen.
+"""`ringcomm bench` of collectives in small: its records, and that wrong results are seen.
 
 No test here asserts a time.
 """
@@ -20,12 +20,13 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import all_reduce
+import groups
+import operations
 import table
 
-from ringcomm.bench import exit_codes, machine, mpi, operations, ranks, weather
-from ringcomm.bench.interleave import Timings, labelled
-from ringcomm.bench.quantiles import quantile
+from ringcomm import cli
+from ringcomm.measure import machine, ranks, weather
+from ringcomm.measure.timing import Timings, quantile
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(path: Path, *argv: str) -> int:
+def run(path: Path, *argv: str, op: str = "all_reduce") -> int:
     """A sweep that takes as little time as one can; its exit code."""
     quick = ["--seconds", "0.02", "--repeats", "0", "--json", str(path)]
-    return all_reduce.main([*quick, *argv])
+    return cli.run(["bench", op, *quick, *argv])
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records" / "sweep.jsonl"
-    assert run(path, "--sizes", "1024,1000000") == exit_codes.EXIT_OK
+    assert run(path, "--sizes", "1024,1000000") == ranks.EXIT_OK
     records = lines_of(path)
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
     assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
@@ -80,7 +81,7 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
             assert record["algorithms"]
     said = capfd.readouterr().out
     assert "time over ringcomm's" in said
-    assert table.main([str(path)]) == exit_codes.EXIT_OK
+    assert table.main([str(path)]) == ranks.EXIT_OK
     markdown = capfd.readouterr().out
     assert "| bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in markdown
     assert "| 1 KiB |" in markdown
@@ -91,7 +92,7 @@ def test_every_operation_is_right(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     ops = ",".join(operations.OPERATIONS)
     # Not a multiple of the ranks: collectives that divide the buffer round down.
-    assert run(path, "--ops", ops, "--sizes", "1004", "--dtype", "bfloat16") == exit_codes.EXIT_OK
+    assert run(path, "--sizes", "1004", "--dtype", "bfloat16", op=ops) == ranks.EXIT_OK
     records = lines_of(path)
     assert [r["op"] for r in records[::2]] == list(operations.OPERATIONS)
     assert all(record["verified"] for record in records)
@@ -110,7 +111,7 @@ def test_one_wrong_element_is_seen(
     broken = dataclasses.replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
     monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
     path = tmp_path / "sweep.jsonl"
-    assert run(path, "--sizes", "1024") == exit_codes.EXIT_WRONG_RESULTS
+    assert run(path, "--sizes", "1024") == ranks.EXIT_WRONG_RESULTS
     ours, gloo = lines_of(path)
     assert (ours["verified"], gloo["verified"]) == (False, True)
     assert ours["wrong_elems"] == 2  # one before the clocks ran, one after
@@ -190,13 +191,13 @@ def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPat
 def test_what_does_not_come_through_a_store(tmp_path: Path) -> None:
     """In time is told from never: the process that holds a store has ended."""
     file_store = dist.FileStore(str(tmp_path / "store"), 2)
-    assert not ranks._StoreChannel(file_store, 0, 1).poll(0.05)
-    other = ranks._StoreChannel(file_store, 1, 0)
+    assert not groups._StoreChannel(file_store, 0, 1).poll(0.05)
+    other = groups._StoreChannel(file_store, 1, 0)
     other.send("late")
-    assert ranks._StoreChannel(file_store, 0, 1).poll(0.05)
+    assert groups._StoreChannel(file_store, 0, 1).poll(0.05)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    orphan = ranks._StoreChannel(client, 0, 1)
+    orphan = groups._StoreChannel(client, 0, 1)
     orphan.send("something")
     del server
     with pytest.raises(EOFError):
@@ -210,7 +211,7 @@ def test_a_store_passes_more_on_than_one_value_may_hold() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
     times = [float(number) for number in range(600_000)]
-    sender, receiver = ranks._StoreChannel(client, 1, 0), ranks._StoreChannel(server, 0, 1)
+    sender, receiver = groups._StoreChannel(client, 1, 0), groups._StoreChannel(server, 0, 1)
     num_keys = server.num_keys()
     for value in (times, "next"):
         sender.send(value)
@@ -238,7 +239,7 @@ def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.M
             if inner.rank == 0:
                 inner.report([entry["rank"] for entry in everything])
 
-        ranks.run_ranks(3, joined, team.report)
+        groups.run_ranks(3, joined, team.report)
 
     ranks.run_ranks(3, main, found.append)
     assert found == [[0, 1, 2]]
@@ -254,15 +255,15 @@ def test_a_launcher_of_another_size_is_refused_before_anyone_waits(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"started 3 rank\(s\), and 2 are asked for"):
-        ranks.run_ranks(2, print, print)
+        groups.run_ranks(2, print, print)
 
 
 def test_ranks_that_mpi4py_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where mpi4py was built with another MPI than the one of mpiexec."""
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(mpi, "Communicator", lambda: SimpleNamespace(rank=0, size=1))
+    monkeypatch.setattr(groups, "Communicator", lambda: SimpleNamespace(rank=0, size=1))
     with pytest.raises(ValueError, match="it belongs to another MPI"):
-        ranks.run_ranks(2, print, print)
+        groups.run_ranks(2, print, print)
 
 
 @pytest.mark.parametrize(
@@ -317,22 +318,10 @@ def test_quantiles_interpolate() -> None:
 
 def test_a_backend_may_race_itself() -> None:
     labels = {"gloo": "gloo", "ringcomm": "ringcomm", "gloo#2": "gloo"}
-    assert labelled(["gloo", "ringcomm", "gloo"]) == labels
+    assert groups.labelled(["gloo", "ringcomm", "gloo"]) == labels
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--backends", "carrier_pigeon"], "carrier_pigeon"),
-        (["--backends", "nccl"], "--device cuda"),
-        (["--sizes", "many"], "--sizes"),
-        (["--ops", "all_reduce,juggle"], "juggle"),
-        (["--world", "0"], "1 to 64"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        all_reduce.parse(argv)
-    assert message in capsys.readouterr().err
+def test_share_of_other_programs_is_a_share() -> None:
+    watch = machine.OthersWatch([os.getpid()])
+    torch.randn(300, 300).matmul(torch.randn(300, 300))
+    assert 0.0 <= watch.percent() <= 100.0

@@ -18,10 +18,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import front_door
+from collectives import AVAILABLE
+
 from ringcomm import cli, tuning
-from ringcomm.bench import operations
-from ringcomm.bench.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from ringcomm.bench.sweep import AVAILABLE
+from ringcomm.cli.commands import bench
+from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
@@ -189,8 +193,6 @@ def test_tables_want_rich_and_say_so(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    for name in ("ringcomm.bench.screen", "ringcomm.doctor.tables"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as ended:
         cli.run(argv)
     assert ended.value.code == EXIT_BAD_INPUT
@@ -206,6 +208,8 @@ def test_tables_want_rich_and_say_so(
         (["juggle"], "invalid choice: 'juggle'"),
         (["bench"], "OP"),
         (["bench", "juggle"], "invalid choice: 'juggle'"),
+        (["bench", "all_reduce,systems"], "systems is measured alone"),
+        (["bench", "all_reduce", "--peers", "nccl"], "add --device cuda"),
         (["bench", "all_reduce", "--sizes", "many"], "'many' is no size: write 4096, 16k"),
         (["bench", "all_reduce", "--sizes", "0"], "'0' is no size"),
         (["bench", "all_reduce", "--sizes", ","], "names nothing"),
@@ -256,7 +260,8 @@ def test_a_launcher_of_another_size_is_refused(
 def test_every_operation_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, words in (
         (["--help"], ("bench", "tune", "doctor")),
-        (["bench", "--help"], tuple(operations.OPERATIONS)),
+        (["bench", "--help"], (*front_door.OPERATIONS, *front_door.ALONE)),
+        (["bench", "systems", "--help"], ("--over",)),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.run(argv)
@@ -269,3 +274,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.run(["--version"])
     assert capsys.readouterr().out.startswith("ringcomm 0.")
+
+
+def test_a_wheel_says_where_the_measurements_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["bench", "all_reduce", "--sizes", "1k"])
+    assert ended.value.code == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert "not in an installed wheel: clone ringcomm's repository" in err
+    assert err.count("\n") == 1

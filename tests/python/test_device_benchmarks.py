@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import device_kernels
 import llama_memory
 
-from ringcomm.bench.exit_codes import EXIT_OK
+from ringcomm.measure.ranks import EXIT_OK
 
 
 def records_of(module: Any, path: Path, *argv: str) -> list[dict[str, Any]]:

@@ -21,14 +21,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import all_reduce
 import fused_update
+import mps
+import placement
 import plot
+from operations import OPERATIONS
+from placement import MEMORY_FACTORS, Placement, Speeds, count_devices, memory_bytes
 
-from ringcomm.bench import exit_codes, mps, nccl
-from ringcomm.bench.device_floor import MEMORY_FACTORS, Speeds, memory_bytes
-from ringcomm.bench.operations import OPERATIONS
-from ringcomm.bench.placement import Placement, count_devices
+from ringcomm import cli
+from ringcomm.measure import ranks
 
 KIND = "hostgpu"
 
@@ -58,9 +59,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "device_of", lambda self, rank: torch.device("cpu"))
 
 
-def run(path: Path, *argv: str) -> tuple[int, list[dict[str, Any]]]:
+def run(path: Path, *argv: str, op: str = "all_reduce") -> tuple[int, list[dict[str, Any]]]:
     quick = ["--seconds", "0.02", "--repeats", "0", "--json", str(path), "--device", KIND]
-    code = all_reduce.main([*quick, *argv])
+    code = cli.run(["bench", op, *quick, *argv])
     return code, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -68,13 +69,13 @@ def run(path: Path, *argv: str) -> tuple[int, list[dict[str, Any]]]:
 @pytest.mark.parametrize("clock", ["events", "host"])
 def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "plot.png"
-    backends = "ringcomm,gloo,mpi4py,nccl"
+    peers = "gloo,mpi4py,nccl"
     code, records = run(
         tmp_path / "records.jsonl",
-        *("--backends", backends, "--sizes", "1k,64k", "--dtype", "float32,bfloat16"),
+        *("--peers", peers, "--sizes", "1k,64k", "--dtype", "float32,bfloat16"),
         *("--layout", "one", "--clock", clock, "--plot", str(drawing)),
     )
-    assert code == exit_codes.EXIT_OK
+    assert code == ranks.EXIT_OK
     said = capfd.readouterr().out
     assert "not available: mpi4py: its calls take arrays in the host's memory" in said
     assert "not available: nccl" in said
@@ -114,9 +115,10 @@ def test_every_operation(tmp_path: Path) -> None:
     names = ",".join(name for name in OPERATIONS if name != "all_reduce_shared")
     code, records = run(
         tmp_path / "records.jsonl",
-        *("--backends", "ringcomm", "--ops", names, "--sizes", "1k", "--layout", "all"),
+        *("--peers", "none", "--sizes", "1k", "--layout", "all"),
+        op=names,
     )
-    assert code == exit_codes.EXIT_OK
+    assert code == ranks.EXIT_OK
     assert [record["op"] for record in records] == names.split(",")
     assert all(record["link_gb_per_s"] > 0 for record in records)
 
@@ -132,8 +134,8 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     broken = dataclasses.replace(operation, call=spoil)
     monkeypatch.setitem(OPERATIONS, "all_reduce", broken)
-    code, records = run(tmp_path / "records.jsonl", "--backends", "ringcomm", "--sizes", "1k")
-    assert code == exit_codes.EXIT_WRONG_RESULTS
+    code, records = run(tmp_path / "records.jsonl", "--peers", "none", "--sizes", "1k")
+    assert code == ranks.EXIT_WRONG_RESULTS
     assert records[0]["wrong_elems"] == 2
 
 
@@ -147,7 +149,7 @@ def test_steps(tmp_path: Path, optimizer: str, dtype: str, num_state_bytes: int)
     quick = ["--seconds", "0.02", "--repeats", "0", "--sizes", "40000", "--json", str(path)]
     where = ["--device", KIND, "--layout", "one", "--world", "2", "--no-mps"]
     code = fused_update.main([*quick, *where, "--optimizer", optimizer, "--dtype", dtype])
-    assert code == exit_codes.EXIT_OK
+    assert code == ranks.EXIT_OK
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [record["way"] for record in records] == ["fused", "zero1"]
     elem_bytes = 2 if dtype == "bfloat16" else 4
@@ -191,17 +193,17 @@ def test_devices_are_counted_elsewhere() -> None:
 
 def test_what_nccl_needs_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {2: "32", 4: "16", 8: "8"}
-    for ranks, channels in variables.items():
-        assert nccl.nccl_variables(ranks)["NCCL_MAX_NCHANNELS"] == channels
-    assert nccl.nccl_variables(1) == {}
-    monkeypatch.setattr(nccl.dist, "is_nccl_available", lambda: True)
+    for num_ranks, channels in variables.items():
+        assert placement.nccl_variables(num_ranks)["NCCL_MAX_NCHANNELS"] == channels
+    assert placement.nccl_variables(1) == {}
+    monkeypatch.setattr(placement.dist, "is_nccl_available", lambda: True)
     shared, version = Placement("cuda", 1, "one"), (2, 28, 9)
-    monkeypatch.setattr(nccl, "nccl_version", lambda: version)
-    assert nccl.why_nccl_cannot(Placement("cuda", 2), 2) is None
-    assert "this is 2.28.9" in str(nccl.why_nccl_cannot(shared, 2))
+    monkeypatch.setattr(placement, "nccl_version", lambda: version)
+    assert placement.why_nccl_cannot(Placement("cuda", 2), 2) is None
+    assert "this is 2.28.9" in str(placement.why_nccl_cannot(shared, 2))
     version = (2, 30, 3)
-    assert "add --mps" in str(nccl.why_nccl_cannot(shared, 2))
-    assert nccl.why_nccl_cannot(Placement("cuda", 1, "one", mps=True), 2) is None
+    assert "add --mps" in str(placement.why_nccl_cannot(shared, 2))
+    assert placement.why_nccl_cannot(Placement("cuda", 1, "one", mps=True), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def test_what_makes_no_sense_is_refused(
     if "cuda" in argv and torch.cuda.device_count():
         pytest.skip("there is one")
     with pytest.raises(SystemExit):
-        all_reduce.parse(argv)
+        cli.run(["bench", "all_reduce", *argv])
     assert message in capsys.readouterr().err
 
 
@@ -291,9 +293,10 @@ def test_mps_lasts_as_long_as_the_block(monkeypatch: pytest.MonkeyPatch, hangs: 
 
 @pytest.mark.usefixtures("control")
 def test_mps_does_not_outlive_a_killed_program() -> None:
-    program = "import time; from ringcomm.bench.mps import Mps\nwith Mps():\n import os\n print("
+    program = "import time; from mps import Mps\nwith Mps():\n import os\n print("
     program += "os.environ['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    command, folder = [sys.executable, "-c", program], Path(mps.__file__).parent
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pids = pids_of(process.stdout.readline().strip())
     process.send_signal(signal.SIGKILL)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.doctor import cpus, limits, report
+from ringcomm.doctor import facts, report
 from ringcomm.doctor.group import Plan, examine_group
 
 
@@ -22,21 +22,10 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 def sysfs(tmp_path: Path, l3: list[str], siblings: list[str]) -> Path:
     """CPUs with these L3 and cores, by CPU."""
-    files = {"online": f"0-{len(l3) - 1}"}
+    files = {}
     for cpu, (shared, core) in enumerate(zip(l3, siblings, strict=True)):
         files[f"cpu{cpu}/topology/core_cpus_list"] = core
-        for index, (level, kind, size, of) in enumerate(
-            [
-                (1, "Data", "48K", core),
-                (1, "Instruction", "32K", core),
-                (3, "Unified", "32M", shared),
-            ]
-        ):
-            folder = f"cpu{cpu}/cache/index{index}"
-            files[f"{folder}/level"] = str(level)
-            files[f"{folder}/type"] = kind
-            files[f"{folder}/size"] = size
-            files[f"{folder}/shared_cpu_list"] = of
+        files[f"cpu{cpu}/cache/index3/shared_cpu_list"] = shared
     return write(tmp_path, files)
 
 
@@ -44,40 +33,33 @@ def test_cpus_and_caches(tmp_path: Path) -> None:
     """Two L3, hardware threads n and n + 4 on one core."""
     l3 = ["0-1,4-5", "0-1,4-5", "2-3,6-7", "2-3,6-7"] * 2
     cores = [f"{n},{n + 4}" for n in range(4)] * 2
-    found = cpus.read_cpus(range(8), sysfs(tmp_path, l3, cores))
+    found = facts.read_cpus(range(8), sysfs(tmp_path, l3, cores))
     assert found.cores == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert found.num_online == 8
-    caches = [(cache.level, cache.num_bytes, cache.cpus) for cache in found.caches]
-    assert caches[:2] == [(1, 48 << 10, (0, 4)), (1, 48 << 10, (1, 5))]
-    assert caches[4:] == [(3, 32 << 20, (0, 1, 4, 5)), (3, 32 << 20, (2, 3, 6, 7))]
+    assert found.l3 == ((0, 1, 4, 5), (2, 3, 6, 7))
     assert (found.shares_l3((0, 5)), found.shares_l3((0, 2))) == (True, False)
-    assert cpus.telling_pairs(found) == [(0, 1), (0, 2)]
-    few = cpus.read_cpus((1, 4, 5), tmp_path)  # what an affinity mask leaves
+    assert facts.telling_pairs(found) == [(0, 1), (0, 2)]
+    few = facts.read_cpus((1, 4, 5), tmp_path)  # what an affinity mask leaves
     assert few.cores == ((1, 5), (4,))
-    assert cpus.telling_pairs(few) == [(1, 4)]
+    assert facts.telling_pairs(few) == [(1, 4)]
 
 
 def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
-    found = cpus.read_cpus((0, 3), tmp_path)
-    assert (found.cores, found.caches) == (((0,), (3,)), ())
+    found = facts.read_cpus((0, 3), tmp_path)
+    assert (found.cores, found.l3) == (((0,), (3,)), ())
     assert found.shares_l3((0, 3)) is None
-    assert cpus.telling_pairs(found) == [(0, 3)]
-    assert cpus.telling_pairs(cpus.read_cpus((0,), tmp_path)) == []
+    assert facts.telling_pairs(found) == [(0, 3)]
+    assert facts.telling_pairs(facts.read_cpus((0,), tmp_path)) == []
 
 
 def test_lists_of_cpus() -> None:
-    assert cpus.parse_list("0-2,5\n") == (0, 1, 2, 5)
-    assert cpus.parse_list("\n") == ()
+    assert facts.parse_list("0-2,5\n") == (0, 1, 2, 5)
+    assert facts.parse_list("\n") == ()
     with pytest.raises(ValueError, match="invalid literal"):
-        cpus.parse_list("0-x")
+        facts.parse_list("0-x")
 
 
-V2 = "30 23 0:26 {root} {point} rw,nosuid - cgroup2 cgroup2 rw"
-V1 = "33 31 0:29 {root} {point} rw - cgroup cgroup rw,{controller}"
-
-
-def proc(tmp_path: Path, cgroup: str, mounts: str) -> Path:
-    return write(tmp_path / "proc", {"cgroup": cgroup, "mountinfo": mounts})
+def proc(tmp_path: Path, cgroup: str) -> Path:
+    return write(tmp_path / "proc", {"cgroup": cgroup})
 
 
 def test_limits_of_cgroup_v2(tmp_path: Path) -> None:
@@ -86,9 +68,9 @@ def test_limits_of_cgroup_v2(tmp_path: Path) -> None:
     files = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
     files |= {"a/memory.max": "max", "a/b/memory.max": str(3 << 30)}
     write(top, files)
-    found = limits.read_limits(proc(tmp_path, "0::/a/b", V2.format(root="/", point=top)))
-    assert found.cpu_cores == limits.Limit(1.5, str(top / "a/cpu.max"))
-    assert found.memory_bytes == limits.Limit(3 << 30, str(top / "a/b/memory.max"))
+    found = facts.read_limits(proc(tmp_path, "0::/a/b"), top)
+    assert found.cpu_cores == facts.Limit(1.5, str(top / "a/cpu.max"))
+    assert found.memory_bytes == facts.Limit(3 << 30, str(top / "a/b/memory.max"))
     assert found.max_fds > 0
 
 
@@ -98,13 +80,10 @@ def test_limits_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
     files = {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}
     files |= {"memory/memory.limit_in_bytes": str(1 << 30)}
     write(top, files)
-    mounts = "\n".join(
-        V1.format(root="/docker/x", point=top / name, controller=name) for name in ("cpu", "memory")
-    )
     cgroup = "4:memory:/docker/x\n1:cpu,cpuacct:/docker/x\n0::/"
-    found = limits.read_limits(proc(tmp_path, cgroup, mounts))
-    assert found.cpu_cores == limits.Limit(0.5, str(top / "cpu/cpu.cfs_quota_us"))
-    assert found.memory_bytes == limits.Limit(1 << 30, str(top / "memory/memory.limit_in_bytes"))
+    found = facts.read_limits(proc(tmp_path, cgroup), top)
+    assert found.cpu_cores == facts.Limit(0.5, str(top / "cpu/cpu.cfs_quota_us"))
+    assert found.memory_bytes == facts.Limit(1 << 30, str(top / "memory/memory.limit_in_bytes"))
 
 
 def test_no_limits(tmp_path: Path) -> None:
@@ -112,16 +91,13 @@ def test_no_limits(tmp_path: Path) -> None:
     files = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
     files |= {"memory/memory.limit_in_bytes": "9223372036854771712"}
     write(top, files)
-    mounts = "\n".join(
-        V1.format(root="/", point=top / name, controller=name) for name in ("cpu", "memory")
-    )
-    for where in (proc(tmp_path, "4:memory:/\n1:cpu:/", mounts), tmp_path / "no proc"):
-        found = limits.read_limits(where)
+    for where in (proc(tmp_path, "4:memory:/\n1:cpu:/"), tmp_path / "no proc"):
+        found = facts.read_limits(where, top)
         assert (found.cpu_cores, found.memory_bytes) == (None, None)
 
 
 def test_this_machine_has_what_ringcomm_needs() -> None:
-    assert limits.missing_features() == []
+    assert facts.missing_features() == []
 
 
 def test_a_refused_system_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +105,7 @@ def test_a_refused_system_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert limits.missing_features() == ["memfd_create: [Errno 1] Operation not permitted"]
+    assert facts.missing_features() == ["memfd_create: [Errno 1] Operation not permitted"]
 
 
 def test_the_variables_are_those_of_the_readme() -> None:

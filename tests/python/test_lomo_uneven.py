@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.bench.gradient_watch import GradientWatch
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gradient_watch import GradientWatch
+
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
 

@@ -10,8 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from ringcomm.bench.exit_codes import EXIT_OK
-from ringcomm.bench.records import read_records
+from report import read_records
+
+from ringcomm.measure.ranks import EXIT_OK
 
 script = import_module("pipeline")
 

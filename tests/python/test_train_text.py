@@ -16,8 +16,6 @@ from training import cli
 from training.corpus import Batches, CorpusError, load_corpus
 from training.options import CONTEXT_BYTES, InputError
 
-from ringcomm.bench.others import OtherPrograms, why_no_claim
-
 CPU = torch.device("cpu")
 
 
@@ -174,17 +172,3 @@ def test_bad_checkpoints_are_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert cli.main([*base, str(tmp_path)]) == 2
     assert "not a checkpoint of this program" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_busy_machine_claims_nothing() -> None:
-    assert why_no_claim(0.10) is None
-    assert "10%" in (why_no_claim(0.11) or "")
-    assert why_no_claim(None) is not None
-
-
-def test_share_of_other_programs_is_a_share() -> None:
-    watch = OtherPrograms([])
-    torch.randn(300, 300).matmul(torch.randn(300, 300))
-    share = watch.share()
-    assert share is not None
-    assert 0.0 <= share <= 1.0

@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 import ringcomm
 from ringcomm import tuning
-from ringcomm.bench.fit import NEVER_BYTES, Median, cross_over_bytes, fit_cost, terms
+from ringcomm.measure.algorithms import NEVER_BYTES, Median, cross_over_bytes, fit_cost, terms
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [KIB << k for k in range(0, 13, 2)]  # 1 KiB to 4 MiB: several pieces of 1 MiB at the end

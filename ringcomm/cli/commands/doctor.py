@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report."""
-    from ringcomm.bench.ranks import MAX_WORLD_SIZE, joined_world_size
+    from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size
 
     if not 1 <= options.world_size <= MAX_WORLD_SIZE:
         options.parser.error(f"--world-size is 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
@@ -39,14 +39,13 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error("--seconds is not negative")
     if joined_world_size() is not None:
         options.parser.error("it starts its own ranks: run it without torchrun")
-    from ringcomm.doctor.report import examine
+    from ringcomm.doctor.report import examine, print_report
 
     if options.json:
         report = examine(options.world_size, options.seconds)
         print(json.dumps(report, allow_nan=False))
     else:
-        from ringcomm.bench.screen import make_console
-        from ringcomm.doctor.tables import print_report
+        from ringcomm.measure.screen import make_console
 
         console = make_console()
         report = examine(options.world_size, options.seconds)

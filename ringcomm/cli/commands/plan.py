@@ -41,7 +41,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    from ringcomm.bench.wording import as_option, words
+    from ringcomm.measure.screen import as_option, words
 
     add = parser.add_argument_group("what to look at").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
@@ -121,7 +121,7 @@ def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
 
 
 def _print(plans: Any, top: int, why: int) -> None:
-    from ringcomm.bench.screen import make_console
+    from ringcomm.measure.screen import make_console
     from ringcomm.planner.plans import headline, refusal_lines, table_of_plans
 
     console = make_console()

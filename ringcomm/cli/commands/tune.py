@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ringcomm.bench.wording import as_option, byte_counts, whole_numbers
+from ringcomm.measure.screen import as_option, byte_counts, whole_numbers
 
 HELP = "measure where all_reduce's algorithms cross, and write it to a file"
 DEFAULT_SIZES = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from ringcomm.bench.ranks import joined_world_size
+    from ringcomm.measure.ranks import joined_world_size
     from ringcomm.tuning import MAX_WORLD_SIZE
 
     error = options.parser.error
@@ -73,9 +73,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _print_world(console: Any, world: Any, times: list[Any]) -> None:
-    from ringcomm.bench.fit import NEVER_BYTES
-    from ringcomm.bench.screen import make_table
-    from ringcomm.bench.wording import byte_count, factor, microseconds
+    from ringcomm.measure.algorithms import NEVER_BYTES
+    from ringcomm.measure.screen import byte_count, factor, make_table, microseconds
 
     chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
     if world.one_shot_max_bytes == NEVER_BYTES:
@@ -104,10 +103,9 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     import ringcomm
-    from ringcomm.bench.algorithms import measure_algorithms, world_of
-    from ringcomm.bench.machine import identity
-    from ringcomm.bench.records import utc_now
-    from ringcomm.bench.screen import make_console
+    from ringcomm.measure.algorithms import measure_algorithms, world_of
+    from ringcomm.measure.machine import identity, utc_now
+    from ringcomm.measure.screen import make_console
     from ringcomm.tuning import Tuning, save
 
     console = make_console()

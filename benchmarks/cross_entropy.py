@@ -1,0 +1,347 @@
+"""Times cross-entropy, forward and backward, beside other libraries, in alternating blocks.
+
+With one rank: ringcomm, ringcomm in place, the peers, and a copy of the logits as a floor. With
+more: the vocabulary over the ranks, beside one rank that has it all. Gradients are verified on some
+rows against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from groups import run_ranks
+from report import BUSY, Report, comparison, records_of
+from torch import Tensor
+from torch.nn import functional
+
+from ringcomm import ops
+from ringcomm.measure.ranks import Team
+from ringcomm.measure.screen import (
+    as_option,
+    byte_count,
+    microseconds,
+    table_of,
+    whole_numbers,
+    words,
+)
+from ringcomm.measure.timing import Contender, measure, open_default_group
+from ringcomm.measure.weather import WeatherWatch
+
+RINGCOMM, ONE_RANK, FLOOR = "ringcomm", "one rank", "copy"
+# Rows whose gradient is verified; their float64 takes 8 bytes per class.
+NUM_CHECKED_ROWS = 16
+# Relative to the largest gradient of those rows.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+
+# From logits to their gradient.
+Way = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What is measured.
+
+    Attributes:
+        peers: of torch, compile, liger, quack; with one rank.
+        num_threads: of each rank.
+    """
+
+    world_size: int
+    device: str
+    num_tokens: int
+    vocab_sizes: list[int]
+    dtypes: list[str]
+    peers: list[str]
+    num_threads: int
+    seconds: float
+    repeats: int
+
+    def check(self) -> None:
+        """Raises ValueError where it makes no sense, naming the option."""
+        known = [name for name in PEERS if name != RINGCOMM]
+        unknown = [name for name in self.peers if name not in known]
+        if unknown:
+            raise ValueError(f"--peers are some of {', '.join(known)}, got {', '.join(unknown)}")
+        wrong = [name for name in self.dtypes if getattr(torch, name, None) not in TOLERANCES]
+        if wrong:
+            raise ValueError(f"--dtypes are float32, float16 and bfloat16, got {', '.join(wrong)}")
+        if self.num_tokens < 1 or min(self.vocab_sizes) < self.world_size:
+            raise ValueError("every rank has a token and a class")
+
+
+# ---- ways of one rank
+
+
+def _backward(loss: Callable[[Tensor, Tensor], Tensor], target: Tensor, logits: Tensor) -> Tensor:
+    leaf = logits.detach().requires_grad_()
+    loss(leaf, target).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+class _Layer(torch.autograd.Function):
+    """Its output is its input, and no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _in_place(leaf: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = ops.cross_entropy(_Layer.apply(leaf), target, inplace=True)
+    return loss
+
+
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(lambda logits, target: functional.cross_entropy(logits.float(), target))
+
+
+def _liger() -> Callable[[Tensor, Tensor], Tensor]:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return liger_cross_entropy
+
+
+def _quack() -> Callable[[Tensor, Tensor], Tensor]:
+    from quack.cross_entropy import cross_entropy
+
+    return partial(cross_entropy, reduction="mean")
+
+
+PEERS: dict[str, Callable[[], Callable[[Tensor, Tensor], Tensor]]] = {
+    RINGCOMM: lambda: ops.cross_entropy,
+    "in place": lambda: _in_place,
+    "torch": lambda: functional.cross_entropy,
+    "compile": _compiled,
+    "liger": _liger,
+    "quack": _quack,
+}
+# Of the logits, what such a way leaves.
+OVERWRITING = ("in place", "liger")
+
+
+def _ways(losses: Losses, target: Tensor) -> dict[str, Way]:
+    names = [RINGCOMM, "in place", *losses.peers]
+    return {name: partial(_backward, PEERS[name](), target) for name in names}
+
+
+# ---- the vocabulary over several ranks
+
+
+def _shard(team: Team, vocab_size: int) -> slice:
+    begin, end = ops.shard_range(vocab_size, team.world_size, team.rank)
+    return slice(begin, end)
+
+
+def _shared_ways(team: Team, target: Tensor, vocab_size: int) -> dict[str, Way]:
+    """Of which each gets this rank's columns, but one that gets all, on the first rank."""
+    start = _shard(team, vocab_size).start
+
+    def parallel(leaf: Tensor, target: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        loss: Tensor = ops.cross_entropy(leaf, target, group=group, vocab_start=start)
+        return loss
+
+    return {
+        RINGCOMM: partial(_backward, parallel, target),
+        ONE_RANK: partial(_backward, ops.cross_entropy, target),
+    }
+
+
+# ---- verification and memory
+
+
+def _count_wrong(logits: Tensor, target: Tensor, columns: slice, gradient: Tensor) -> int:
+    """Elements of the first rows that are not the mean's gradient; ``logits`` have all columns."""
+    rows = slice(0, NUM_CHECKED_ROWS)
+    expected = torch.softmax(logits[rows].double(), -1)
+    expected -= functional.one_hot(target[rows], logits.shape[1])
+    expected /= len(target)
+    limit = TOLERANCES[logits.dtype] * float(expected.abs().max())
+    found = gradient[rows].double()
+    return int((~torch.isclose(found, expected[:, columns], rtol=0, atol=limit)).sum())
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """What a call needs of memory at most, beyond what is there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins here
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+# ---- a point
+
+
+@dataclass
+class _Inputs:
+    """Logits that a way may overwrite, from a seed; the same on all ranks."""
+
+    logits: Tensor
+    target: Tensor
+    kept: Tensor  # the rows that are verified
+
+    def restore(self) -> None:
+        self.logits[: len(self.kept)] = self.kept
+
+
+def _inputs(num_tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> _Inputs:
+    torch.manual_seed(1)
+    logits = torch.empty(num_tokens, vocab_size, dtype=dtype, device=device).normal_()
+    target = torch.randint(0, vocab_size, (num_tokens,), device=device)
+    return _Inputs(logits, target, logits[:NUM_CHECKED_ROWS].clone())
+
+
+def _contenders(
+    losses: Losses, team: Team, inputs: _Inputs
+) -> tuple[dict[str, Contender], dict[str, int], dict[str, int]]:
+    """Those of a point, ready to be timed; wrong elements and memory by way. Collective."""
+    vocab_size = inputs.logits.shape[1]
+    columns = _shard(team, vocab_size)
+    is_shared = team.world_size > 1
+    ways = (
+        _shared_ways(team, inputs.target, vocab_size) if is_shared else _ways(losses, inputs.target)
+    )
+    mine = inputs.logits[:, columns].contiguous() if is_shared else inputs.logits
+    align = dist.barrier if is_shared else lambda: None
+    contenders, wrong, memory = {}, {}, {}
+    for name, way in ways.items():
+        is_idle = name == ONE_RANK and team.rank != 0
+        logits = inputs.logits if name == ONE_RANK else mine
+        found = slice(0, vocab_size) if name == ONE_RANK else columns
+        inputs.restore()
+        bad = 0
+        if not is_idle:
+            gradient = way(logits).clone() if name in OVERWRITING else way(logits)
+            inputs.restore()
+            bad = _count_wrong(inputs.logits, inputs.target, found, gradient)
+            del gradient
+        call: Callable[[], Any] = (lambda: None) if is_idle else partial(way, logits)
+        wrong[name] = sum(team.share(bad))
+        memory[name] = max(team.share(peak_extra_bytes(call, logits.device)))
+        contenders[name] = Contender(call, align)
+    if not is_shared:
+        copy: Callable[[], Any] = partial(torch.empty_like(mine).copy_, mine)
+        contenders[FLOOR] = Contender(copy, align)
+        wrong[FLOOR], memory[FLOOR] = 0, 0
+    return contenders, wrong, memory
+
+
+def _points(losses: Losses) -> Iterator[tuple[int, torch.dtype]]:
+    for dtype in losses.dtypes:
+        for vocab_size in losses.vocab_sizes:
+            yield vocab_size, getattr(torch, dtype)
+
+
+def run_rank(losses: Losses, team: Team) -> None:
+    """One rank: every point in turn; rank 0 reports each one's records. Collective."""
+    device = torch.device(losses.device)
+    if team.world_size > 1:
+        open_default_group(team, "ringcomm")
+    torch.set_num_threads(losses.num_threads)
+    watch = WeatherWatch(team)
+    for vocab_size, dtype in _points(losses):
+        inputs = _inputs(losses.num_tokens, vocab_size, dtype, device)
+        contenders, wrong, memory = _contenders(losses, team, inputs)
+        timings, weather = watch.calmest(
+            partial(measure, team, contenders, losses.seconds), losses.repeats
+        )
+        if timings is not None:
+            point = {
+                "num_tokens": losses.num_tokens,
+                "vocab_size": vocab_size,
+                "dtype": str(dtype).removeprefix("torch."),
+                **weather.record(),
+            }
+            records = records_of(timings, RINGCOMM, wrong, name="way")
+            team.report([r | point | {"extra_bytes": memory[r["way"]]} for r in records])
+        del inputs, contenders
+    if team.world_size > 1:
+        dist.destroy_process_group()
+
+
+# ---- the command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks, which sizes, which peers, how long."""
+    add = parser.add_argument
+    add("--world-size", type=int, default=1, help="ranks that share the vocabulary")
+    add("--threads", type=int, help="of each rank; default: the cores, or 1 with several ranks")
+    add("--tokens", type=int, default=2048)
+    add("--vocabularies", type=as_option(whole_numbers), default="8000,32000,50257,128256")
+    add("--dtypes", type=as_option(words), default="float32,bfloat16")
+    peers = "of torch, compile, liger, quack; with one rank"
+    add("--peers", type=as_option(words), default="torch", help=peers)
+    add("--device", default="cpu", help="cpu or cuda")
+    add("--seconds", type=float, default=4.0, help="per vocabulary and type, for all ways")
+    add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
+    add("--json", type=Path, metavar="FILE", help="append one record per way and point here")
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    return [
+        record["dtype"],
+        f"{record['vocab_size']:,}",
+        record["way"],
+        *(microseconds(record[f"{p}_us"]) for p in ("p50", "p99")),
+        byte_count(record["extra_bytes"] >> 20 << 20),
+        comparison(record),
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures; the status is 3 when a gradient was wrong."""
+    cores = len(os.sched_getaffinity(0)) if options.world_size == 1 else 1
+    losses = Losses(
+        world_size=options.world_size,
+        device=options.device,
+        num_tokens=options.tokens,
+        vocab_sizes=options.vocabularies,
+        dtypes=options.dtypes,
+        peers=options.peers,
+        num_threads=options.threads or cores,
+        seconds=options.seconds,
+        repeats=options.repeats,
+    )
+    try:
+        losses.check()
+    except ValueError as error:
+        options.parser.error(str(error))
+    report = Report(
+        "cross_entropy",
+        options.json,
+        world_size=losses.world_size,
+        device=losses.device,
+        num_threads=losses.num_threads,
+    )
+    run_ranks(losses.world_size, partial(run_rank, losses), report.add)
+    headers = ["type", "classes", "way", "p50 µs", "p99 µs", "memory", "time over ringcomm's"]
+    caption = f"Memory: beyond the logits, at most. * {BUSY}."
+    table = table_of([*headers, "others %"], caption, report.records, _row, ("dtype", "vocab_size"))
+    return report.finish(f"{losses.num_tokens} tokens, {losses.world_size} rank(s)", table)

@@ -1,0 +1,40 @@
+"""`ringcomm bench OP`: which module measures an operation, and its command line.
+
+Such a module has `add_arguments(parser)` and `run(options) -> int`, the exit status. Options have
+the operations in ``op``, and their parser in ``parser``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+import collectives
+import cross_entropy
+import systems
+from operations import OPERATIONS
+
+from ringcomm.cli import OneLineParser
+
+# What is measured alone; collectives may be several, separated by commas.
+ALONE: dict[str, ModuleType] = {"cross_entropy": cross_entropy, "systems": systems}
+
+
+def make_parser(op: str, program: str = "ringcomm bench") -> argparse.ArgumentParser:
+    """The command line of an operation. Raises ValueError for one that is not known."""
+    known = [*OPERATIONS, *ALONE]
+    unknown = [name for name in op.split(",") if name not in known]
+    if unknown:
+        raise ValueError(f"invalid choice: {unknown[0]!r}: OP is one of {', '.join(known)}")
+    alone = [name for name in op.split(",") if name in ALONE]
+    if alone and op != alone[0]:
+        raise ValueError(f"{alone[0]} is measured alone, got {op}")
+    module = ALONE.get(op, collectives)
+    parser = OneLineParser(
+        prog=f"{program} {op}",
+        description=module.__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(parser=parser, op=op, run=module.run)
+    return parser

@@ -1,0 +1,161 @@
+"""Ranks that a launcher has started, and groups over any backend, mpi4py's communicator included.
+
+    mpiexec -n 2 python -m ringcomm bench all_reduce --peers gloo,mpi4py
+
+Under MPI the buffers are the tensors' own memory, and calls go to mpi4py's buffer interface, which
+adds about as much to a call as c10d does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ringcomm.measure import ranks, timing
+from ringcomm.measure.ranks import (
+    PeerLostError,
+    RankError,
+    Team,
+    joined_world_size,
+    mpi_world_size,
+)
+
+MPI = "mpi4py"  # its name among the backends; "mpi" is c10d's own
+# A TCPStore drops the connection of a rank that sets a value of more than 8 MiB.
+MAX_STORE_VALUE = 4 << 20
+
+
+class Communicator:
+    """All ranks that mpiexec has started. Raises ImportError where mpi4py is not installed."""
+
+    backend = MPI
+
+    def __init__(self) -> None:
+        from mpi4py import MPI as library  # noqa: N811 - it starts MPI, so not before it is wanted
+
+        world = library.COMM_WORLD
+        self.rank: int = world.rank
+        self.size: int = world.size
+        self.broadcast: Callable[[Any], Any] = world.bcast
+        self.barrier: Callable[[], None] = world.Barrier
+        self.all_reduce: Callable[[Any, Any], None] = world.Allreduce
+        self.in_place: Any = library.IN_PLACE
+        # Some end theirs with a line and a zero.
+        self.version: str = library.Get_library_version().partition("\n")[0].strip(" \0")
+
+
+class _StoreChannel:
+    """A pair of queues in a c10d store, in the words of a ``Connection``."""
+
+    def __init__(self, store: dist.Store, mine: int, theirs: int) -> None:
+        self._store = store
+        self._names = f"{mine}>{theirs}", f"{theirs}>{mine}"
+        self._num_sent = self._num_received = 0
+
+    def send(self, value: Any) -> None:
+        text, name = pickle.dumps(value).hex(), f"{self._names[0]}/{self._num_sent}"
+        starts = range(0, len(text), MAX_STORE_VALUE)
+        try:
+            for part, start in enumerate(starts):
+                self._store.set(f"{name}/{part}", text[start : start + MAX_STORE_VALUE])
+            self._store.set(name, str(len(starts)))  # last: it is what the other end waits for
+        except dist.DistNetworkError as error:
+            raise BrokenPipeError(str(error)) from None
+        self._num_sent += 1
+
+    def _next(self) -> str:
+        return f"{self._names[1]}/{self._num_received}"
+
+    def poll(self, timeout: float) -> bool:
+        try:
+            self._store.wait([self._next()], timedelta(seconds=timeout))
+        except dist.DistNetworkError as error:
+            raise EOFError(str(error)) from None
+        except RuntimeError:  # it did not come in time; some stores have no class for it
+            return False
+        return True
+
+    def recv(self) -> Any:
+        name = self._next()
+        parts = [f"{name}/{part}" for part in range(int(self._store.get(name)))]
+        text = b"".join(map(self._store.get, parts)).decode()
+        for key in (name, *parts):
+            self._store.delete_key(key)
+        self._num_received += 1
+        return pickle.loads(bytes.fromhex(text))
+
+
+def _mpi_store() -> tuple[dist.Store, int, int]:
+    """A store for the processes that mpiexec has started, with rank and number. Collective.
+
+    Raises ValueError, on all ranks, where they do not find each other.
+    """
+    all_ranks = Communicator()
+    if all_ranks.size != mpi_world_size():
+        raise ValueError(
+            f"mpiexec has started {mpi_world_size()} rank(s), of which mpi4py sees"
+            f" {all_ranks.size}: it belongs to another MPI"
+        )
+    host = all_ranks.broadcast(socket.gethostname())
+    store = dist.TCPStore(host, 0, is_master=True) if all_ranks.rank == 0 else None
+    port = all_ranks.broadcast(store.port if store is not None else None)
+    return store or dist.TCPStore(host, port), all_ranks.rank, all_ranks.size
+
+
+def _join(world_size: int, on_message: Callable[[Any], None]) -> Team:
+    """This process's end of the team that its launcher has started. Collective.
+
+    Raises ValueError where it has started another number, before any rank waits for others.
+    """
+    size = joined_world_size()
+    if size != world_size:
+        raise ValueError(f"the launcher has started {size} rank(s), and {world_size} are asked for")
+    is_mpi = mpi_world_size() is not None
+    store, rank, _ = _mpi_store() if is_mpi else next(iter(dist.rendezvous("env://")))
+    side = dist.PrefixStore("ringcomm-bench-side-channel", store)
+    others = range(1, world_size) if rank == 0 else [0]
+    peers = [_StoreChannel(side, rank, other) for other in others]
+    return Team(rank, world_size, peers, on_message, lambda name: dist.PrefixStore(name, store))
+
+
+def run_ranks(
+    world_size: int, main: Callable[[Team], None], on_message: Callable[[Any], None]
+) -> None:
+    """As ``ringcomm.measure.ranks.run_ranks``; under torchrun or mpiexec with the launcher's ranks.
+
+    There this process is a rank already: it runs ``main`` itself, and ``on_message`` is called on
+    rank 0.
+
+    Raises:
+        RankError: the first rank that failed, and why.
+        ValueError: the launcher has started another number of ranks.
+    """
+    if joined_world_size() is None:
+        ranks.run_ranks(world_size, main, on_message)
+        return
+    try:
+        main(_join(world_size, on_message))
+    except PeerLostError:
+        raise RankError("the launcher's store is gone, and rank 0's process with it") from None
+
+
+def labelled(backends: list[str]) -> dict[str, str]:
+    """Backends by label: one given twice gets #2, for a run of A against A."""
+    labels: dict[str, str] = {}
+    counts = dict.fromkeys(backends, 0)
+    for name in backends:
+        counts[name] += 1
+        labels[name if counts[name] == 1 else f"{name}#{counts[name]}"] = name
+    return labels
+
+
+def open_groups(team: Team, backends: dict[str, str]) -> dict[str, Any]:
+    """A process group or communicator per label, all made the same way. Collective."""
+    of_torch = {label: backend for label, backend in backends.items() if backend != MPI}
+    groups = timing.open_groups(team, of_torch)
+    return {label: groups[label] if label in groups else Communicator() for label in backends}

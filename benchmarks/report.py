@@ -1,0 +1,224 @@
+"""Records: one JSON object a line, from a measurement to a file and to the screen."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ringcomm
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
+from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.measure.screen import factor, make_console, microseconds
+from ringcomm.measure.timing import Timings
+
+Record = dict[str, Any]
+CHECKOUT = Path(__file__).resolve().parents[1]
+# A run adds its records there, which changes no figure.
+RECORDS_FOLDER = "benchmarks/results"
+RESULTS = CHECKOUT / RECORDS_FOLDER
+GIT_TIMEOUT_S = 60.0
+BUSY = f"others used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
+
+
+def default_path(name: str) -> Path:
+    """``benchmarks/results/<UTC date>-<name>.jsonl``."""
+    return RESULTS / f"{utc_now().date()}-{name}.jsonl"
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(CHECKOUT), *arguments]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _commit_facts() -> dict[str, Any]:
+    """The commit that runs, and whether it was changed; None for both of an installed package."""
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != CHECKOUT:  # of another repository
+        return {"commit": None, "dirty": None}
+    changes = _git("status", "--porcelain", "--", ".", f":!{RECORDS_FOLDER}")
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": None if changes is None else changes != "",
+    }
+
+
+def facts() -> dict[str, Any]:
+    """What every record begins with. `date` is the run's, `dirty` leaves the records out."""
+    return {
+        "date": utc_now().isoformat(),
+        **_commit_facts(),
+        "machine": identity(),
+        "torch": torch.__version__,
+        "ringcomm": ringcomm.__version__,
+        "python": platform.python_version(),
+        "threads_per_rank": 1,
+        "environment": variables("RINGCOMM_", "GLOO_"),
+    }
+
+
+def records_of(
+    timings: dict[str, Timings], subject: str, wrong: dict[str, int], name: str = "backend"
+) -> list[dict[str, Any]]:
+    """A record per contender: its times, and how they compare with the subject's.
+
+    ``wrong`` has elements by contender; without any it is verified, and only such are compared.
+    ``name`` is the field that holds the contender.
+    """
+    records = []
+    for label, timing in timings.items():
+        ratio = None
+        if label != subject and not (wrong[label] or wrong[subject]):
+            ratio = {"over": subject, **timing.ratio_over(timings[subject])}
+        records.append(
+            {
+                name: label,
+                **timing.summary_us(),
+                "num_calls": timing.num_calls(),
+                "ratio": ratio,
+                "wrong_elems": wrong[label],
+                "verified": wrong[label] == 0,
+            }
+        )
+    return records
+
+
+class Recorder:
+    """Appends records to a JSONL file, each with the same facts in front."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        """Makes the file's folder. Raises OSError when the file cannot be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._facts = facts
+        path.open("a", encoding="utf-8").close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one line, at once on disk for whoever reads while the run goes on."""
+        line = json.dumps({**self._facts, **rounded(record)}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All records of JSONL files, in order. Raises ValueError naming a line that holds none."""
+    records = []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    return records
+
+
+class Report:
+    """Collects records, each with the same facts in front. Raises OSError where it cannot write.
+
+    Attributes:
+        console: of rich, which this needs and communicating does not.
+        facts: the kind, those of the machine, and the run's dimensions.
+        records: without the facts, in order.
+    """
+
+    def __init__(self, kind: str, path: Path | None, **dimensions: Any) -> None:
+        """``path``: the file that gets the records, if any."""
+        self.console = make_console()
+        self.facts = {"kind": kind, **facts(), **dimensions}
+        self.records: list[dict[str, Any]] = []
+        self._recorder = Recorder(path, self.facts) if path else None
+
+    def add(self, records: list[dict[str, Any]]) -> None:
+        """Takes what a rank has reported; it is on disk when this returns."""
+        if self._recorder is not None:
+            for record in records:
+                self._recorder.write(record)
+        self.records += records
+
+    def finish(self, *shown: Any) -> int:
+        """Prints where the records are from, and ``shown``, unless another rank has them.
+
+        Returns:
+            The exit code: EXIT_WRONG_RESULTS when any record is not verified.
+        """
+        if not self.records:  # a launcher's other rank prints
+            return EXIT_OK
+        self.console.print(facts_line(self.facts), *shown, sep="\n")
+        if self._recorder is not None:
+            self.console.print(f"records: {self._recorder.path}")
+        is_right = all(record["verified"] for record in self.records)
+        return EXIT_OK if is_right else EXIT_WRONG_RESULTS
+
+
+def milliseconds(value_us: float) -> str:
+    """Three digits, and no more than two behind the point."""
+    value = value_us / 1000
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def amount(value: float, unit: str) -> str:
+    """Of "bytes" (in KiB), "%", or a plain number of things."""
+    if unit == "bytes":
+        return f"{value / 1024:,.0f} KiB"
+    return f"{value:.2g} %" if unit == "%" else f"{value:,.0f}"
+
+
+def comparison(record: dict[str, Any]) -> str:
+    """``38.1× (35.0–41.2)``, with an asterisk when the machine was disturbed; or why not."""
+    ratio = record["ratio"]
+    if ratio is None:
+        return "" if record["verified"] else "wrong results"
+    mark = "" if record["quiet"] else " *"
+    return f"{factor(ratio['p50'])}× ({factor(ratio['p10'])}–{factor(ratio['p90'])}){mark}"
+
+
+def share_range(share: dict[str, float]) -> str:
+    """``25 % (20–31)`` of a median with its 10 and 90 % points."""
+    middle, low, high = (f"{100 * share[name]:.0f}" for name in ("p50", "p10", "p90"))
+    return f"{middle} % ({low}–{high})"
+
+
+def inverse(ratio: dict[str, Any]) -> dict[str, float]:
+    """One over a ratio, with its 10 and 90 % points."""
+    return {"p50": 1 / ratio["p50"], "p10": 1 / ratio["p90"], "p90": 1 / ratio["p10"]}
+
+
+def facts_line(record: dict[str, Any]) -> str:
+    """Machine, versions and date of a record in one line."""
+    machine = record["machine"]
+    changes = " + changes" if record["dirty"] else ""
+    mpi = f", {record['mpi']}" if "mpi" in record else ""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; torch"
+        f" {record['torch']}, ringcomm {record['ringcomm']}{mpi}; {record['date']}; commit"
+        f" {str(record['commit'])[:9]}{changes}"
+    )
+
+
+def before_after(pair: dict[str, float | None]) -> str:
+    """Two figures in µs; a question mark for what could not be measured."""
+    return " → ".join("?" if v is None else microseconds(v) for v in pair.values())
+
+
+def state_of(record: dict[str, Any]) -> str:
+    """Whether the machine was left alone while the record was made."""
+    faults = [] if record["quiet"] else ["not quiet"]
+    faults += [] if record["steady"] else ["cores moved"]
+    return ", ".join(faults) or "quiet"
+
+
+def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[str]:
+    """A table whose first ``num_words`` columns are words, and the others figures."""
+    rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
+    return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]

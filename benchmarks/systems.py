@@ -1,0 +1,326 @@
+"""Times whole training steps by every system, in turn, on one model: the race of all systems.
+
+All train the same model from the same weights on the same rows. Losses are checked against one
+process, bytes are counted by the backend beside their formula, and memory is what a rank's tensors
+keep alive. "SYSTEM on gloo" is the system over Gloo; "SYSTEM on fake" a step that moves nothing, by
+which the share of communication in the system's other steps is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
+from gradient_watch import GradientWatch
+from groups import run_ranks
+from report import Report, comparison, inverse, records_of, share_range
+from torch import Tensor
+from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, parse_name
+
+from ringcomm.backend import stats
+from ringcomm.measure.ranks import Team
+from ringcomm.measure.screen import as_option, table_of, words
+from ringcomm.measure.timing import (
+    Contender,
+    Timings,
+    measure,
+    median,
+    open_default_group,
+    percentiles,
+)
+from ringcomm.measure.weather import WeatherWatch
+
+BACKWARD = "backward alone"
+# Of the table where it does not go to a terminal.
+FILE_COLUMNS = 200
+CAPTION = (
+    "over ringcomm: of the same system over another backend. communication share: of a step, beyond"
+    " one that moves nothing. update: beyond forward and backward alone, communication included."
+    " params to together: MiB that a rank keeps alive. sent: MiB of a rank in a step; in brackets"
+    " where the backend does not count."
+)
+# Steps whose losses are compared with one process's, which sees all rows.
+CHECKED_STEPS = 4
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Systems:
+    """What is measured.
+
+    Attributes:
+        names: systems, over ringcomm or "SYSTEM on BACKEND"; others are compared with the first.
+        rows, tokens: of each rank's batch.
+    """
+
+    world_size: int
+    names: list[str]
+    width: int
+    num_layers: int
+    rows: int
+    tokens: int
+    seconds: float
+    repeats: int
+
+    def check(self) -> None:
+        """Raises ValueError where it makes no sense, naming the option."""
+        if not self.names:
+            raise ValueError(f"--systems are some of {'; '.join(SYSTEMS)}, got none")
+        systems = [parse_name(name)[0] for name in self.names]
+        if min(self.world_size, self.num_layers, self.rows, self.tokens) < 1:
+            raise ValueError("wants a rank, a layer, a row and a token at least")
+        if self.width < 32 or self.width % 32:
+            raise ValueError(f"--width is a multiple of 32, got {self.width}")
+        num, in_parts = self.world_size, [n for n in systems if n.startswith("tensor")]
+        if in_parts and (self.width // HEAD_WIDTH < num or self.tokens % num):
+            raise ValueError(
+                f"{' and '.join(in_parts)} want a head of {HEAD_WIDTH} of the width for each of"
+                f" {num} ranks, and a number of tokens that they divide: give other --width,"
+                " --tokens or --systems"
+            )
+        if "pipeline" in systems and self.num_layers + 3 < num:
+            raise ValueError(f"{self.num_layers} layers are too few stages for {num} ranks")
+
+    def model(self) -> Decoder:
+        """The same on every rank."""
+        return Decoder(self.width, self.num_layers)
+
+    def ids(self, step: int) -> Tensor:
+        """All ranks' rows of a step."""
+        generator = torch.Generator().manual_seed(step)
+        shape = [self.world_size * self.rows, self.tokens + 1]
+        return torch.randint(VOCAB_SIZE, shape, generator=generator)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks, in a step."""
+        return self.world_size * self.rows * self.tokens
+
+    def ids_for(self, system: System, step: int, rank: int) -> Tensor:
+        """What a rank is given."""
+        ids = self.ids(step)
+        return ids if system.sees_all else ids[rank * self.rows : (rank + 1) * self.rows]
+
+    def expected_losses(self, system: System) -> list[float]:
+        """Those of one process on all rows."""
+        model = self.model()
+        alone = Trainee(model, model, system.like(model))
+        return [alone.step(self.ids(step)) for step in range(CHECKED_STEPS)]
+
+
+def _sent_bytes() -> int:
+    return sum(entry["sent_bytes"] for entry in stats().values())
+
+
+def _train_checked(
+    systems: Systems, team: Team, groups: dict[str, Any], name: str
+) -> tuple[Trainee, dict[str, Any]]:
+    """A system after its first steps, and what they were. Collective."""
+    kind, backend = parse_name(name)
+    system = SYSTEMS[kind]
+    model = systems.model()
+    num_params = sum(param.numel() for param in model.parameters())
+    watch = GradientWatch(model)
+    trainee = system.make(model, groups[backend])
+    losses, held = [], 0
+    for step in range(CHECKED_STEPS):
+        before = _sent_bytes()
+        mine = trainee.backward(systems.ids_for(system, step, team.rank))
+        held = max(held, trainee.grad_bytes())
+        trainee.update()
+        sent = _sent_bytes() - before
+        losses.append(sum(team.share(mine)) / team.world_size)
+    held = max(held, watch.stop())
+    expected = losses if backend == FAKE else systems.expected_losses(system)
+    wrong = sum(not abs(a - b) <= TOLERANCE * b for a, b in zip(losses, expected, strict=True))
+    is_counted = backend == RINGCOMM and system.is_counted
+    by_rank = team.share((trainee.param_bytes(), held, trainee.state_bytes(), sent))
+    params, grads, states, _ = (max(values) for values in zip(*by_rank, strict=True))
+    return trainee, {
+        "backend": backend,
+        "loss": losses[-1],
+        "one_process_loss": expected[-1],
+        "param_bytes": params,
+        "grad_bytes": grads,
+        "state_bytes": states,
+        # The ranks' mean: shards differ by an element.
+        "sent_bytes": sum(rank[3] for rank in by_rank) / team.world_size if is_counted else None,
+        "formula_bytes": system.formula_bytes(systems, num_params),
+        "wrong_elems": 0 if backend == FAKE else wrong,
+    }
+
+
+def run_rank(systems: Systems, team: Team) -> None:
+    """One rank: all systems, first checked, then in turn against the clock. Collective."""
+    open_default_group(team, RINGCOMM)
+    backends = sorted({parse_name(name)[1] for name in systems.names} - {RINGCOMM})
+    groups: dict[str, Any] = {RINGCOMM: dist.group.WORLD}
+    groups |= {backend: dist.new_group(backend=backend) for backend in backends}
+    watch = WeatherWatch(team)
+    found, contenders = {}, {}
+    for name in systems.names:
+        trainee, found[name] = _train_checked(systems, team, groups, name)
+        ids = systems.ids_for(SYSTEMS[parse_name(name)[0]], 0, team.rank)
+        contenders[name] = Contender(partial(trainee.step, ids), dist.barrier)
+    alone = partial(backward_alone, systems.model(), systems.ids(0)[: systems.rows])
+    contenders[BACKWARD] = Contender(alone, dist.barrier)
+    timings, weather = watch.calmest(
+        partial(measure, team, contenders, systems.seconds), systems.repeats
+    )
+    if timings is not None:
+        records = _records(systems.names[0], timings, found)
+        team.report([record | weather.record() for record in records])
+    dist.destroy_process_group()
+
+
+def _records(
+    subject: str, timings: dict[str, Timings], found: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A record per system, without those that move nothing, and how it compares."""
+    wrong = {name: facts["wrong_elems"] for name, facts in found.items()}
+    bare = timings.pop(BACKWARD)
+    records = records_of(timings, subject, wrong, name="system")
+    for position, plain in enumerate(records):
+        name = plain["system"]
+        kind, backend = parse_name(name)
+        still = timings.get(f"{kind} on {FAKE}")
+        ours = timings.get(kind)
+        record = plain | found[name] | _time_beyond(timings[name], bare)
+        if still is not None:
+            record["communication_share"] = _communication_share(timings[name], still)
+        if backend != RINGCOMM and ours is not None and not (wrong[kind] or wrong[name]):
+            record["over_ringcomm"] = timings[name].ratio_over(ours)
+        records[position] = record
+    return [record for record in records if record["backend"] != FAKE]
+
+
+def _communication_share(timing: Timings, still: Timings) -> dict[str, float]:
+    """What part of a step is beyond one that moves nothing: p50, p10, p90 over the pairs."""
+    part = inverse(timing.ratio_over(still))
+    return {"p50": 1 - part["p50"], "p10": 1 - part["p90"], "p90": 1 - part["p10"]}
+
+
+def _time_beyond(timing: Timings, bare: Timings) -> dict[str, float]:
+    """What a step takes beyond forward and backward alone, in neighbouring blocks."""
+    pairs = zip(timing.blocks, bare.blocks, strict=True)
+    beyond_us = [1e6 * (median(mine) - median(theirs)) for mine, theirs in pairs]
+    return {f"update_{name}": value for name, value in percentiles(beyond_us, "us").items()}
+
+
+def backward_alone(model: Decoder, ids: Tensor) -> None:
+    """Forward and backward, and nothing behind them."""
+    model(ids).backward()
+    model.zero_grad()
+
+
+# ---- the command line
+
+
+def _names(text: str) -> list[str]:
+    """One name of a system has a comma: a semicolon separates where there is one."""
+    return [name.strip() for name in text.split(";" if ";" in text else ",") if name.strip()]
+
+
+def _over(names: list[str], backends: list[str]) -> list[str]:
+    """The names, and each system over those backends that can carry it."""
+    found = []
+    for name in names:
+        others = SYSTEMS[name].others if name in SYSTEMS else ()
+        found += [name, *(f"{name} on {backend}" for backend in backends if backend in others)]
+    return list(dict.fromkeys(found))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many ranks, which systems, which model, how long."""
+    add = parser.add_argument
+    add("--world-size", type=int, default=2, help="ranks, all on this machine")
+    add("--systems", type=as_option(_names), help="separated by commas or semicolons; default: all")
+    over = "backends that the systems are measured over, too: gloo, fake"
+    add("--over", type=as_option(words), default=[], help=over)
+    add("--width", type=int, default=128, help="of the model, a multiple of 32")
+    add("--layers", type=int, default=4)
+    add("--rows", type=int, default=1, help="of a rank's batch")
+    add("--tokens", type=int, default=64, help="of a row")
+    add("--seconds", type=float, default=20.0, help="for all systems together")
+    add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
+    add("--json", type=Path, metavar="FILE", help="append one record per system here")
+    add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
+
+
+def _row(record: dict[str, Any], optional: list[str]) -> list[str]:
+    parts = [record[f"{name}_bytes"] for name in ("param", "grad", "state")]
+    return [
+        record["system"],
+        f"{record['loss']:.4f}",
+        *(f"{record[f'{p}_us'] / 1e3:.2f}" for p in ("p50", "p99")),
+        comparison(record),
+        *(OPTIONAL[name](record) if name in record else "" for name in optional),
+        f"{record['update_p50_us'] / 1e3:.2f}",
+        *(f"{part / 2**20:.2f}" for part in (*parts, sum(parts))),
+        _traffic(record["sent_bytes"], record["formula_bytes"]),
+        f"{record['others_busy_percent']:.1f}",
+    ]
+
+
+# Fields that only some records have, and how they are shown.
+OPTIONAL: dict[str, Callable[[dict[str, Any]], str]] = {
+    "over_ringcomm": lambda record: comparison(record | {"ratio": record["over_ringcomm"]}),
+    "communication_share": lambda record: share_range(record["communication_share"]),
+}
+
+
+def _traffic(sent: float | None, formula: float) -> str:
+    """Counted beside the formula, which is a mean over shards that differ by an element."""
+    if sent is None:
+        return f"({formula / 2**20:.2f})"
+    return f"{sent / 2**20:.2f} {'=' if sent == formula else '≈'} {formula / 2**20:.2f}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures; the status is 3 when losses are not those of one process."""
+    if options.plot:
+        import matplotlib  # noqa: F401 - or an error before minutes of measuring
+
+    systems = Systems(
+        world_size=options.world_size,
+        names=_over(options.systems or DEFAULT, options.over),
+        width=options.width,
+        num_layers=options.layers,
+        rows=options.rows,
+        tokens=options.tokens,
+        seconds=options.seconds,
+        repeats=options.repeats,
+    )
+    try:
+        systems.check()
+    except ValueError as error:
+        options.parser.error(str(error))
+    num_params = sum(param.numel() for param in systems.model().parameters())
+    report = Report(
+        "systems",
+        options.json,
+        world_size=systems.world_size,
+        num_params=num_params,
+        rows_per_rank=systems.rows,
+        tokens_per_row=systems.tokens,
+    )
+    run_ranks(systems.world_size, partial(run_rank, systems), report.add)
+    optional = [name for name in OPTIONAL if any(name in r for r in report.records)]
+    headers = ["system", "loss", "p50 ms", "p99 ms", f"over {systems.names[0]}'s"]
+    headers += [name.replace("_", " ") for name in optional] + ["update ms"]
+    headers += ["params", "grads", "states", "together", "sent = formula", "others %"]
+    table = table_of(headers, CAPTION, report.records, partial(_row, optional=optional))
+    if not report.console.is_terminal:
+        report.console.width = FILE_COLUMNS
+    if options.plot and report.records:
+        from plot import draw_systems
+
+        draw_systems(report.records, options.plot)
+    return report.finish(f"{num_params:,} parameters, {systems.world_size} ranks", table)

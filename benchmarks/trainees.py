@@ -1,0 +1,304 @@
+"""The systems that `ringcomm bench systems` compares: how each is made of a model and a group."""
+
+# DDP looks at the annotations of its hooks: no annotations from the future in this file.
+
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from decoder import Decoder, make_pipeline, pipeline_bytes, split_bytes, split_layers
+from gradient_watch import live_bytes
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.measure.operations import RINGCOMM
+from ringcomm.optim import Lomo
+from ringcomm.parallel import ParameterServer, WeightShards, find_shards, offload, zero
+
+if TYPE_CHECKING:
+    from systems import Systems
+
+GLOO = "gloo"
+FAKE = "fake"  # torch's backend that moves nothing: a step without communication
+
+# What AdamW and LOMO learn with.
+ADAMW, LOMO = 1e-3, 0.1
+
+
+@dataclass
+class Trainee:
+    """One rank's end of a model that a system trains."""
+
+    model: nn.Module
+    call: Callable[[Tensor], Tensor]
+    optimizer: Any
+
+    def step(self, ids: Tensor) -> float:
+        """Trains a step; the loss of these rows before it."""
+        loss = self.backward(ids)
+        self.update()
+        return loss
+
+    def backward(self, ids: Tensor) -> float:
+        """The first half of a step; the loss."""
+        loss = self.call(ids)
+        loss.backward()
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """The other half."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def grad_bytes(self) -> int:
+        """What this rank keeps of gradients, between the halves."""
+        grads = [param.grad for param in self.model.parameters()]
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
+            grads += self.optimizer.gradient_tensors()
+        return live_bytes(grads)
+
+    def param_bytes(self) -> int:
+        """What this rank keeps of the weights between steps."""
+        found = []
+        for param in self.model.parameters():
+            shards = find_shards(param)
+            found.append(param if shards is None else shards.shard_of(param))
+        return live_bytes(found)
+
+    def state_bytes(self) -> int:
+        """What this rank keeps of the optimizer's state."""
+        if isinstance(self.optimizer, zero.ZeroOptimizer | _Served):
+            return live_bytes(self.optimizer.state_tensors())
+        inner = getattr(self.optimizer, "optim", self.optimizer)
+        states = inner.state.values()
+        return live_bytes(v for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+@dataclass(frozen=True)
+class System:
+    """A way to train on several ranks.
+
+    Attributes:
+        make: from a model and its group.
+        formula_bytes: what a rank sends in a step, from what is measured and the number of weights.
+        like: whose losses it has to have.
+        others: backends beside ringcomm whose groups it works over.
+        is_counted: whether what a rank sends belongs to one step; a server answers when asked.
+        sees_all: whether each rank is given the rows of all.
+    """
+
+    make: Callable[[Decoder, dist.ProcessGroup], Trainee]
+    formula_bytes: Callable[["Systems", int], float]
+    like: Callable[[Decoder], torch.optim.Optimizer] = lambda model: _adamw(model.parameters())
+    others: tuple[str, ...] = ()
+    is_counted: bool = True
+    sees_all: bool = False
+
+
+def _parts(num: int) -> Callable[["Systems", int], float]:
+    """So many (N-1)/N of the weights' bytes."""
+    return lambda systems, num_params: num * (1 - 1 / systems.world_size) * 4 * num_params
+
+
+def _lomo_bytes(num: int) -> Callable[["Systems", int], float]:
+    """And once 8 bytes a tensor, by which ranks agree on the gradients that there are."""
+
+    def formula(systems: "Systems", num_params: int) -> float:
+        num_tensors = 8 * systems.num_layers + 3
+        agreement = 2 * (1 - 1 / systems.world_size) * 8 * num_tensors
+        return _parts(num)(systems, num_params) + agreement
+
+    return formula
+
+
+def _adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, ADAMW, fused=True)
+
+
+def _sgd(model: Decoder) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), LOMO)
+
+
+def _keep_gradients(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DDP that moves nothing; the fake backend's own futures have no result."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _average_now(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A hook of DDP that returns when the bucket's mean is there."""
+    dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group)
+    return _keep_gradients(None, bucket)
+
+
+def _replica(
+    model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False
+) -> DistributedDataParallel:
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if dist.get_backend(group) == FAKE:
+        replica.register_comm_hook(None, _keep_gradients)
+    elif blocks:
+        replica.register_comm_hook(group, _average_now)
+    return replica
+
+
+def _ddp(model: Decoder, group: dist.ProcessGroup, *, blocks: bool = False) -> Trainee:
+    return Trainee(model, _replica(model, group, blocks=blocks), _adamw(model.parameters()))
+
+
+def _torch_zero1(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        optimizer_class=torch.optim.AdamW,
+        process_group=group,
+        lr=ADAMW,
+        fused=True,
+    )
+    return Trainee(model, _replica(model, group), optimizer)
+
+
+def _zero(stage: int, model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    optimizer = zero.shard(model, _adamw(model.parameters()), stage, group=group)
+    return Trainee(model, model, optimizer)
+
+
+def _offloaded(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    """All of it in files, in a folder that goes with the trainee."""
+    folder = tempfile.TemporaryDirectory(prefix="bench-systems-")
+    adamw = offload.AdamW(model.parameters(), ADAMW, to="nvme", path=folder.name)
+    optimizer = zero.shard(model, adamw, 3, group=group, offload_weights=True)
+    weakref.finalize(optimizer, folder.cleanup)
+    return Trainee(model, model, optimizer)
+
+
+class _Served:
+    """A parameter server as an optimizer; what a step starts is over at its end."""
+
+    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+        self.made: list[torch.optim.Optimizer] = []
+        self.server = ParameterServer(model, self._make, group=group)
+
+    def _make(self, groups: Any) -> torch.optim.Optimizer:
+        self.made.append(_adamw(groups))
+        return self.made[-1]
+
+    def step(self) -> None:
+        """Waits for the update, which would go on beside whoever is measured next."""
+        self.server.push()
+        self.server.pull(fresh=True)
+
+    def zero_grad(self) -> None:
+        """push() has dropped them."""
+
+    def state_tensors(self) -> list[Tensor]:
+        """Of the keys that this rank serves: its copies of them, and the optimizer's state."""
+        copies = [p for made in self.made for group in made.param_groups for p in group["params"]]
+        states = [state for made in self.made for state in made.state.values()]
+        return [*copies, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
+
+def _served(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    return Trainee(model, model, _Served(model, group))
+
+
+def _lomo(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    return Trainee(model, model, Lomo(model, LOMO, group=group))
+
+
+def _lomo_on_shards(model: Decoder, group: dist.ProcessGroup) -> Trainee:
+    WeightShards(model, group)
+    return Trainee(model, model, Lomo(model, LOMO))
+
+
+def _tensor(model: Decoder, group: dist.ProcessGroup, *, shares_tokens: bool) -> Trainee:
+    split_layers(model, group, shares_tokens=shares_tokens)
+    return Trainee(model, model, _adamw(model.parameters()))
+
+
+def _tensor_bytes(systems: "Systems", _: int, *, shares_tokens: bool) -> float:
+    reduced = split_bytes(
+        systems.width, systems.num_layers, systems.num_tokens, shares_tokens=shares_tokens
+    )
+    return 2 * (1 - 1 / systems.world_size) * reduced
+
+
+def _largest_divisor(num: int, at_most: int) -> int:
+    return max(d for d in range(1, at_most + 1) if num % d == 0)
+
+
+class _Pipeline(Trainee):
+    """A stage, whose backward pass is the pipeline's."""
+
+    def __init__(self, model: Decoder, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.pipe: Any = None
+        super().__init__(model, model, None)
+
+    def backward(self, ids: Tensor) -> float:
+        """Of all micro-batches."""
+        if self.pipe is None:
+            num = _largest_divisor(ids.shape[0], 2 * self.group.size())
+            model: Any = self.model
+            self.pipe = make_pipeline(model, self.group, num)
+            self.model = self.pipe.module
+            self.optimizer = _adamw(self.pipe.parameters())
+        return float(self.pipe.step(ids[:, :-1], ids[:, 1:]))
+
+
+def _pipeline_bytes(systems: "Systems", _: int) -> float:
+    return pipeline_bytes(systems.width, systems.num_tokens, systems.world_size)
+
+
+# Parts of a model check what the others send, so that nothing moves no result for them.
+_PORTABLE = (GLOO, FAKE)
+SYSTEMS: dict[str, System] = {
+    "ddp": System(_ddp, _parts(2), others=_PORTABLE),
+    "ddp blocking": System(partial(_ddp, blocks=True), _parts(2), others=_PORTABLE),
+    "torch's zero-1": System(_torch_zero1, _parts(3), others=_PORTABLE),
+    "zero-1": System(partial(_zero, 1), _parts(2), others=_PORTABLE),
+    "zero-2": System(partial(_zero, 2), _parts(2), others=_PORTABLE),
+    "zero-3": System(partial(_zero, 3), _parts(3), others=_PORTABLE),
+    "zero-3 in files": System(_offloaded, _parts(3)),
+    "parameter server": System(_served, _parts(2), is_counted=False),
+    "lomo": System(_lomo, _lomo_bytes(2), like=_sgd, others=_PORTABLE),
+    "lomo on shards": System(_lomo_on_shards, _lomo_bytes(3), like=_sgd, others=_PORTABLE),
+    "tensor": System(
+        partial(_tensor, shares_tokens=False),
+        partial(_tensor_bytes, shares_tokens=False),
+        others=(GLOO,),
+        sees_all=True,
+    ),
+    "tensor, tokens shared": System(
+        partial(_tensor, shares_tokens=True),
+        partial(_tensor_bytes, shares_tokens=True),
+        others=(GLOO,),
+        sees_all=True,
+    ),
+    "pipeline": System(_Pipeline, _pipeline_bytes, others=(GLOO,), sees_all=True),
+}
+# What is measured unless something else is asked for: all over ringcomm, and torch's over Gloo.
+DEFAULT = [name for name in SYSTEMS if name != "ddp blocking"]
+DEFAULT.insert(2, f"torch's zero-1 on {GLOO}")
+
+
+def parse_name(name: str) -> tuple[str, str]:
+    """``"ddp on gloo"`` as system and backend; without one over ringcomm. Raises ValueError."""
+    if name in SYSTEMS:
+        return name, RINGCOMM
+    system, _, backend = name.rpartition(" on ")
+    if system not in SYSTEMS:
+        raise ValueError(f"--systems are some of {'; '.join(SYSTEMS)}, got {name!r}")
+    if backend not in SYSTEMS[system].others:
+        others = " and ".join(SYSTEMS[system].others) or "ringcomm alone"
+        raise ValueError(f"--systems: {system} is measured over {others}, not over {backend!r}")
+    return system, backend

@@ -1,1 +1,0 @@
-"""One module per kind of operation that `ringcomm bench` measures; see ringcomm.cli."""

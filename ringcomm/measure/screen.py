@@ -1,0 +1,120 @@
+"""What users read and write: options of a command line, figures, and tables on a terminal.
+
+rich is imported when a table is made, so that options can be parsed without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Parsed = TypeVar("Parsed")
+
+UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+# Of tables that do not go to a terminal.
+FILE_COLUMNS = 140
+TEXT_COLUMNS = (
+    *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
+    *("system", "tokens", "type", "mode", "redop"),
+)
+
+
+def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """``parse`` for argparse, which tells of its ValueError only that there was one."""
+
+    def parse_option(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse_option
+
+
+def words(text: str) -> list[str]:
+    """The parts of a comma-separated option. Raises ValueError when there is none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ValueError("names nothing")
+    return parts
+
+
+def whole_numbers(text: str) -> list[int]:
+    """The parts of a comma-separated option as whole numbers. Raises ValueError."""
+    return [int(part) for part in words(text)]
+
+
+def byte_counts(text: str) -> list[int]:
+    """``1k,16k,4m,1g`` in powers of 1024, or plain bytes. Raises ValueError."""
+    return [byte_count_of(part) for part in words(text)]
+
+
+def byte_count_of(text: str) -> int:
+    """One number of ``byte_counts``; at least 1."""
+    match = re.fullmatch(r"(\d+)([kmg]?)(i?b)?", text.lower())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"{text!r} is no size: write 4096, 16k, 4m or 1g")
+    return int(match[1]) * UNIT_BYTES[match[2]]
+
+
+def microseconds(value: float) -> str:
+    """Three digits, thousands whole."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def factor(value: float) -> str:
+    """Three digits, and no more than two of them behind the point."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def byte_count(value: int) -> str:
+    """``4 MiB`` where that is exact, else all digits."""
+    for size, unit in UNITS:
+        if value >= size and value % size == 0:
+            return f"{value // size} {unit}"
+    return f"{value:,} B"
+
+
+def make_console() -> Console:
+    """A console on stdout; wide enough for the tables when that is a file."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
+    return console
+
+
+def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
+    """An empty table: words to the left, numbers to the right, a caption below."""
+    from rich.table import Table
+
+    table = Table(caption=caption or None, caption_justify="left")
+    for header in headers:
+        justify = "left" if header in TEXT_COLUMNS else "right"
+        table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
+    return table
+
+
+def table_of(
+    headers: list[str],
+    caption: str,
+    records: list[dict[str, Any]],
+    row: Callable[[dict[str, Any]], list[str]],
+    section: tuple[str, ...] = (),
+) -> Table:
+    """A row per record, with a rule where a field of ``section`` changes."""
+    table = make_table(headers, caption)
+    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
+        for record in together:
+            table.add_row(*row(record))
+        table.add_section()
+    return table

@@ -1,0 +1,219 @@
+"""Times several contenders in one set of processes, in turn, block by block.
+
+A machine's speed drifts within seconds by more than the contenders differ. Neighbouring blocks of
+some milliseconds see the same machine, so their ratio holds when neither time does.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringcomm.measure.ranks import Team
+
+# Long enough to amortise what aligns the ranks before it (some 100 µs), short against the seconds
+# in which the machine changes.
+BLOCK_SECONDS = 0.02
+MAX_CALLS_PER_BLOCK = 2000
+# From here on a block can afford one call outside the clock, to have its own data in the caches.
+MIN_CALLS_TO_WARM = 4
+MIN_ROUNDS = 5
+# Before the clocks run: peers connected, pages touched, spin budgets settled.
+WARMUP_SECONDS = 0.05
+WARMUP_CALLS = (3, 500)  # at least, at most
+GROUP_TIMEOUT = timedelta(seconds=120)
+US = 1e6
+# The fractions behind p10, p50, p90 and p99.
+FRACTIONS = (0.1, 0.5, 0.9, 0.99)
+
+
+def quantile(ordered: Sequence[float], fraction: float) -> float:
+    """The value below which ``fraction`` of the ascending ``ordered`` is, interpolated.
+
+    In plain Python: torch's own needs tensors, and a process that forks ranks computes none.
+    """
+    position = fraction * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def median(values: Iterable[float]) -> float:
+    """The median of at least one value, in any order."""
+    return quantile(sorted(values), 0.5)
+
+
+def percentiles(values: Iterable[float], unit: str) -> dict[str, float]:
+    """``{"p10_us": ..., "p50_us": ..., "p90_us": ..., "p99_us": ...}`` for the unit "us"."""
+    ordered = sorted(values)
+    return {f"p{round(f * 100)}_{unit}": quantile(ordered, f) for f in FRACTIONS}
+
+
+@dataclass(frozen=True)
+class Timings:
+    """One backend's calls: a list per block of the seconds that the slowest rank needed."""
+
+    blocks: list[list[float]]
+
+    def num_calls(self) -> int:
+        """How many calls were timed."""
+        return sum(map(len, self.blocks))
+
+    def summary_us(self) -> dict[str, float]:
+        """p10, p50, p90, p99 and mean over all calls, in µs."""
+        calls_us = [s * US for block in self.blocks for s in block]
+        return {**percentiles(calls_us, "us"), "mean_us": sum(calls_us) / len(calls_us)}
+
+    def ratio_over(self, other: Timings) -> dict[str, float]:
+        """This one's median call over the other's, of each pair of neighbouring blocks.
+
+        Returns:
+            The ratios' median with their 10 and 90 % points, and how many pairs there are.
+        """
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        found = percentiles((median(mine) / median(theirs) for mine, theirs in pairs), "ratio")
+        return {
+            **{name: found[f"{name}_ratio"] for name in ("p50", "p10", "p90")},
+            "num_pairs": len(self.blocks),
+        }
+
+
+def records_of(
+    timings: dict[str, Timings], subject: str, wrong: dict[str, int], name: str = "backend"
+) -> list[dict[str, Any]]:
+    """A record per contender: its times, and how they compare with the subject's.
+
+    ``wrong`` has elements by contender; without any it is verified, and only such are compared.
+    ``name`` is the field that holds the contender.
+    """
+    records = []
+    for label, timing in timings.items():
+        ratio = None
+        if label != subject and not (wrong[label] or wrong[subject]):
+            ratio = {"over": subject, **timing.ratio_over(timings[subject])}
+        records.append(
+            {
+                name: label,
+                **timing.summary_us(),
+                "num_calls": timing.num_calls(),
+                "ratio": ratio,
+                "wrong_elems": wrong[label],
+                "verified": wrong[label] == 0,
+            }
+        )
+    return records
+
+
+def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIMEOUT) -> None:
+    """The default process group, with one thread per rank. Collective."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        store=team.open_store("default-group"),
+        rank=team.rank,
+        world_size=team.world_size,
+        timeout=timeout,
+    )
+
+
+def open_groups(
+    team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One process group per label of ``backends``, all on top of one more.
+
+    That one is a Gloo group where torch has Gloo. ``pg_options`` by label. Collective.
+    """
+    open_default_group(team, "gloo" if dist.is_gloo_available() else next(iter(backends.values())))
+    return {
+        label: dist.new_group(
+            backend=backend, timeout=GROUP_TIMEOUT, pg_options=(pg_options or {}).get(label)
+        )
+        for label, backend in backends.items()
+    }
+
+
+@dataclass
+class Contender:
+    """One backend's call, ready to be timed, and how often a block makes it."""
+
+    call: Callable[[], object]
+    align: Callable[[], None]
+    calls_per_block: int = 1
+
+    def first_call_s(self) -> float:
+        """Seconds of a call, for a guess at how many make a block."""
+        begin = time.perf_counter()
+        self.call()
+        return time.perf_counter() - begin
+
+    def block(self) -> list[float]:
+        """Seconds of each call of a block, on this rank. Collective."""
+        self.align()
+        if self.calls_per_block >= MIN_CALLS_TO_WARM:
+            self.call()
+        call, clock = self.call, time.perf_counter
+        stamps = [0.0] * (self.calls_per_block + 1)
+        stamps[0] = clock()
+        for position in range(1, self.calls_per_block + 1):
+            call()
+            stamps[position] = clock()
+        return [end - begin for begin, end in itertools.pairwise(stamps)]
+
+
+def _warm_up(team: Team, contender: Contender) -> None:
+    """Calls until the time is settled, and gives every rank the same number of calls per block."""
+    contender.align()
+    first_s = max(team.share(contender.first_call_s()))
+    least, most = WARMUP_CALLS
+    contender.calls_per_block = min(most, max(least, int(WARMUP_SECONDS / first_s)))
+    usual_s = median(max(calls) for calls in zip(*team.share(contender.block()), strict=True))
+    contender.calls_per_block = min(MAX_CALLS_PER_BLOCK, max(1, round(BLOCK_SECONDS / usual_s)))
+
+
+def measure(
+    team: Team, contenders: dict[str, Contender], seconds: float
+) -> dict[str, Timings] | None:
+    """Blocks of all contenders in turn, for about ``seconds`` in all. Collective.
+
+    Who begins changes from round to round, and all ranks make the same calls. Of each call the
+    slowest rank's time counts. A call lasts from the end of the one before on that rank.
+
+    Returns:
+        By contender on rank 0; None elsewhere.
+    """
+    for contender in contenders.values():
+        _warm_up(team, contender)
+    labels = list(contenders)
+    mine: dict[str, list[list[float]]] = {label: [] for label in labels}
+    gc.collect()
+    gc.disable()
+    try:
+        begin = time.monotonic()
+        num_rounds = 0
+        while team.agree(num_rounds < MIN_ROUNDS or time.monotonic() - begin < seconds):
+            start = num_rounds % len(labels)
+            for label in labels[start:] + labels[:start]:
+                mine[label].append(contenders[label].block())
+            num_rounds += 1
+    finally:
+        gc.enable()
+    by_rank = team.gather(mine)
+    if by_rank is None:
+        return None
+    return {
+        label: Timings(
+            [
+                [max(calls) for calls in zip(*blocks, strict=True)]
+                for blocks in zip(*(rank[label] for rank in by_rank), strict=True)
+            ]
+        )
+        for label in labels
+    }
