@@ -15,7 +15,8 @@ from triton_cases import NAMES, check
 from triton_scripts import ARCHS, compiled_variants, gpu, interpreted_cases, needs_triton, run
 
 import ringcomm
-from ringcomm.ops import cross_entropy_cuda, token_losses_cuda, triton_plans
+from ringcomm.ops import triton_kernels as triton_plans
+from ringcomm.ops.losses import cross_entropy_cuda, token_losses_cuda
 
 # ---- interpreted
 

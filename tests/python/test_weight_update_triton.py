@@ -12,7 +12,8 @@ import update_oracle as oracle
 from triton_scripts import ARCHS, compiled_variants, gpu, interpreted_cases, needs_triton, run
 from update_cases import NAMES, check
 
-from ringcomm.ops import update_plans, weight_update_cuda
+from ringcomm.ops.updates import arguments as update_plans
+from ringcomm.ops.updates import weight_update_cuda
 from ringcomm.ops.updates.arguments import rounding_key
 
 # What multiplies 16-bit matrices, by architecture.

@@ -12,7 +12,7 @@ from typing import Any
 from ringcomm.kernels import cross_entropy, cross_entropy_in_place, token_losses
 from triton_compile import compile_kernel, print_reports, report
 
-from ringcomm.ops import triton_plans as plans
+from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.losses.token_losses_cuda import COUNT_BLOCK, TOKEN_BLOCK
 
 TYPES = {"bf16": 2, "fp16": 2, "fp32": 4}

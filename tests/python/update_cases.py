@@ -24,7 +24,7 @@ from triton_cases import check_promises
 from update_oracle import BF16, FP16, FP32, Step
 
 import ringcomm.ops.updates.weight_update_cuda as launchers
-from ringcomm.ops import update_plans
+from ringcomm.ops.updates import arguments as update_plans
 
 CANONICAL_NAN = 0x7FC0  # of bfloat16
 # Powers of two and their sums: of integers every sum and product is exact.

@@ -11,7 +11,7 @@ import json
 import torch
 from triton_compile import compile_instead_of_launching
 
-from ringcomm.ops import update_plans
+from ringcomm.ops.updates import arguments as update_plans
 from ringcomm.ops.updates import weight_update_cuda as launchers
 
 

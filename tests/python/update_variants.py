@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ringcomm.kernels import linear_update, matrix_update, weight_update
 from triton_compile import compile_kernel, print_reports, report
 
-from ringcomm.ops import update_plans as plans
+from ringcomm.ops.updates import arguments as plans
 
 INTEGERS = {
     *("lead", "num_elems", "num_rows", "num_cols", "width", "padding_idx", "key"),
