@@ -13,6 +13,8 @@ from typing_extensions import Unpack
 
 from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
 from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
@@ -72,9 +74,9 @@ def shard(
 
     Args:
         model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
-            stage 3 they become DTensors, and the model one of fully_shard. At stage 3 it may be on
-            the meta device: each unit then gets its values by reset_parameters(), and rank 0's
-            count.
+            stage 3 they become DTensors, and the model one of fully_shard. It may be on the meta
+            device: modules then get values by reset_parameters(), at stage 3 unit by unit, and rank
+            0's count.
         optimizer: AdamW or SGD of torch.optim, or of ringcomm.parallel.offload for state in host
             memory or files, over the model's weights, with any parameter groups and
             hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
@@ -143,6 +145,7 @@ def shard(
     elif stage == 3:
         made = Zero3(model, optimizer, resolved, found, units, mesh)
     else:
+        materialize(model, list(model.parameters()), device_of(resolved))
         kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
         made = kind(model, optimizer, stage, resolved, found)
     mark_sharded(made)

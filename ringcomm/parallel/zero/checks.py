@@ -91,11 +91,6 @@ def _check_param(param: nn.Parameter, name: str, options: ShardOptions, is_flat:
         raise ValueError(f"{name} is sharded already")
     if not param.requires_grad:
         raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
-    if param.is_meta and is_flat:
-        raise ValueError(
-            f"{name} is on the meta device and has no values, which stages 1 and 2 of zero.shard()"
-            " do not make: use stage 3, or model.to_empty() and reset_parameters()"
-        )
     if not is_flat and summed_over(param) is not None:
         raise ValueError(
             f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which"
