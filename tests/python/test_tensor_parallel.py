@@ -331,3 +331,37 @@ def test_a_compiled_embedding() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_layers(world_size: int) -> None:
     run_ranks(world_size, check_layers, world_size)
+
+
+class Feed(nn.Module):
+    """An embedding and a feed-forward block, whose layers are all in parts."""
+
+    def __init__(self, sequence_dim: int | None) -> None:
+        super().__init__()
+        self.tokens = VocabParallelEmbedding(VOCAB, DIM, sequence_dim=sequence_dim)
+        self.up = ColumnParallelLinear(DIM, FFN, sequence_dim=sequence_dim)
+        self.down = RowParallelLinear(FFN, DIM, sequence_dim=sequence_dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        out: Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+def compiled_gradients(rank: int, sequence_dim: int | None) -> None:
+    torch.manual_seed(0)
+    model = Feed(sequence_dim)
+    ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        out = run(ids)
+        out.square().sum().backward()
+        found.append([out.detach(), *(param.grad for param in model.parameters())])
+        model.zero_grad()
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+def test_torch_compile_takes_parallel_layers_as_one_graph(sequence_dim: int | None) -> None:
+    run_ranks(2, compiled_gradients, sequence_dim, timeout_s=120)
