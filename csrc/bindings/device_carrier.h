@@ -69,6 +69,9 @@ class DeviceCarrier {
   /// group's failure says why, soon after.
   virtual bool has_given_up() const noexcept { return false; }
 
+  /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
+  virtual bool is_stuck() const { return false; }
+
   /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
   virtual void abort() noexcept = 0;
 };

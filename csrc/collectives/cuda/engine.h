@@ -30,14 +30,14 @@ class Engine {
   static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
                                       std::chrono::milliseconds timeout,
                                       std::function<void(const std::string&)> report);
-  /// Waits for what was launched.
+  /// Waits for what was launched, unless is_stuck().
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const std::string& description() const { return group_.description(); }
+  const std::string& description() const { return group_->description(); }
   /// Bytes of staging on the device, of this rank.
-  std::size_t staging_bytes() const { return group_.staging().layout.num_bytes(); }
+  std::size_t staging_bytes() const { return group_->staging().layout.num_bytes(); }
 
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
@@ -58,8 +58,12 @@ class Engine {
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself. From any thread.
   bool has_given_up() const noexcept {
-    return __atomic_load_n(&group_.control().abort, __ATOMIC_ACQUIRE) != 0;
+    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0;
   }
+
+  /// Whether streams wait for a turn that a rank has not ended before it died: they may wait as
+  /// long as this process lives. From any thread. Throws Error.
+  bool is_stuck() const { return find_dead_turn() >= 0; }
 
  private:
   Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
@@ -71,14 +75,17 @@ class Engine {
   void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
+  /// A rank that died in a turn that this rank's streams wait for, or -1.
+  int find_dead_turn() const;
   void check_alive();
 
   Communicator& communicator_;
   WaitLimits limits_;
   RecordExchange exchange_;
-  DeviceGroup group_;
+  std::shared_ptr<DeviceGroup> group_;
   Kernels& kernels_;
   CallBoard calls_;
+  std::shared_ptr<TurnEvents> turns_;  // where ranks take turns
   DeviceWatch watch_;
   std::vector<std::shared_ptr<const Segment>> lent_;
   std::unique_ptr<DeviceMemory> lent_bases_;    // of all ranks' parts, for kernels
@@ -91,7 +98,6 @@ class Engine {
     unsigned blocks_per_lane = 0;
   };
   std::map<int, Conversation> messages_;
-  std::unique_ptr<TurnEvents> turns_;  // where ranks take turns
   std::uint64_t num_turns_ = 0;
 };
 

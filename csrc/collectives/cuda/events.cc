@@ -112,6 +112,12 @@ TurnEvents::~TurnEvents() {
 
 void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2]->record(stream); }
 
+bool TurnEvents::are_over(int peer) const {
+  for (EventHandle event : peers_[static_cast<std::size_t>(peer)])
+    if (driver().event_query(event) != kSuccess) return false;
+  return true;
+}
+
 void TurnEvents::block(std::uint64_t turn, StreamHandle stream) const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)
     if (static_cast<int>(peer) != rank_)

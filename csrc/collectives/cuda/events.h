@@ -83,6 +83,8 @@ class TurnEvents {
   /// Makes the stream wait for what all ranks recorded last for this turn. Their hosts must have
   /// recorded it before.
   void block(std::uint64_t turn, StreamHandle stream) const;
+  /// Whether what a rank recorded for its last two turns is over.
+  bool are_over(int peer) const;
 
  private:
   int rank_;
