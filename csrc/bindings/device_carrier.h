@@ -50,6 +50,9 @@ class DeviceCarrier {
   /// enqueued at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
   virtual void check_messages(const std::vector<DeviceMessage>&) {}
+  /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks, and
+  /// stands as long as the group. Throws Error.
+  virtual bool has_room_for_messages(int) { return true; }
   /// Whether its data tells what call it is of, so that calls that differ are found where they
   /// meet.
   virtual bool finds_mismatches() const { return false; }

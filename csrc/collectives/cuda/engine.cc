@@ -63,7 +63,7 @@ Engine::~Engine() {
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
     collectives_.synchronize();
-    for (auto& [peer, messages] : messages_) messages.order.synchronize();
+    for (auto& [peer, messages] : messages_) messages.synchronize();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before.
   }
@@ -101,21 +101,11 @@ void Engine::check_collective(StreamHandle stream) const {
         group_->why_turns());
 }
 
-void Engine::check_messages(const std::vector<Mail>& messages) {
+void Engine::check_messages(const std::vector<Mail>& messages) const {
   if (turns_ != nullptr)
     throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
                                 group_->why_turns());
   check_batch(messages);
-  const ContextGuard guard(group_->device());
-  for (const Mail& mail : messages) {
-    unsigned& blocks_per_lane = messages_[mail.peer].blocks_per_lane;
-    if (blocks_per_lane == 0) blocks_per_lane = group_->take_seats_for_messages();
-    if (blocks_per_lane == 0)
-      throw std::invalid_argument(
-          "the GPU has no room left for kernels that wait for messages of rank " +
-          std::to_string(mail.peer) +
-          "; use all_to_all, or destroy groups that are no longer used");
-  }
 }
 
 std::shared_ptr<const DeviceMemory> Engine::lend(std::size_t num_bytes) {
@@ -240,19 +230,31 @@ void Engine::wait_for_turn(std::uint64_t turn) {
   const auto deadline = deadline_after(limits_.timeout);
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     while (calls_.num_turns(peer) < turn) {
-      check_alive();
-      const Stop state = communicator_.members()->state_of(peer);
-      const bool is_late = std::chrono::steady_clock::now() >= deadline;
-      if (state != Stop::kNone || is_late)
-        communicator_.failure().raise_stopped(
-            state != Stop::kNone ? state : Stop::kTimeout, peer,
-            watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+      look_at_peer(peer, deadline);
       std::this_thread::sleep_for(kTurnPoll);
     }
   }
 }
 
+// Throws where this host waits for another in vain.
+void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadline) {
+  check_alive();
+  const Stop state = communicator_.members()->state_of(peer);
+  const bool is_late = std::chrono::steady_clock::now() >= deadline;
+  if (state != Stop::kNone || is_late)
+    communicator_.failure().raise_stopped(
+        state != Stop::kNone ? state : Stop::kTimeout, peer,
+        watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+}
+
 // ---- messages
+
+unsigned Engine::blocks_of_messages(int peer) {
+  const auto deadline = deadline_after(limits_.timeout);
+  return group_->mail_room().blocks_with(peer, [&] { look_at_peer(peer, deadline); });
+}
+
+bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
 
 void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   if (messages.empty()) return;
@@ -263,12 +265,12 @@ void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   for (const Mail& mail : messages) peers.insert(mail.peer);
   unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
   for (const int peer : peers)
-    blocks_per_lane = std::min(blocks_per_lane, messages_[peer].blocks_per_lane);
+    blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
   const std::uint64_t capture = capture_of(stream);
-  for (const int peer : peers) messages_[peer].order.wait(stream, capture);
+  for (const int peer : peers) messages_[peer].wait(stream, capture);
   kernels_.launch(plan, call, stream);
-  for (const int peer : peers) messages_[peer].order.note(stream, capture);
+  for (const int peer : peers) messages_[peer].note(stream, capture);
   for (const Mail& mail : messages)
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
                         {.sent_bytes = mail.is_send ? mail.num_bytes : 0});

@@ -42,10 +42,14 @@ class Engine {
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
   void check_collective(StreamHandle stream) const;
-  void check_messages(const std::vector<Mail>& messages);
+  void check_messages(const std::vector<Mail>& messages) const;
+  /// Whether the GPU has room for kernels that wait for messages of `peer`, as both ranks see it.
+  /// Throws Error where that rank ends while it decides.
+  bool has_room_for_messages(int peer);
   /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
-  /// Messages of which none waits for another, and which check_messages() takes.
+  /// Messages of which none waits for another, and which check_messages() takes, with ranks that
+  /// there is room for.
   void exchange(const std::vector<Mail>& messages, StreamHandle stream);
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
   /// lie. Collective; kept as long as this engine, and this rank's part as long as what is
@@ -75,6 +79,8 @@ class Engine {
   void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
+  unsigned blocks_of_messages(int peer);
+  void look_at_peer(int peer, std::chrono::steady_clock::time_point deadline);
   /// A rank that died in a turn that this rank's streams wait for, or -1.
   int find_dead_turn() const;
   void check_alive();
@@ -92,12 +98,7 @@ class Engine {
   std::unique_ptr<MappedHostMemory> lent_row_;  // kept, as giving it back waits for the GPU
   std::uint64_t num_launches_ = 0;
   StreamOrder collectives_;
-  /// Messages with each peer, and how many blocks they may have each way.
-  struct Conversation {
-    StreamOrder order;
-    unsigned blocks_per_lane = 0;
-  };
-  std::map<int, Conversation> messages_;
+  std::map<int, StreamOrder> messages_;  // with each peer
   std::uint64_t num_turns_ = 0;
 };
 
