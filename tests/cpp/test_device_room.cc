@@ -87,6 +87,7 @@ TEST_CASE("device room: a killed process has nothing, and the last one leaves no
       if (::write(ready[1], &has_taken, 1) != 1) ::_exit(1);
       for (;;) ::pause();
     }
+    REQUIRE(child > 0);
     char has_taken = 0;
     REQUIRE(::read(ready[0], &has_taken, 1) == 1);
     CHECK(has_taken == 1);
