@@ -33,8 +33,10 @@ test-all:  ## everything, and the record of it in tests/verified.txt
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
 
-test-deaths:  ## a rank killed, stopped or replaced at every step of groups and collectives
+test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
 	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
+	@export RINGCOMM_ALL_DEATHS=1; $(PREPARE) --need train --need test --extension -- \
+	    -m pytest tests/python/test_device_deaths.py
 
 test-tsan:  ## C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan

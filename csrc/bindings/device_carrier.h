@@ -50,6 +50,9 @@ class DeviceCarrier {
   /// enqueued at all: it ends nothing then.
   virtual void check_collective(const c10::Stream&) const {}
   virtual void check_messages(const std::vector<DeviceMessage>&) {}
+  /// Whether messages with `peer` can be enqueued now. The answer is the same on both ranks, and
+  /// stands as long as the group. Throws Error.
+  virtual bool has_room_for_messages(int) { return true; }
   /// Whether its data tells what call it is of, so that calls that differ are found where they
   /// meet.
   virtual bool finds_mismatches() const { return false; }
@@ -68,6 +71,9 @@ class DeviceCarrier {
   /// Whether kernels of this rank have given up, or will: what they were to do ends undone. The
   /// group's failure says why, soon after.
   virtual bool has_given_up() const noexcept { return false; }
+
+  /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
+  virtual bool is_stuck() const { return false; }
 
   /// For ever: what is enqueued ends soon, whether its peers came or not. From any thread.
   virtual void abort() noexcept = 0;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 #include <thread>
 
 #include "bindings/header_check.h"
@@ -105,6 +106,12 @@ void DeviceGroup::check_done() {
   check();
 }
 
+bool DeviceGroup::is_stuck() {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(carriers_.begin(), carriers_.end(),
+                     [](const auto& item) { return item.second->is_stuck(); });
+}
+
 void DeviceGroup::end(const std::string& why) {
   if (const auto communicator = communicator_.lock(); communicator != nullptr)
     communicator->abort(why);
@@ -126,7 +133,7 @@ void DeviceGroup::drain() {
       const auto communicator = communicator_.lock();
       const bool has_failed = communicator == nullptr || communicator->failure().has_failed();
       if (!has_failed && Clock::now() < deadline) continue;
-      if (has_aborted && Clock::now() >= deadline) break;
+      if (has_aborted && (Clock::now() >= deadline || is_stuck())) break;
       if (std::exchange(has_aborted, true)) continue;
       abort();
       deadline = Clock::now() + kAbortPatience;
@@ -233,6 +240,8 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::start(c10::Device device, std::vecto
                  });
 }
 
+// A rank for whose messages there is no room refuses them as well. Messages with others go: their
+// ranks may have launched what waits for them.
 c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
                                                      std::vector<DeviceMessageCall> calls,
                                                      DeviceCallInfo info) {
@@ -243,15 +252,32 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::exchange(c10::Device device,
     messages.push_back(call.message);
     for (at::Tensor& input : take_kept(kept, call.item)) inputs.push_back(std::move(input));
   }
-  return enqueue(device, std::move(info), inputs, std::move(kept),
-                 [&](DeviceCarrier& carrier, const c10::Stream& stream) {
-                   carrier.check_messages(messages);
-                   ending_on_failure("sends and receives", [&] {
-                     carrier.exchange(messages, stream);
-                     for (const DeviceMessageCall& call : calls)
-                       if (call.item.finish) call.item.finish();
-                   });
-                 });
+  std::set<int> refused;
+  const auto is_refused = [&](const auto& message) { return refused.count(message.peer) != 0; };
+  auto work = enqueue(device, std::move(info), inputs, std::move(kept),
+                      [&](DeviceCarrier& carrier, const c10::Stream& stream) {
+                        carrier.check_messages(messages);
+                        ending_on_failure("sends and receives", [&] {
+                          for (const DeviceMessage& message : messages)
+                            if (!carrier.has_room_for_messages(message.peer))
+                              refused.insert(message.peer);
+                          std::erase_if(messages, is_refused);
+                          if (!messages.empty()) carrier.exchange(messages, stream);
+                          for (const DeviceMessageCall& call : calls)
+                            if (call.item.finish && !is_refused(call.message)) call.item.finish();
+                        });
+                      });
+  if (refused.empty()) return work;
+  work->wait();
+  std::string names;
+  for (const int peer : refused)
+    names += (names.empty() ? "rank " : ", rank ") + std::to_string(peer);
+  C10_THROW_ERROR(
+      ValueError,
+      c10::str(
+          "ringcomm: the GPU has no room left for kernels that wait for messages of ", names,
+          "; use all_to_all, or destroy groups that are no longer used and make this one again",
+          messages.empty() ? "" : " (messages with other ranks were exchanged)"));
 }
 
 }  // namespace ringcomm

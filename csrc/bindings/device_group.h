@@ -71,6 +71,7 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   void abort() noexcept;
   /// Throws what the group's failure was where what is over on a device may have given up.
   void check_done();
+  bool is_stuck();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
   void drain();
 

@@ -22,10 +22,12 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   }
   void check_collective(const c10::Stream& stream) const override;
   void check_messages(const std::vector<DeviceMessage>& messages) override;
+  bool has_room_for_messages(int peer) override { return engine_->has_room_for_messages(peer); }
   bool finds_mismatches() const override { return true; }
   LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
   bool has_given_up() const noexcept override { return engine_->has_given_up(); }
+  bool is_stuck() const override { return engine_->is_stuck(); }
   void abort() noexcept override { engine_->abort(); }
 
  private:

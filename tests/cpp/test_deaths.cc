@@ -324,6 +324,7 @@ std::string run_plan(const std::string& folder, bool aborts) {
     for (int rank = 0; rank < plan.world_size; ++rank) {
       ranks.push_back(::fork());
       if (ranks.back() == 0) rank_main(rank, folder, aborts);
+      REQUIRE(ranks.back() > 0);  // kill(-1) would be for every process there is
     }
     const bool is_over = wait_for_reports();
     for (const pid_t pid : ranks) ::kill(pid, SIGKILL);

@@ -1,10 +1,13 @@
 // Seats for blocks that wait on a GPU, which groups of all processes share.
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <string>
 
@@ -54,6 +57,23 @@ TEST_CASE("device room: what one has taken no other gets, and what is given back
   CHECK(second.take(7));
 }
 
+// Otherwise two that take more than half at once both fail, although one has room.
+TEST_CASE("device room: one takes at a time") {
+  const DeviceUuid device = own_device(4);
+  DeviceRoom room(device, 7);
+  const int other = ::open(path_of(device).c_str(), O_RDWR | O_CLOEXEC);
+  REQUIRE(other >= 0);
+  struct flock desk = {};
+  desk.l_type = F_WRLCK;
+  desk.l_start = (1 << 20) + 1;
+  desk.l_len = 1;
+  REQUIRE(::fcntl(other, F_OFD_SETLK, &desk) == 0);
+  std::future<bool> taken = std::async(std::launch::async, [&] { return room.take(4); });
+  CHECK(taken.wait_for(std::chrono::milliseconds(20)) == std::future_status::timeout);
+  ::close(other);
+  CHECK(taken.get());
+}
+
 TEST_CASE("device room: a killed process has nothing, and the last one leaves no file") {
   const DeviceUuid device = own_device(3);
   {
@@ -67,6 +87,7 @@ TEST_CASE("device room: a killed process has nothing, and the last one leaves no
       if (::write(ready[1], &has_taken, 1) != 1) ::_exit(1);
       for (;;) ::pause();
     }
+    REQUIRE(child > 0);
     char has_taken = 0;
     REQUIRE(::read(ready[0], &has_taken, 1) == 1);
     CHECK(has_taken == 1);

@@ -70,6 +70,7 @@ class Child {
       ::_exit(127);
     }
     ::close(ends[1]);
+    if (pid_ < 0) throw std::runtime_error("fork");
     address_ = read_line(read_end.get());
   }
   ~Child() { kill_and_reap(); }
@@ -78,7 +79,9 @@ class Child {
 
   pid_t pid() const { return pid_; }
   const std::string& address() const { return address_; }
-  void kill() const { ::kill(pid_, SIGKILL); }
+  void kill() const {
+    if (pid_ > 0) ::kill(pid_, SIGKILL);  // kill(-1) would be for every process there is
+  }
   void kill_and_reap() {
     if (pid_ <= 0) return;
     kill();

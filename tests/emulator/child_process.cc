@@ -113,12 +113,16 @@ void ChildProcess::send(const std::vector<char>& message, int fd) {
 std::vector<char> ChildProcess::receive(int* fd) { return receive_message(socket_, fd); }
 
 int ChildProcess::wait() {
+  // Never with pid_ = -1, which stands for every process there is.
+  must(pid_ > 0, "a child that nobody has waited for");
   const auto end = std::chrono::steady_clock::now() + kBound;
   int status = 0;
-  while (waitpid(pid_, &status, WNOHANG) == 0) {
+  pid_t ended = 0;
+  while ((ended = waitpid(pid_, &status, WNOHANG)) == 0) {
     if (std::chrono::steady_clock::now() > end) ::kill(pid_, SIGKILL);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  must(ended == pid_, "the status of a child");
   pid_ = -1;
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }

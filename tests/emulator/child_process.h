@@ -29,8 +29,9 @@ class ChildProcess {
   void send(const std::vector<char>& message, int fd = -1);
   std::vector<char> receive(int* fd = nullptr);
 
-  /// Its exit status, or minus the signal that ended it.
+  /// Its exit status, or minus the signal that ended it. Once, and not after kill().
   int wait();
+  /// And waits for its end.
   void kill();
 
  private:
@@ -42,7 +43,7 @@ class ChildProcess {
 void send_to_parent(const std::vector<char>& message, int fd = -1);
 std::vector<char> receive_from_parent(int* fd = nullptr);
 
-/// Ends the child with a message unless the condition holds.
+/// Ends the process with a message unless the condition holds.
 void must(bool condition, const char* what);
 #define MUST(condition) ::ringcomm::emulator::testing::must((condition), #condition)
 

@@ -17,8 +17,8 @@ from test_gpu_faults import ones, outcome
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
-# A batch of messages with two peers needs four blocks for each of three ranks.
-THREADS = {"RINGCOMM_EMULATOR_THREADS": "64", "RINGCOMM_EMULATOR_SMS": "48"}
+# Room for messages of all three pairs of ranks, beside the blocks of collectives.
+THREADS = {"RINGCOMM_EMULATOR_THREADS": "64", "RINGCOMM_EMULATOR_SMS": "24"}
 TIMEOUT_S, LATE_S = 1.5, 0.5
 
 

@@ -5,6 +5,7 @@ On emulated GPUs, whose driver kills the process at its n-th call.
 
 from __future__ import annotations
 
+import datetime
 import os
 import select
 import signal
@@ -133,12 +134,47 @@ def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, [5, 40, 150, 230]) == 4
 
 
-@pytest.mark.skipif(
-    "RINGCOMM_ALL_DEATHS" not in os.environ, reason="half an hour: RINGCOMM_ALL_DEATHS=1"
-)
+@pytest.mark.skipif("RINGCOMM_ALL_DEATHS" not in os.environ, reason="minutes: make test-deaths")
 @pytest.mark.parametrize("how", BOXES)
 def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, range(5, 2000, 7)) > 30
+
+
+def die_in_a_turn(rank: int) -> dict[str, Any]:
+    """The hosts have met, and the others' streams wait for what the dead rank's never came to."""
+    group = dist.new_group()
+    tensor = torch.ones(1000, device=GPU)
+    dist.all_reduce(tensor, group=group)
+    emugpu.synchronize()
+    held = emugpu.hold(emugpu.current_stream()) if rank == DIES else None
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if held is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert work is not None
+    begin = time.monotonic()
+    try:
+        work.wait(datetime.timedelta(seconds=TIMEOUT_S))
+    except ringcomm.RingcommError as error:
+        named = error.rank
+        dist.destroy_process_group(group)
+        return {"rank": named, "seconds": time.monotonic() - begin}
+    return {"rank": None}
+
+
+def test_a_rank_that_dies_in_a_turn_is_named_and_its_group_can_be_destroyed() -> None:
+    env = {**with_kernels(), **BOXES["turns"]}
+    results = run_on_gpus(
+        WORLD_SIZE,
+        die_in_a_turn,
+        env=env,
+        fresh=True,
+        may_die=[DIES],
+        group_timeout_s=TIMEOUT_S,
+    )
+    for rank, said in enumerate(results):
+        if rank != DIES:
+            assert said["rank"] == DIES, said
+            assert said["seconds"] < PATIENCE_S, said
 
 
 def wait_late(rank: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ multiprocessor, so ranks that wait can keep out what a late rank must do first.
 from __future__ import annotations
 
 import datetime
+import re
 import time
 from typing import Any
 
@@ -114,13 +115,13 @@ def check_refusals(rank: int) -> None:
     for group in groups[1:]:
         dist.destroy_process_group(group)
     dist.barrier()
+    with pytest.raises(ValueError, match=r"no room left .* messages of rank \d"):
+        dist.isend(x, 1 - rank, group=groups[0])  # whoever asked first has decided it for both
     (again,) = groups_in_use(1)
     assert "side by side" in transport(again)
-    dist.destroy_process_group(again)
-    dist.barrier()
-    work = dist.isend(x, 1 - rank, group=groups[0])
+    work = dist.isend(x, 1 - rank, group=again)
     received = torch.zeros(10, device=GPU)
-    dist.recv(received, 1 - rank, group=groups[0])
+    dist.recv(received, 1 - rank, group=again)
     assert work is not None
     work.wait()
     assert received.tolist() == [2.0] * 10
@@ -128,6 +129,40 @@ def check_refusals(rank: int) -> None:
 
 def test_what_has_no_room_is_refused_until_groups_are_destroyed() -> None:
     run(2, check_refusals, env={"RINGCOMM_EMULATOR_SMS": "12"})
+
+
+def exchange_with_all(rank: int) -> tuple[list[int], dict[int, list[float]]]:
+    """A batch of messages with all peers: who was refused, and what is in the receive buffers."""
+    groups_in_use(1)
+    dist.all_reduce(torch.ones(1, device=GPU))
+    peers = [peer for peer in range(dist.get_world_size()) if peer != rank]
+    wide = {peer: torch.full((1000, 2), -1.0, device=GPU) for peer in peers}
+    sent = torch.full((1000,), rank + 1.0, device=GPU)
+    batch = [dist.P2POp(dist.isend, sent, peer) for peer in peers]
+    batch += [dist.P2POp(dist.irecv, wide[peer][:, 0], peer) for peer in peers]  # with holes
+    said = ""
+    try:
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+    except ValueError as error:
+        said = str(error)
+    refused = [int(number) for number in re.findall(r"rank (\d)", said)]
+    assert ("messages with other ranks were exchanged" in said) == (len(refused) == 1)
+    received = {peer: wide[peer][:, 0].unique().tolist() for peer in peers}
+    dist.all_reduce(sent)  # the group is as usable as before
+    assert sent.tolist() == [6.0] * 1000
+    return refused, received
+
+
+def test_messages_without_room_are_refused_on_both_ranks_and_the_others_arrive() -> None:
+    """After two groups' collectives there are seats for messages of some pairs of three ranks."""
+    results = run(3, exchange_with_all, env={"RINGCOMM_EMULATOR_SMS": "24"})
+    pairs = {(rank, peer) for rank, (refused, _) in enumerate(results) for peer in refused}
+    assert pairs == {(peer, rank) for rank, peer in pairs}, results
+    assert 0 < len(pairs) < 6, results
+    for rank, (_, received) in enumerate(results):
+        for peer, values in received.items():
+            assert values == [-1.0 if (rank, peer) in pairs else peer + 1.0], results
 
 
 def check_overlap(rank: int) -> str:

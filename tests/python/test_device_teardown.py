@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from test_device_ipc import transport
 
 import ringcomm
 
@@ -108,3 +109,10 @@ def check_kept_open(rank: int) -> None:
 
 def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
     run(check_kept_open, env=BY_IPC)
+
+
+def test_events_that_were_opened_are_closed_where_another_rank_has_none() -> None:
+    """Two ranks have each other's events open when the third says that it cannot hand out its."""
+    env = {**with_kernels(), **IN_TURNS}
+    own = [env, {**env, "RINGCOMM_EMULATOR_IPC": "0"}, env]
+    assert run_on_gpus(3, transport, env=own, fresh=True) == ["p2p over emup2p"] * 3

@@ -9,6 +9,7 @@
 
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/unavailable.h"
+#include "core/chunk_layout.h"
 #include "core/errors.h"
 #include "transport/shm/process_hub.h"
 #include "transport/shm/rank_record.h"
@@ -63,8 +64,10 @@ DeviceGroup::DeviceGroup(RecordExchange& exchange, DeviceOrdinal device, std::si
   const bool have_fds =
       std::all_of(places.begin(), places.end(), [](const Place& place) { return place.has_fds; });
   kind_ = have_fds ? HandleKind::kFd : HandleKind::kIpc;
-  share_host_memory(exchange, Leaving::num_bytes(world_size()) + host_bytes);
+  share_host_memory(exchange, own_host_bytes() + host_bytes);
   leaving_ = std::make_unique<Leaving>(host_memory_.data(), exchange.rank(), places_);
+  mail_room_ = std::make_unique<MailRoom>(host_memory_.data() + Leaving::num_bytes(world_size()),
+                                          exchange.rank(), places_, staging_.layout);
   try {
     share_staging(exchange);
   } catch (const Unavailable&) {
@@ -114,7 +117,8 @@ void DeviceGroup::read_facts(const std::vector<Place>& places) {
   facts_.blocks_per_multiprocessor = places[0].blocks_per_multiprocessor;
   for (std::size_t rank = 0; rank < places.size(); ++rank) {
     const Place& place = places[rank];
-    places_.push_back({place.device, place.hub_address.str(), place.pid});
+    places_.push_back({place.device, place.hub_address.str(), place.pid,
+                       num_seats(place.num_multiprocessors, place.blocks_per_multiprocessor)});
     if (place.host_id.str() != places[0].host_id.str())
       throw Unavailable("rank 0 and rank " + std::to_string(rank) + " are on different hosts");
     facts_.min_multiprocessors = std::min(facts_.min_multiprocessors, place.num_multiprocessors);
@@ -154,11 +158,10 @@ void DeviceGroup::take_seats(RecordExchange& exchange) {
   }
 }
 
-unsigned DeviceGroup::take_seats_for_messages() {
-  for (unsigned num_blocks = blocks_per_lane_that_fit(staging_.layout, room_->num_free());
-       num_blocks > 0; num_blocks /= 2)
-    if (room_->take(static_cast<int>(2 * num_blocks))) return num_blocks;
-  return 0;
+// Whole lines, so that what comes behind is aligned.
+std::size_t DeviceGroup::own_host_bytes() const {
+  return Leaving::num_bytes(world_size()) +
+         num_slices(MailRoom::num_bytes(world_size()), kLineBytes) * kLineBytes;
 }
 
 void DeviceGroup::share_staging(RecordExchange& exchange) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collectives/cuda/launch_plan.h"
+#include "collectives/cuda/mail_room.h"
 #include "collectives/cuda/record_exchange.h"
 #include "collectives/cuda/segment.h"
 #include "device/cuda/control.h"
@@ -37,11 +38,9 @@ class DeviceGroup {
   const std::string& why_turns() const { return why_turns_; }
   const std::vector<RankPlace>& places() const { return places_; }
   HandleKind handle_kind() const { return kind_; }
-  /// Takes seats for blocks of messages to and from one rank: how many for each direction, 0 where
-  /// the device has none left.
-  unsigned take_seats_for_messages();
+  MailRoom& mail_room() const { return *mail_room_; }
   /// `host_bytes` of host memory that all ranks have mapped, zeroed at first.
-  std::byte* host_memory() const { return host_memory_.data() + Leaving::num_bytes(world_size()); }
+  std::byte* host_memory() const { return host_memory_.data() + own_host_bytes(); }
   Leaving& leaving() const { return *leaving_; }
   /// "cuda_ipc by file descriptors: 4 ranks on 1 GPU under MPS, 66 blocks, 4.0 MiB of staging each"
   const std::string& description() const { return description_; }
@@ -50,6 +49,8 @@ class DeviceGroup {
   struct Place;  // what a rank says of its device
   std::vector<Place> find_places(RecordExchange& exchange);
   int world_size() const { return facts_.world_size; }
+  /// Of what Leaving and MailRoom have in front of the engine's.
+  std::size_t own_host_bytes() const;
   void read_facts(const std::vector<Place>& places);
   void take_seats(RecordExchange& exchange);
   void share_staging(RecordExchange& exchange);
@@ -67,6 +68,7 @@ class DeviceGroup {
   shm::SharedMemory host_memory_;
   std::unique_ptr<Leaving> leaving_;  // goes when all is closed
   Staging staging_;
+  std::unique_ptr<MailRoom> mail_room_;
   std::unique_ptr<Segment> segment_;
   std::string description_;
 };

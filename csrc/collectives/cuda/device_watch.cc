@@ -54,6 +54,7 @@ void DeviceWatch::look() {
   }
   look_at_record();
   look_at_wait();
+  look_at_turns();
   compare_calls();
 }
 
@@ -105,7 +106,16 @@ void DeviceWatch::look_at_wait() {
   if (std::exchange(num_asked_, num_asked) == num_asked) return;
   const int peer = __atomic_load_n(&control.awaited_peer, __ATOMIC_RELAXED);
   const Stop stop = subject_.members.state_of(peer);
-  if (stop == Stop::kNone) return;
+  if (stop != Stop::kNone) raise_stopped(stop, peer);
+}
+
+// Streams wait for the other ranks' turns without a kernel that would tell.
+void DeviceWatch::look_at_turns() {
+  if (const int peer = subject_.find_dead_turn(); peer >= 0)
+    raise_stopped(subject_.members.state_of(peer), peer);
+}
+
+void DeviceWatch::raise_stopped(Stop stop, int peer) {
   const std::uint64_t num_noted = subject_.calls.num_noted(subject_.rank);
   end_waits();
   subject_.failure.raise_stopped(stop, peer, activity_of(num_noted > 0 ? num_noted - 1 : 0));

@@ -26,6 +26,8 @@ class DeviceWatch {
     Failure& failure;
     int rank;
     int world_size;
+    /// A dead rank whose turn this rank's streams wait for, or -1.
+    std::function<int()> find_dead_turn;
     std::chrono::milliseconds timeout;
   };
 
@@ -49,6 +51,8 @@ class DeviceWatch {
   void look();
   void look_at_record();
   void look_at_wait();
+  void look_at_turns();
+  [[noreturn]] void raise_stopped(Stop stop, int peer);
   void compare_calls();
 
   Subject subject_;

@@ -34,39 +34,48 @@ Engine::Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::mi
     : communicator_(communicator),
       limits_(limits_of(timeout)),
       exchange_(communicator, limits_),
-      group_(exchange_, device, CallBoard::num_bytes(communicator.world_size())),
+      group_(std::make_shared<DeviceGroup>(exchange_, device,
+                                           CallBoard::num_bytes(communicator.world_size()))),
       kernels_(Kernels::of(device)),
-      calls_(group_.host_memory(), communicator.rank()),
-      watch_({.control = group_.control(),
+      calls_(group_->host_memory(), communicator.rank()),
+      turns_(group_->takes_turns() ? std::make_shared<TurnEvents>(exchange_, group_->leaving())
+                                   : nullptr),
+      watch_({.control = group_->control(),
               .calls = calls_,
               .members = *communicator.members(),
               .failure = communicator.failure(),
               .rank = communicator.rank(),
               .world_size = communicator.world_size(),
+              .find_dead_turn = [this] { return find_dead_turn(); },
               .timeout = timeout},
-             std::move(report)) {
-  if (group_.takes_turns()) turns_ = std::make_unique<TurnEvents>(exchange_, group_.leaving());
-}
+             std::move(report)) {}
 
 Engine::~Engine() {
   try {
-    const ContextGuard guard(group_.device());
+    if (is_stuck()) {
+      // Streams may hold work that uses all this, and never come to it: it goes with the process.
+      new auto(group_);
+      new auto(turns_);
+      return;
+    }
+    const ContextGuard guard(group_->device());
     const RelaxedCapture relaxed;
     if (communicator_.failure().has_failed()) watch_.end_waits();
     // What is captured may run later; the program sees to that it does not.
     collectives_.synchronize();
-    for (auto& [peer, messages] : messages_) messages.order.synchronize();
+    for (auto& [peer, messages] : messages_) messages.synchronize();
   } catch (const Error&) {
     // The process is ending, and the driver has gone before.
   }
 }
 
 void Engine::plan(const Collective& call, CallHeader& header) const {
-  plan_header(call, communicator_.options(), group_.staging().layout, group_.takes_turns(), header);
+  plan_header(call, communicator_.options(), group_->staging().layout, group_->takes_turns(),
+              header);
 }
 
 bool Engine::is_captured(StreamHandle stream) const {
-  const ContextGuard guard(group_.device());
+  const ContextGuard guard(group_->device());
   return capture_of(stream) != 0;
 }
 
@@ -75,8 +84,8 @@ void Engine::check_alive() { communicator_.failure().rethrow_if_any(); }
 template <class Call>
 Call Engine::new_call() const {
   Call call;
-  call.staging = group_.staging();
-  call.control = group_.control_on_device();
+  call.staging = group_->staging();
+  call.control = group_->control_on_device();
   call.timeout_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(limits_.timeout).count());
   call.rank = communicator_.rank();
@@ -89,47 +98,37 @@ void Engine::check_collective(StreamHandle stream) const {
     throw std::invalid_argument(
         "a CUDA graph cannot capture collectives of ranks that take turns on a GPU, whose hosts "
         "meet in each call; " +
-        group_.why_turns());
+        group_->why_turns());
 }
 
-void Engine::check_messages(const std::vector<Mail>& messages) {
+void Engine::check_messages(const std::vector<Mail>& messages) const {
   if (turns_ != nullptr)
     throw std::invalid_argument("ranks that take turns on a GPU cannot send and receive there; " +
-                                group_.why_turns());
+                                group_->why_turns());
   check_batch(messages);
-  const ContextGuard guard(group_.device());
-  for (const Mail& mail : messages) {
-    unsigned& blocks_per_lane = messages_[mail.peer].blocks_per_lane;
-    if (blocks_per_lane == 0) blocks_per_lane = group_.take_seats_for_messages();
-    if (blocks_per_lane == 0)
-      throw std::invalid_argument(
-          "the GPU has no room left for kernels that wait for messages of rank " +
-          std::to_string(mail.peer) +
-          "; use all_to_all, or destroy groups that are no longer used");
-  }
 }
 
 std::shared_ptr<const DeviceMemory> Engine::lend(std::size_t num_bytes) {
   check_alive();
   if (turns_ != nullptr)
     throw std::invalid_argument("ranks that take turns on a GPU cannot use each other's buffers; " +
-                                group_.why_turns());
+                                group_->why_turns());
   if (lent_.size() == kMaxLentSegments)
     throw std::invalid_argument("a group shares " + std::to_string(kMaxLentSegments) +
                                 " tensors at most; they stay as long as it does");
-  const ContextGuard guard(group_.device());
+  const ContextGuard guard(group_->device());
   const RelaxedCapture relaxed;
-  auto segment =
-      std::make_shared<Segment>(exchange_, group_.device(), group_.places(), group_.handle_kind(),
-                                std::max<std::size_t>(num_bytes, 1), group_.leaving());
+  auto segment = std::make_shared<Segment>(exchange_, group_->device(), group_->places(),
+                                           group_->handle_kind(),
+                                           std::max<std::size_t>(num_bytes, 1), group_->leaving());
   const auto world_size = static_cast<std::size_t>(communicator_.world_size());
   const std::size_t row_bytes = world_size * sizeof(std::byte*);
   agree(exchange_, attempt([&] {
           if (lent_bases_ == nullptr)
             lent_bases_ = std::make_unique<DeviceMemory>(
-                group_.device(), kMaxLentSegments * row_bytes, HandleKind::kIpc);
+                group_->device(), kMaxLentSegments * row_bytes, HandleKind::kIpc);
           if (lent_row_ == nullptr)
-            lent_row_ = std::make_unique<MappedHostMemory>(group_.device(), row_bytes);
+            lent_row_ = std::make_unique<MappedHostMemory>(group_->device(), row_bytes);
           for (std::size_t rank = 0; rank < world_size; ++rank)
             static_cast<std::byte**>(lent_row_->host())[rank] = segment->of(static_cast<int>(rank));
           const SideStream stream;
@@ -156,7 +155,7 @@ std::uint64_t Engine::place_of(const void* data, std::size_t num_bytes) const {
 
 Traffic Engine::enqueue(const Collective& call, const CallHeader& header, StreamHandle stream) {
   check_alive();
-  const ContextGuard guard(group_.device());
+  const ContextGuard guard(group_->device());
   auto kernel_call = new_call<KernelCall>();
   const LaunchPlan plan = plan_launch(call, header, kernel_call);
   if (header.algorithm == Algorithm::kTwoShot && !lent_.empty()) {
@@ -216,39 +215,62 @@ void Engine::take_turn(StreamHandle stream, std::uint64_t value) {
   turns_->block(turn, stream);
 }
 
+int Engine::find_dead_turn() const {
+  if (turns_ == nullptr) return -1;
+  for (int peer = 0; peer < communicator_.world_size(); ++peer) {
+    if (peer == communicator_.rank() || !communicator_.members()->has_died(peer)) continue;
+    const ContextGuard guard(group_->device());
+    const RelaxedCapture relaxed;
+    if (!turns_->are_over(peer)) return peer;
+  }
+  return -1;
+}
+
 void Engine::wait_for_turn(std::uint64_t turn) {
   const auto deadline = deadline_after(limits_.timeout);
   for (int peer = 0; peer < communicator_.world_size(); ++peer) {
     while (calls_.num_turns(peer) < turn) {
-      check_alive();
-      const Stop state = communicator_.members()->state_of(peer);
-      const bool is_late = std::chrono::steady_clock::now() >= deadline;
-      if (state != Stop::kNone || is_late)
-        communicator_.failure().raise_stopped(
-            state != Stop::kNone ? state : Stop::kTimeout, peer,
-            watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+      look_at_peer(peer, deadline);
       std::this_thread::sleep_for(kTurnPoll);
     }
   }
 }
 
+// Throws where this host waits for another in vain.
+void Engine::look_at_peer(int peer, std::chrono::steady_clock::time_point deadline) {
+  check_alive();
+  const Stop state = communicator_.members()->state_of(peer);
+  const bool is_late = std::chrono::steady_clock::now() >= deadline;
+  if (state != Stop::kNone || is_late)
+    communicator_.failure().raise_stopped(
+        state != Stop::kNone ? state : Stop::kTimeout, peer,
+        watch_.activity_of(num_launches_ > 0 ? num_launches_ - 1 : 0));
+}
+
 // ---- messages
+
+unsigned Engine::blocks_of_messages(int peer) {
+  const auto deadline = deadline_after(limits_.timeout);
+  return group_->mail_room().blocks_with(peer, [&] { look_at_peer(peer, deadline); });
+}
+
+bool Engine::has_room_for_messages(int peer) { return blocks_of_messages(peer) > 0; }
 
 void Engine::exchange(const std::vector<Mail>& messages, StreamHandle stream) {
   if (messages.empty()) return;
   check_alive();
-  const ContextGuard guard(group_.device());
+  const ContextGuard guard(group_->device());
   auto call = new_call<MailCall>();
   std::set<int> peers;
   for (const Mail& mail : messages) peers.insert(mail.peer);
   unsigned blocks_per_lane = std::numeric_limits<unsigned>::max();
   for (const int peer : peers)
-    blocks_per_lane = std::min(blocks_per_lane, messages_[peer].blocks_per_lane);
+    blocks_per_lane = std::min(blocks_per_lane, blocks_of_messages(peer));
   const LaunchPlan plan = plan_exchange(messages, blocks_per_lane, call);
   const std::uint64_t capture = capture_of(stream);
-  for (const int peer : peers) messages_[peer].order.wait(stream, capture);
+  for (const int peer : peers) messages_[peer].wait(stream, capture);
   kernels_.launch(plan, call, stream);
-  for (const int peer : peers) messages_[peer].order.note(stream, capture);
+  for (const int peer : peers) messages_[peer].note(stream, capture);
   for (const Mail& mail : messages)
     communicator_.count(mail.is_send ? OpKind::kSend : OpKind::kRecv,
                         {.sent_bytes = mail.is_send ? mail.num_bytes : 0});

@@ -30,22 +30,26 @@ class Engine {
   static std::unique_ptr<Engine> make(Communicator& communicator, DeviceOrdinal device,
                                       std::chrono::milliseconds timeout,
                                       std::function<void(const std::string&)> report);
-  /// Waits for what was launched.
+  /// Waits for what was launched, unless is_stuck().
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const std::string& description() const { return group_.description(); }
+  const std::string& description() const { return group_->description(); }
   /// Bytes of staging on the device, of this rank.
-  std::size_t staging_bytes() const { return group_.staging().layout.num_bytes(); }
+  std::size_t staging_bytes() const { return group_->staging().layout.num_bytes(); }
 
   void plan(const Collective& call, CallHeader& header) const;
   /// Throw std::invalid_argument where what follows cannot be.
   void check_collective(StreamHandle stream) const;
-  void check_messages(const std::vector<Mail>& messages);
+  void check_messages(const std::vector<Mail>& messages) const;
+  /// Whether the GPU has room for kernels that wait for messages of `peer`, as both ranks see it.
+  /// Throws Error where that rank ends while it decides.
+  bool has_room_for_messages(int peer);
   /// By one thread at a time. Throws Error.
   Traffic enqueue(const Collective& call, const CallHeader& header, StreamHandle stream);
-  /// Messages of which none waits for another, and which check_messages() takes.
+  /// Messages of which none waits for another, and which check_messages() takes, with ranks that
+  /// there is room for.
   void exchange(const std::vector<Mail>& messages, StreamHandle stream);
   /// Memory on this rank's device in which peers read and write buffers of all_reduce where they
   /// lie. Collective; kept as long as this engine, and this rank's part as long as what is
@@ -58,8 +62,12 @@ class Engine {
   void abort() noexcept { watch_.end_waits(); }
   /// Whether they do, or one has by itself. From any thread.
   bool has_given_up() const noexcept {
-    return __atomic_load_n(&group_.control().abort, __ATOMIC_ACQUIRE) != 0;
+    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0;
   }
+
+  /// Whether streams wait for a turn that a rank has not ended before it died: they may wait as
+  /// long as this process lives. From any thread. Throws Error.
+  bool is_stuck() const { return find_dead_turn() >= 0; }
 
  private:
   Engine(Communicator& communicator, DeviceOrdinal device, std::chrono::milliseconds timeout,
@@ -71,27 +79,26 @@ class Engine {
   void launch_in_turns(const LaunchPlan& plan, KernelCall& call, StreamHandle stream);
   void take_turn(StreamHandle stream, std::uint64_t value);
   void wait_for_turn(std::uint64_t turn);
+  unsigned blocks_of_messages(int peer);
+  void look_at_peer(int peer, std::chrono::steady_clock::time_point deadline);
+  /// A rank that died in a turn that this rank's streams wait for, or -1.
+  int find_dead_turn() const;
   void check_alive();
 
   Communicator& communicator_;
   WaitLimits limits_;
   RecordExchange exchange_;
-  DeviceGroup group_;
+  std::shared_ptr<DeviceGroup> group_;
   Kernels& kernels_;
   CallBoard calls_;
+  std::shared_ptr<TurnEvents> turns_;  // where ranks take turns
   DeviceWatch watch_;
   std::vector<std::shared_ptr<const Segment>> lent_;
   std::unique_ptr<DeviceMemory> lent_bases_;    // of all ranks' parts, for kernels
   std::unique_ptr<MappedHostMemory> lent_row_;  // kept, as giving it back waits for the GPU
   std::uint64_t num_launches_ = 0;
   StreamOrder collectives_;
-  /// Messages with each peer, and how many blocks they may have each way.
-  struct Conversation {
-    StreamOrder order;
-    unsigned blocks_per_lane = 0;
-  };
-  std::map<int, Conversation> messages_;
-  std::unique_ptr<TurnEvents> turns_;  // where ranks take turns
+  std::map<int, StreamOrder> messages_;  // with each peer
   std::uint64_t num_turns_ = 0;
 };
 

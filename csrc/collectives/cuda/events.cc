@@ -68,9 +68,7 @@ struct EventRecords {
 }  // namespace
 
 TurnEvents::TurnEvents(RecordExchange& exchange, Leaving& leaving)
-    : rank_(exchange.rank()),
-      peers_(static_cast<std::size_t>(exchange.world_size())),
-      is_opened_(peers_.size()) {
+    : rank_(exchange.rank()), peers_(static_cast<std::size_t>(exchange.world_size())) {
   EventRecords mine;
   mine.pid = ::getpid();
   mine.problem = attempt([&] {
@@ -91,10 +89,11 @@ TurnEvents::TurnEvents(RecordExchange& exchange, Leaving& leaving)
         peers_[peer] = theirs.events;
         continue;
       }
-      for (std::size_t i = 0; i < own_.size(); ++i)
+      for (std::size_t i = 0; i < own_.size(); ++i) {
         check(driver().ipc_open_event_handle(&peers_[peer][i], theirs.handles[i]),
               "open another rank's event");
-      is_opened_[peer] = true;
+        opened_.emplace_back(peers_[peer][i]);
+      }
     }
   });
   if (mine.problem.str().empty()) mine.problem = opening;
@@ -104,13 +103,13 @@ TurnEvents::TurnEvents(RecordExchange& exchange, Leaving& leaving)
       throw Unavailable("rank " + std::to_string(peer) + ": " + problem);
 }
 
-TurnEvents::~TurnEvents() {
-  for (std::size_t peer = 0; peer < peers_.size(); ++peer)
-    for (EventHandle event : peers_[peer])
-      if (is_opened_[peer] && event != nullptr) driver().event_destroy(event);
-}
-
 void TurnEvents::record(std::uint64_t turn, StreamHandle stream) { own_[turn % 2]->record(stream); }
+
+bool TurnEvents::are_over(int peer) const {
+  for (EventHandle event : peers_[static_cast<std::size_t>(peer)])
+    if (driver().event_query(event) != kSuccess) return false;
+  return true;
+}
 
 void TurnEvents::block(std::uint64_t turn, StreamHandle stream) const {
   for (std::size_t peer = 0; peer < peers_.size(); ++peer)

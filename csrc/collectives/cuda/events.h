@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "collectives/cuda/leaving.h"
@@ -75,7 +76,6 @@ class TurnEvents {
  public:
   /// Collective. `leaving` is the group's. Throws Unavailable, with the same reason on all ranks.
   TurnEvents(RecordExchange& exchange, Leaving& leaving);
-  ~TurnEvents();
   TurnEvents(const TurnEvents&) = delete;
   TurnEvents& operator=(const TurnEvents&) = delete;
 
@@ -83,12 +83,17 @@ class TurnEvents {
   /// Makes the stream wait for what all ranks recorded last for this turn. Their hosts must have
   /// recorded it before.
   void block(std::uint64_t turn, StreamHandle stream) const;
+  /// Whether what a rank recorded for its last two turns is over.
+  bool are_over(int peer) const;
 
  private:
   int rank_;
   std::array<std::shared_ptr<Event>, 2> own_;
   std::vector<std::array<EventHandle, 2>> peers_;
-  std::vector<bool> is_opened_;
+  struct Close {
+    void operator()(EventHandle event) const { driver().event_destroy(event); }
+  };
+  std::vector<std::unique_ptr<std::remove_pointer_t<EventHandle>, Close>> opened_;
 };
 
 }  // namespace ringcomm::cuda

@@ -16,6 +16,7 @@ namespace ringcomm::cuda {
 namespace {
 
 constexpr int kDoor = 1 << 20;  // a byte behind all seats
+constexpr int kDesk = kDoor + 1;
 constexpr std::chrono::seconds kDoorPatience{5};
 
 std::string path_of(const DeviceUuid& device) {
@@ -98,7 +99,19 @@ bool DeviceRoom::lock(int byte, short type) {
   return false;
 }
 
+// One at a time: what another tries to take, and cannot, must refuse nobody.
 bool DeviceRoom::take(int num_wanted) {
+  const auto deadline = std::chrono::steady_clock::now() + kDoorPatience;
+  while (!lock(kDesk, F_WRLCK)) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;  // its process has stopped
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  const bool is_enough = take_at_desk(num_wanted);
+  lock(kDesk, F_UNLCK);
+  return is_enough;
+}
+
+bool DeviceRoom::take_at_desk(int num_wanted) {
   std::vector<int> taken;
   for (int seat = 0; seat < num_seats_ && static_cast<int>(taken.size()) < num_wanted; ++seat)
     if (!has_taken_[static_cast<std::size_t>(seat)] && lock(seat, F_WRLCK)) taken.push_back(seat);

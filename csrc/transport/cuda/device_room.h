@@ -36,6 +36,7 @@ class DeviceRoom {
   void open_file();
   bool is_current() const;
   bool lock(int byte, short type);
+  bool take_at_desk(int num_wanted);
 
   std::string path_;
   int num_seats_;
