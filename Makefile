@@ -30,8 +30,10 @@ test: build test-cpp test-tsan test-asan test-checker test-emulator test-python 
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 	@$(CPP) run
 
-test-deaths:  ## a rank killed, stopped or replaced at every step of groups and collectives
+test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
 	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
+	@export RINGCOMM_ALL_DEATHS=1; $(PREPARE) --need train --need test --extension -- \
+	    -m pytest tests/python/test_message_deaths.py
 
 test-tsan:  ## C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan
