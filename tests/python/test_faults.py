@@ -205,6 +205,14 @@ def end_process(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
+def kill_named(error: dict[str, Any]) -> None:
+    """Ends what the rank that an error names has become."""
+    pid = error.get("pid", -1)
+    if pid > 1:  # kill(-1) would end every process
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class CountingStore(dist.Store):
     """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
 
@@ -264,10 +272,9 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
         dist.barrier()
 
     error, num_operations = timed(make_and_use), store.num_operations
-    if how == "exec" and "pid" in error:
+    if how == "exec":
         time.sleep(0.5)  # the others see the same
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(error["pid"], signal.SIGKILL)  # of what the rank has become
+        kill_named(error)
     return error, num_operations
 
 
@@ -319,7 +326,7 @@ def become_another_program(rank: int) -> Any:
 
 def test_rank_that_execs() -> None:
     results = run_ranks(3, become_another_program, fresh=True, may_die=[1])[::2]
-    os.kill(results[0]["pid"], signal.SIGKILL)  # of what the rank has become
+    kill_named(results[0])
     for result in results:
         assert result["type"] == "PeerDiedError", result
         assert result["rank"] == 1

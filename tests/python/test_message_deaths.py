@@ -6,7 +6,6 @@ and Gloo: tests/cpp/test_deaths.cc.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import signal
@@ -19,7 +18,7 @@ import test_faults
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_faults import SOON_S, end_process, timed
+from test_faults import SOON_S, end_process, kill_named, timed
 
 P2P = {"RINGCOMM_TRANSPORT": "p2p"}
 ENVS: dict[str, Any] = {
@@ -61,8 +60,7 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
         )
     )
     time.sleep(0.5)  # the other one sees the same
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(error["pid"], signal.SIGKILL)
+    kill_named(error)
     return error
 
 
@@ -139,8 +137,7 @@ def end_in_call(rank: int, name: str, how: str) -> dict[str, Any]:
     else:  # and rank 0 for rank 2
         error = timed(lambda: dist.recv(torch.ones(10), 2 if name == "chain" else None))
     time.sleep(0.5)  # the other one sees the same
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(error["pid"], signal.SIGKILL)
+    kill_named(error)
     return error
 
 
