@@ -402,7 +402,8 @@ std::string run_plan(const std::string& folder) {
       }
     }
     const bool is_over = wait_for_reports();
-    for (const pid_t pid : ranks) ::kill(pid, SIGKILL);
+    for (const pid_t pid : ranks)
+      if (pid > 0) ::kill(pid, SIGKILL);  // -1, of a fork that failed, would end every process
     for (const pid_t pid : ranks) ::waitpid(pid, nullptr, 0);
     bool is_late = false;
     const std::string problems = judge(is_late);
