@@ -36,7 +36,7 @@ test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
 	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
 	@export RINGCOMM_ALL_DEATHS=1; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest tests/python/test_device_deaths.py
+	    -m pytest tests/python/test_message_deaths.py tests/python/test_device_deaths.py
 
 test-tsan:  ## C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan

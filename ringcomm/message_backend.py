@@ -8,7 +8,9 @@ GLOO_SOCKET_IFNAME, Gloo's own, names another one.
 """
 
 import datetime
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -76,6 +78,7 @@ def make(
     timeout: datetime.timedelta,
     group_name: str,
     global_ranks: list[int],
+    goes_on: Callable[[int], bool],
 ) -> Any:
     """Makes this rank's end of the backend; called by the engine, collective over the group.
 
@@ -87,40 +90,64 @@ def make(
         timeout: of making it; messages have none.
         group_name: torch's.
         global_ranks: the group's, by rank.
+        goes_on: called every 50 ms or so with a rank that is missing: whether to wait for it.
 
     Returns:
         A c10d Backend. All ranks have theirs by then: a rank that leaves the group at once would
         otherwise close connections that others are still making.
 
     Raises:
-        RuntimeError: a rank could not make its end, or has not done so in time.
+        RuntimeError: a rank could not make its end, or is waited for in vain.
     """
     # A part of the store that no earlier group over it has written to: programs destroy and make
     # groups over one store, and backends leave their addresses there. Each rank counts how often it
     # came; the ranks of a group come equally often.
     generation = store.add(f"ringcomm/message_backend/{rank}", 1)
     store = dist.PrefixStore(f"ringcomm/message_backend/{generation}", store)
-    try:
-        backend = _make_own(name, store, rank, size, timeout, group_name, global_ranks)
-    except Exception as error:
-        store.set(f"made/{rank}", str(error) or type(error).__name__)
-        raise
-    store.set(f"made/{rank}", _MADE)
-    _wait_for_others(store, size, timeout)
-    return backend
+    # A store of its own: one that waits in it may keep others from looking.
+    own_store = store.clone()  # type: ignore[attr-defined]
+    ends: list[Any] = []
+
+    def make_own() -> None:
+        told = _MADE
+        try:
+            ends.append(_make_own(name, own_store, rank, size, timeout, group_name, global_ranks))
+        except Exception as error:
+            ends.append(error)
+            told = str(error) or type(error).__name__
+        own_store.set(f"made/{rank}", told)
+
+    if name == "gloo":
+        # Its connecting looks at nothing but its own time-out. Where this rank gives up before,
+        # the thread is left to that.
+        threading.Thread(target=make_own, name="ringcomm-connect", daemon=True).start()
+    else:
+        make_own()
+    _wait_for_ranks(store, rank, size, ends, goes_on)
+    return ends[0]
 
 
-def _wait_for_others(store: dist.Store, size: int, timeout: datetime.timedelta) -> None:
-    deadline = time.monotonic() + timeout.total_seconds()
-    for rank in range(size):
-        # Not store.wait(), which Ctrl-C does not end.
-        while not store.check([f"made/{rank}"]):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} has not made its end in {timeout}")
-            time.sleep(0.002)
-        told = store.get(f"made/{rank}").decode()
-        if told != _MADE:
-            raise RuntimeError(f"rank {rank}: {told}")
+def _wait_for_ranks(
+    store: dist.Store, rank: int, size: int, ends: list[Any], goes_on: Callable[[int], bool]
+) -> None:
+    """Until all have told that they have their ends: first of the others, who may be to blame."""
+    missing = [(rank + 1 + i) % size for i in range(size)]
+    pause_s = 0.001
+    while True:
+        is_in_vain = not goes_on(missing[0])  # before the last look at what the ranks have told
+        for other in tuple(missing):
+            if not store.check([f"made/{other}"]):
+                continue
+            told = store.get(f"made/{other}").decode()
+            if told != _MADE:
+                raise ends[0] if other == rank else RuntimeError(f"rank {other}: {told}")
+            missing.remove(other)
+        if not missing:
+            return
+        if is_in_vain:
+            raise RuntimeError(f"rank {missing[0]} is waited for in vain")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def _make_own(

@@ -5,6 +5,7 @@
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <optional>
@@ -13,12 +14,14 @@
 
 #include "bindings/python_errors.h"
 #include "core/errors.h"
-#include "transport/wait_limits.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
+
+// What is late ringcomm finds first, and says which rank it is; the backend may end the process.
+constexpr std::chrono::seconds kGrace{60};
 
 // The first line is the cause; torch adds where in its own code it was found.
 std::string first_line(const char* text) {
@@ -151,21 +154,31 @@ void C10dMessages::end_messages() noexcept {
   }
 }
 
-std::unique_ptr<MessageTransport> make_c10d_messages(const c10::intrusive_ptr<c10d::Store>& store,
-                                                     int rank, int size,
-                                                     const GroupOptions& options) {
+c10::intrusive_ptr<c10d::Backend> make_message_backend(
+    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    const GroupOptions& options, const LookForRanks& look, const std::string& purpose) {
   const py::gil_scoped_acquire acquired;
+  std::exception_ptr in_vain;
+  const py::cpp_function goes_on([&](int missing) {
+    try {
+      look(missing);
+    } catch (...) {
+      in_vain = std::current_exception();
+    }
+    return in_vain == nullptr;
+  });
   try {
-    const py::object backend =
-        py::module_::import("ringcomm.message_backend")
-            .attr("make")(options.engine.p2p_backend, store, rank, size, options.timeout,
-                          options.group_name, options.global_ranks_in_group);
-    return std::make_unique<C10dMessages>(backend.cast<c10::intrusive_ptr<c10d::Backend>>());
+    return py::module_::import("ringcomm.message_backend")
+        .attr("make")(name, store, rank, size, std::min(options.timeout, kLongestTimeout) + kGrace,
+                      options.group_name, options.global_ranks_in_group, goes_on)
+        .cast<c10::intrusive_ptr<c10d::Backend>>();
   } catch (const std::exception& error) {
-    throw Error(
-        {.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
-        "ringcomm: " + options.engine.p2p_backend +
-            ", which was to carry the group's messages, could not be made: " + error.what());
+    if (in_vain != nullptr) std::rethrow_exception(in_vain);
+    const auto* python = dynamic_cast<const py::error_already_set*>(&error);
+    if (python != nullptr && !python->matches(PyExc_Exception)) throw;  // KeyboardInterrupt
+    throw Error({.kind = ErrorKind::kSystem, .rank = rank, .op = "init"},
+                "ringcomm: " + name + ", which was to carry " + purpose +
+                    ", could not be made: " + error.what());
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "bindings/group_options.h"
 #include "transport/messages/message_transport.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 
@@ -44,10 +45,11 @@ class C10dMessages final : public MessageTransport {
   std::list<c10::intrusive_ptr<c10d::Work>> works_;  // of all messages that live
 };
 
-/// The messages of a group by a new backend, options.engine.p2p_backend, which
-/// ringcomm.message_backend makes. Collective over the group; takes the GIL. Throws Error.
-std::unique_ptr<MessageTransport> make_c10d_messages(const c10::intrusive_ptr<c10d::Store>& store,
-                                                     int rank, int size,
-                                                     const GroupOptions& options);
+/// A new backend of torch.distributed, made by ringcomm.message_backend for messages of a group
+/// alone. `purpose` says which, for errors. Collective over the group; takes the GIL. Throws what
+/// `look` does, and Error.
+c10::intrusive_ptr<c10d::Backend> make_message_backend(
+    const std::string& name, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    const GroupOptions& options, const LookForRanks& look, const std::string& purpose);
 
 }  // namespace ringcomm

@@ -90,7 +90,11 @@ ProcessGroupRingcomm::ProcessGroupRingcomm(const c10::intrusive_ptr<c10d::Store>
         adapter, rank, size, options_->engine, std::min(options_->timeout, kLongestTimeout),
         options_->engine.p2p_backend.empty()
             ? MakeMessages{}
-            : [&] { return make_c10d_messages(store, rank, size, *options_); },
+            : [&](const LookForRanks& look) -> std::unique_ptr<MessageTransport> {
+          return std::make_unique<C10dMessages>(make_message_backend(options_->engine.p2p_backend,
+                                                                     store, rank, size, *options_,
+                                                                     look, "the group's messages"));
+        },
         ask_world(store, options_->global_ranks_in_group));
   });
   enter_world(store, options_->global_ranks_in_group, communicator_);

@@ -30,25 +30,24 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
   const Roster roster = rendezvous.find_ranks();
   const std::string hosts = roster.describe();
   if (roster.num_hosts() == 1 && !is_p2p)
-    return {std::make_unique<ShmCarrier>(rendezvous, rank, world_size, options), "shm: " + hosts};
+    return {std::make_unique<ShmCarrier>(rendezvous, roster, rank, options), "shm: " + hosts};
 
   if (!make_messages)
     throw std::invalid_argument((is_p2p ? "the transport is p2p" : hosts) +
                                 ", and nothing is there that carries messages");
   std::string name;
-  const MakeMessages make = [&] {
-    auto messages = make_messages();
+  const MakeMessages make = [&](const LookForRanks& look) {
+    auto messages = make_messages(look);
     name = messages->name();
     return messages;
   };
   if (is_p2p || roster.max_ranks_on_a_host() == 1) {
-    auto carrier =
-        std::make_unique<MessageCarrier>(store, rank, world_size, options, make, timeout);
+    auto carrier = std::make_unique<MessageCarrier>(store, rendezvous, options, make);
     return {std::move(carrier),
             "p2p over " + name +
                 (is_p2p ? ", as asked for; " : ", as no two ranks share a host; ") + hosts};
   }
-  auto carrier = std::make_unique<HostsCarrier>(store, roster, rank, options, make, timeout);
+  auto carrier = std::make_unique<HostsCarrier>(store, rendezvous, roster, options, make);
   return {std::move(carrier), "shm inside a host, p2p over " + name + " between them; " + hosts};
 }
 

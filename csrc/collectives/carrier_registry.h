@@ -8,14 +8,16 @@
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
 #include "transport/key_value_store.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 
 class MessageTransport;
 
-/// Makes the messages of a group: collective over it. Called at most once, and only where ranks
-/// share no memory or messages are asked for. Throws Error. Empty where there are none.
-using MakeMessages = std::function<std::unique_ptr<MessageTransport>()>;
+/// Makes the messages of a group: collective over it; no rank has its own before all have made
+/// theirs. Called at most once, and only where ranks share no memory or messages are asked for.
+/// Throws Error, and what the function that it is given throws. Empty where there are none.
+using MakeMessages = std::function<std::unique_ptr<MessageTransport>(const LookForRanks&)>;
 
 /// What moves a group's bytes, and why it is that: for people.
 struct ChosenCarrier {

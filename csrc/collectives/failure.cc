@@ -25,11 +25,18 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
                             const std::string& detail) {
   const std::string who = name_of_peer(peer);
   switch (stop) {
-    case Stop::kTimeout:
+    case Stop::kTimeout: {
+      const std::string waited =
+          "waited for " + who + " for " + std::to_string(activity.timeout.count()) + " ms";
+      // The rank waited for may itself wait for that one.
+      if (const int stopped = members_ != nullptr ? members_->stopped_rank() : -1; stopped >= 0)
+        raise(ErrorKind::kTimeout, stopped,
+              waited + ", and the process of " + name_of_peer(stopped) + " is stopped", activity,
+              false);
       raise(ErrorKind::kTimeout, peer,
-            "waited for " + who + " for " + std::to_string(activity.timeout.count()) +
-                " ms; read what that rank says, or raise the timeout of init_process_group",
+            waited + "; read what that rank says, or raise the timeout of init_process_group",
             activity, false);
+    }
     case Stop::kPeerDied:
       raise(ErrorKind::kPeerDied, peer, who + " died" + (detail.empty() ? "" : ": " + detail),
             activity, false);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -14,18 +13,13 @@ class KeyValueStore {
   virtual ~KeyValueStore() = default;
 
   virtual void set(const std::string& key, const std::string& value) = 0;
-  /// Waits for the key. False when it does not appear in time. Throws Error of kInterrupted when
-  /// this process is asked to stop.
-  virtual bool get(const std::string& key, std::chrono::milliseconds timeout,
-                   std::string& value) = 0;
-
   /// False when the key is not there now. Throws std::exception when the store cannot be reached.
   virtual bool try_get(const std::string& key, std::string& value) = 0;
   /// Adds to the number at the key, 0 where there is none; returns the sum.
   virtual std::int64_t add(const std::string& key, std::int64_t number) = 0;
   /// Sets the key if it is not there yet; where the store cannot tell, in any case.
   virtual void set_first(const std::string& key, const std::string& value) = 0;
-  /// Whether a signal has asked this process to stop waiting. For loops that use try_get().
+  /// Whether a signal has asked this process to stop waiting: for loops that use try_get().
   virtual bool is_interrupted() { return false; }
   /// The same store for another thread: with a connection of its own, where it has connections.
   virtual std::unique_ptr<KeyValueStore> clone() = 0;

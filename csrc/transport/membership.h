@@ -29,6 +29,8 @@ class Membership {
   virtual Stop state_of(int rank) const = 0;
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   virtual bool has_died(int) const { return false; }
+  /// A rank whose process is stopped (SIGSTOP), as far as the kernel tells; -1 where there is none.
+  virtual int stopped_rank() const { return -1; }
 
   /// Writes why the group is given up, unless another rank was faster; all ranks' waits end.
   virtual void abort(const AbortReason& reason) = 0;

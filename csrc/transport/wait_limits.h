@@ -15,6 +15,11 @@ struct WaitLimits {
   std::function<bool()> is_interrupted;
 };
 
+/// Called every 50 ms or so while messages are made, by what waits for ranks, with one that has
+/// not come yet: throws Error when it is waited for in vain. The waiting rank then looks a last
+/// time whether all have come: one that came may have ended since.
+using LookForRanks = std::function<void(int missing)>;
+
 /// `timeout` from now; the end of time where the clock does not count that far.
 std::chrono::steady_clock::time_point deadline_after(std::chrono::milliseconds timeout);
 

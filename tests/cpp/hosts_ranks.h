@@ -20,7 +20,7 @@ inline void run_hosts_ranks(MemoryNetwork& network, const std::string& placement
     CommunicatorOptions mine = options;
     mine.host_id = placement[static_cast<std::size_t>(rank)];
     Communicator communicator(store, rank, static_cast<int>(placement.size()), mine, kBound,
-                              [&] { return network.join(rank); });
+                              [&](const LookForRanks&) { return network.join(rank); });
     body(communicator);
   });
 }

@@ -347,7 +347,7 @@ inline void run_message_ranks(MemoryNetwork& network, int world_size,
   options.transport = "p2p";
   run_threads(world_size, [&](int rank) {
     Communicator communicator(store, rank, world_size, options, kBound,
-                              [&] { return network.join(rank); });
+                              [&](const LookForRanks&) { return network.join(rank); });
     body(communicator);
   });
 }

@@ -2,9 +2,9 @@
 // other rank must get an error that names it, within two seconds of a death, by time-out of a stop.
 //
 // Steps are counted by the library itself (core/test_steps.h): cursors that advance, memory that is
-// mapped, sent or received, and what a rank writes for its peers. So new code is covered without a
-// list. Ranks are processes, forked from a process without threads: this program again, started
-// with the one test case "child: ...".
+// mapped, sent or received, and what a rank writes for its peers; and by the store and the messages
+// of these tests. So new code is covered without a list. Ranks are processes, forked from a process
+// without threads: this program again, started with the one test case "child: ...".
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -31,9 +32,9 @@
 #include "collectives/p2p_op.h"
 #include "core/test_steps.h"
 #include "sanitizers.h"
+#include "socket_messages.h"
 #include "third_party/doctest/doctest.h"
 #include "transport/backoff.h"
-#include "transport/prefixed_store.h"
 #include "transport/shm/shared_arena.h"
 
 namespace {
@@ -61,6 +62,12 @@ constexpr milliseconds kStopTimeout{600};
 enum class End { kKilled, kStopped, kReplaced };
 constexpr const char* kEndNames[] = {"killed", "stopped", "replaced"};
 
+// What carries the ranks' data.
+enum class Over { kMemory, kMessages, kHosts };
+constexpr const char* kOverNames[] = {"memory", "messages", "hosts"};
+// The host of each rank: one with two ranks at least, and the ranks of one not side by side.
+constexpr const char* kPlacements[] = {"", "", "", "aba", "abba"};
+
 std::int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
@@ -87,17 +94,22 @@ struct Board {
 // One file for each key, there whole or not at all.
 class FolderStore final : public KeyValueStore {
  public:
-  FolderStore(std::string folder, std::function<void()> has_set)
-      : folder_(std::move(folder)), has_set_(std::move(has_set)) {}
+  FolderStore(std::string folder, std::function<void()> has_set, std::string prefix = {})
+      : folder_(std::move(folder)), has_set_(std::move(has_set)), prefix_(std::move(prefix)) {}
 
   void set(const std::string& key, const std::string& value) override {
-    const std::string path = path_of(key);
-    const std::string fresh = path + "." + std::to_string(::getpid());
-    std::ofstream(fresh) << value;
+    const std::string fresh = write(key, value);
     RINGCOMM_STEP("before the store has a record");
-    std::filesystem::rename(fresh, path);
+    std::filesystem::rename(fresh, path_of(key));
     has_set_();
     RINGCOMM_STEP("after the store has a record");
+  }
+  void set_first(const std::string& key, const std::string& value) override {
+    const std::string fresh = write(key, value);
+    RINGCOMM_STEP("before the store has the first record");
+    [[maybe_unused]] const int ignored = ::link(fresh.c_str(), path_of(key).c_str());
+    RINGCOMM_STEP("after the store has the first record");
+    std::filesystem::remove(fresh);
   }
   bool try_get(const std::string& key, std::string& value) override {
     std::ifstream file(path_of(key));
@@ -108,20 +120,33 @@ class FolderStore final : public KeyValueStore {
     RINGCOMM_STEP("after a record was read");
     return true;
   }
-  bool get(const std::string&, milliseconds, std::string&) override { std::abort(); }
-  std::int64_t add(const std::string&, std::int64_t) override { std::abort(); }
-  void set_first(const std::string&, const std::string&) override { std::abort(); }
-  std::unique_ptr<KeyValueStore> clone() override { std::abort(); }
+  // Of a key that one rank has for itself.
+  std::int64_t add(const std::string& key, std::int64_t number) override {
+    std::string sum = "0";
+    try_get(key, sum);
+    sum = std::to_string(std::stoll(sum) + number);
+    set(key, sum);
+    return std::stoll(sum);
+  }
+  std::unique_ptr<KeyValueStore> clone() override { return std::make_unique<FolderStore>(*this); }
 
  private:
+  std::string write(const std::string& key, const std::string& value) const {
+    static std::atomic<int> num_written = 0;
+    const std::string path =
+        path_of(key) + "." + std::to_string(::getpid()) + "." + std::to_string(num_written++);
+    std::ofstream(path) << value;
+    return path;
+  }
   std::string path_of(const std::string& key) const {
-    std::string name = key;
+    std::string name = prefix_ + key;
     std::replace(name.begin(), name.end(), '/', '_');
     return folder_ + "/" + name;
   }
 
   std::string folder_;
   std::function<void()> has_set_;
+  std::string prefix_;
 };
 
 // ---- what ranks do
@@ -131,10 +156,13 @@ struct Plan {
   int victim = 0;
   int step = 0;  ///< counted from 1; 0: none
   End end = End::kKilled;
+  Over over = Over::kMemory;
+  bool aborts = false;
   milliseconds stop_timeout = kStopTimeout;
 
   std::string to_text() const {
-    return "rank " + std::to_string(victim) + " of " + std::to_string(world_size) + " " +
+    return "over " + std::string(kOverNames[static_cast<int>(over)]) + ", rank " +
+           std::to_string(victim) + " of " + std::to_string(world_size) + " " +
            kEndNames[static_cast<int>(end)] + " at step " + std::to_string(step);
   }
 };
@@ -150,12 +178,8 @@ void call(Communicator& communicator, const Case& c, const WaitLimits& limits) {
 
 void run_collectives(Communicator& communicator, const WaitLimits& limits) {
   communicator.run({.op = OpKind::kBarrier}, limits);
-  for (const Algorithm algorithm : testing::kAlgorithms) {
-    // In a ring a rank may wait for a neighbour that waits for the one that has stopped, and blame
-    // it.
-    if (plan.end == End::kStopped && algorithm == Algorithm::kRing) continue;
+  for (const Algorithm algorithm : testing::kAlgorithms)
     call(communicator, {.algorithm = algorithm, .num_elems = 300}, limits);
-  }
   for (const OpKind op : {OpKind::kReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                           OpKind::kBroadcast, OpKind::kGather, OpKind::kScatter, OpKind::kAllToAll})
     call(communicator, {.op = op, .root = testing::rooted(op) ? 1 : -1, .num_elems = 100}, limits);
@@ -208,37 +232,85 @@ void count_step(const char* what) {
   if (plan.end == End::kReplaced) ::execl("/bin/sleep", "sleep", "100", nullptr);
 }
 
-void live(int rank, const std::string& folder, bool aborts) {
+// As ringcomm.message_backend does: no rank has its messages before all have made theirs.
+std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
+                                                testing::SocketMesh& mesh,
+                                                const LookForRanks& look) {
+  auto messages = std::make_unique<testing::SocketMessages>(rank, mesh.take(rank));
+  store.set("made/" + std::to_string(rank), "");
+  for (int peer = 0; peer < plan.world_size; ++peer) {
+    for (Backoff backoff;; backoff.sleep()) {
+      std::exception_ptr in_vain;
+      try {
+        look(peer);
+      } catch (const Error&) {
+        in_vain = std::current_exception();
+      }
+      std::string ignored;
+      if (store.try_get("made/" + std::to_string(peer), ignored)) break;
+      if (in_vain != nullptr) std::rethrow_exception(in_vain);
+    }
+  }
+  return messages;
+}
+
+std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
+                                         milliseconds timeout, const HasDied& has_died) {
+  CommunicatorOptions options;
+  if (plan.over == Over::kMessages) options.transport = "p2p";
+  if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
+  return std::make_unique<Communicator>(
+      store, rank, plan.world_size, options, timeout,
+      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); }, has_died);
+}
+
+using Meshes = std::array<testing::SocketMesh, 2>;
+
+void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
+                      Communicator& first, const WaitLimits& limits) {
+  FolderStore store(folder, [] {}, "second/");
+  const auto group =
+      make_group(store, rank, mesh, limits.timeout, [&](int peer) { return first.has_died(peer); });
+  run_collectives(*group, limits);
+}
+
+// `group` is kept until all is told: a rank that leaves it is to blame, too.
+void live(int rank, const std::string& folder, Meshes& meshes,
+          std::unique_ptr<Communicator>& group) {
   const bool is_victim = rank == plan.victim;
   const auto count = [&](bool is_on) {
     if (is_victim) board->is_counting = is_on;
   };
   // Before its first record the others cannot know of a rank.
   FolderStore store(folder, [&, is_first = true]() mutable {
-    if (std::exchange(is_first, false)) count(!aborts);
+    if (std::exchange(is_first, false)) count(!plan.aborts);
   });
   const bool may_stop = plan.end == End::kStopped && plan.step != 0;
   const WaitLimits limits{.timeout = may_stop ? plan.stop_timeout : kPatience,
                           .is_interrupted = {}};
-  const auto make = [&](KeyValueStore& in, const HasDied& has_died) {
-    return std::make_unique<Communicator>(in, rank, plan.world_size, CommunicatorOptions{},
-                                          limits.timeout, MakeMessages{}, has_died);
-  };
-  const auto group = make(store, {});
-  if (aborts) {
+  group = make_group(store, rank, meshes[0], limits.timeout, {});
+  std::exception_ptr failure;
+  if (plan.aborts) {
     count(true);
     if (is_victim) group->abort("by its user");
   } else {
     run_collectives(*group, limits);
-    // A rank that waits for a message of the one that stops is late for the call that comes next.
-    if (plan.end != End::kStopped) send_around(*group, limits);
+    send_around(*group, limits);
     sum_shared(*group, limits);
-    PrefixedStore part(store, "second/");
-    run_collectives(*make(part, [&](int peer) { return group->has_died(peer); }), limits);
+    try {
+      use_second_group(rank, folder, meshes[1], *group, limits);
+    } catch (const Error&) {
+      failure = std::current_exception();  // the others may have it behind them, and need this rank
+    }
   }
   count(false);
   // Whatever the others still had of the rank that ended, these need it.
-  for (int i = 0; i < 2; ++i) group->run({.op = OpKind::kBarrier}, limits);
+  try {
+    for (int i = 0; i < 2; ++i) group->run({.op = OpKind::kBarrier}, limits);
+  } catch (const Error&) {
+    if (failure == nullptr) throw;
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 void report(int rank, const Error* error, const char* text) {
@@ -253,10 +325,11 @@ void report(int rank, const Error* error, const char* text) {
   mine.is_there = true;
 }
 
-[[noreturn]] void rank_main(int rank, const std::string& folder, bool aborts) {
+[[noreturn]] void rank_main(int rank, const std::string& folder, Meshes& meshes) {
   if (rank == plan.victim) test_step = count_step;
+  std::unique_ptr<Communicator> group;
   try {
-    live(rank, folder, aborts);
+    live(rank, folder, meshes, group);
     report(rank, nullptr, "");
   } catch (const Error& error) {
     report(rank, &error, error.what());
@@ -315,16 +388,19 @@ std::string judge(bool& is_late) {
 }
 
 // Runs one plan; what went wrong, or nothing.
-std::string run_plan(const std::string& folder, bool aborts) {
+std::string run_plan(const std::string& folder) {
   for (int tries = 0; tries < kMaxTries; ++tries) {
     new (board) Board;
     std::filesystem::remove_all(folder);
     std::filesystem::create_directory(folder);
     std::vector<pid_t> ranks;
-    for (int rank = 0; rank < plan.world_size; ++rank) {
-      ranks.push_back(::fork());
-      if (ranks.back() == 0) rank_main(rank, folder, aborts);
-      REQUIRE(ranks.back() > 0);  // kill(-1) would be for every process there is
+    {
+      Meshes meshes = {testing::SocketMesh(plan.world_size), testing::SocketMesh(plan.world_size)};
+      for (int rank = 0; rank < plan.world_size; ++rank) {
+        ranks.push_back(::fork());
+        if (ranks.back() == 0) rank_main(rank, folder, meshes);
+        REQUIRE(ranks.back() > 0);  // kill(-1) would be for every process there is
+      }
     }
     const bool is_over = wait_for_reports();
     for (const pid_t pid : ranks) ::kill(pid, SIGKILL);
@@ -343,25 +419,27 @@ std::string run_plan(const std::string& folder, bool aborts) {
 }
 
 // Every `stride`-th step of every rank; how many runs failed.
-int run_steps(int world_size, End end, int stride, bool aborts, const std::string& folder) {
+int run_steps(Plan asked, int stride, const std::string& folder) {
   int num_failed = 0, num_runs = 0;
   const std::int64_t begin_ns = now_ns();
-  for (int victim = 0; victim < world_size; ++victim) {
-    plan = {.world_size = world_size, .victim = victim, .step = 0, .end = end};
-    std::string failure = run_plan(folder, aborts);
+  for (asked.victim = 0; asked.victim < asked.world_size; ++asked.victim) {
+    plan = asked;
+    std::string failure = run_plan(folder);
     const int num_steps = board->num_steps.load();
-    for (int step = 1 + victim % stride; failure.empty() && step <= num_steps; step += stride) {
+    for (int step = 1 + asked.victim % stride; failure.empty() && step <= num_steps;
+         step += stride) {
       plan.step = step;
       plan.stop_timeout = kStopTimeout;
-      failure = run_plan(folder, aborts);
+      failure = run_plan(folder);
       ++num_runs;
     }
     if (failure.empty()) continue;
     ++num_failed;
     std::fprintf(stderr, "%s\n", failure.c_str());
   }
-  std::fprintf(stderr, "  %d runs of %d ranks, one %s%s: %.1f s\n", num_runs, world_size,
-               kEndNames[static_cast<int>(end)], aborts ? " in an abort" : "",
+  std::fprintf(stderr, "  %d runs of %d ranks over %s, one %s%s: %.1f s\n", num_runs,
+               asked.world_size, kOverNames[static_cast<int>(asked.over)],
+               kEndNames[static_cast<int>(asked.end)], asked.aborts ? " in an abort" : "",
                static_cast<double>(now_ns() - begin_ns) / 1e9);
   return num_failed;
 }
@@ -369,23 +447,32 @@ int run_steps(int world_size, End end, int stride, bool aborts, const std::strin
 TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
   const char* text = std::getenv(kPlanVariable);
   if (text == nullptr) return;
-  int world_size = 0, end = 0, stride = 0, aborts = 0;
-  REQUIRE(std::sscanf(text, "%d %d %d %d", &world_size, &end, &stride, &aborts) == 4);
+  int world_size = 0, end = 0, over = 0, aborts = 0, stride = 0;
+  REQUIRE(std::sscanf(text, "%d %d %d %d %d", &world_size, &end, &over, &aborts, &stride) == 5);
   void* memory =
       ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);
   board = static_cast<Board*>(memory);
   const std::string folder =
       std::filesystem::temp_directory_path() / ("ringcomm-deaths-" + std::to_string(::getpid()));
-  const int num_failed = run_steps(world_size, static_cast<End>(end), stride, aborts != 0, folder);
+  const int num_failed = run_steps({.world_size = world_size,
+                                    .end = static_cast<End>(end),
+                                    .over = static_cast<Over>(over),
+                                    .aborts = aborts != 0},
+                                   stride, folder);
   std::filesystem::remove_all(folder);
   ::_exit(num_failed == 0 ? 0 : 1);
 }
 
-bool run_child(int world_size, End end, int stride, bool aborts = false) {
+// Every `sample`-th step, or all of them where RINGCOMM_ALL_DEATHS asks for it.
+bool run_child(int world_size, End end, Over over, int sample, bool aborts = false) {
+  const int stride = std::getenv("RINGCOMM_ALL_DEATHS") != nullptr ? 1
+                     : kIsSanitized && !aborts                     ? 4 * sample
+                                                                   : sample;
   const std::string text = std::to_string(world_size) + " " +
-                           std::to_string(static_cast<int>(end)) + " " + std::to_string(stride) +
-                           " " + std::to_string(aborts ? 1 : 0);
+                           std::to_string(static_cast<int>(end)) + " " +
+                           std::to_string(static_cast<int>(over)) + " " +
+                           std::to_string(aborts ? 1 : 0) + " " + std::to_string(stride);
   const pid_t pid = ::fork();
   if (pid == 0) {  // only calls that a child of a program with threads may make
     ::setenv(kPlanVariable, text.c_str(), 1);
@@ -398,28 +485,41 @@ bool run_child(int world_size, End end, int stride, bool aborts = false) {
   return status == 0;
 }
 
-// All of it, or as much as fits a run of all tests.
-int stride_of(int sample) {
-  if (std::getenv("RINGCOMM_ALL_DEATHS") != nullptr) return 1;
-  return kIsSanitized ? 4 * sample : sample;
-}
-
 TEST_CASE("deaths: a rank that is killed at any step is named by all others") {
-  CHECK(run_child(3, End::kKilled, stride_of(5)));
-  CHECK(run_child(2, End::kKilled, stride_of(11)));
-  CHECK(run_child(4, End::kKilled, stride_of(37)));
+  CHECK(run_child(3, End::kKilled, Over::kMemory, 7));
+  CHECK(run_child(2, End::kKilled, Over::kMemory, 17));
+  CHECK(run_child(4, End::kKilled, Over::kMemory, 37));
+  CHECK(run_child(3, End::kKilled, Over::kMessages, 37));
+  CHECK(run_child(2, End::kKilled, Over::kMessages, 41));
+  CHECK(run_child(4, End::kKilled, Over::kMessages, 97));
+  CHECK(run_child(3, End::kKilled, Over::kHosts, 37));
+  CHECK(run_child(4, End::kKilled, Over::kHosts, 97));
 }
 
 TEST_CASE("deaths: a rank that replaces itself by exec() at any step is named by all others") {
-  CHECK(run_child(3, End::kReplaced, stride_of(17)));
+  CHECK(run_child(3, End::kReplaced, Over::kMemory, 17));
+  CHECK(run_child(3, End::kReplaced, Over::kMessages, 149));
+  CHECK(run_child(3, End::kReplaced, Over::kHosts, 149));
 }
 
 TEST_CASE("deaths: a rank that stops at any step is a time-out that names it") {
-  CHECK(run_child(3, End::kStopped, stride_of(41)));
+  CHECK(run_child(3, End::kStopped, Over::kMemory, 83));
+  CHECK(run_child(3, End::kStopped, Over::kMessages, 149));
+  CHECK(run_child(3, End::kStopped, Over::kHosts, 149));
 }
 
 TEST_CASE("deaths: a rank that ends while it gives up") {
-  CHECK(run_child(3, End::kKilled, 1, true));
+  for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})
+    CHECK(run_child(3, End::kKilled, over, 1, true));
+}
+
+// All that a sample has no time for.
+TEST_CASE("deaths: whatever the number of ranks" *
+          doctest::skip(std::getenv("RINGCOMM_ALL_DEATHS") == nullptr)) {
+  for (const End end : {End::kReplaced, End::kStopped})
+    for (const int world_size : {2, 4})
+      for (const Over over : {Over::kMemory, Over::kMessages, Over::kHosts})
+        if (world_size > 2 || over != Over::kHosts) CHECK(run_child(world_size, end, over, 1));
 }
 
 }  // namespace

@@ -90,15 +90,37 @@ TEST_CASE("a rank that does not come is a time-out that names it") {
   });
 }
 
+// As where rank 1 waits for rank 2 itself.
+TEST_CASE("a wait that takes too long blames the rank that has published least") {
+  MemoryStore store;
+  run_threads(3, [&](int rank) {
+    Group group(store, identity(rank, 3), {}, testing::kBound);
+    WaitScope scope(group);
+    HostArch arch(scope, 0, 2);
+    SpinBudget budget;
+    Board<HostArch> board(arch, budget, group.board(), rank);
+    std::string ignored;
+    if (rank < 2) board.publish();
+    store.set("published" + std::to_string(rank), "");
+    for (int peer = 0; peer < 3; ++peer)
+      expect(store.get("published" + std::to_string(peer), testing::kBound, ignored), "a peer");
+    if (rank == 0) {
+      const WaitLimits limits = testing::within(milliseconds(1));
+      scope.begin(limits);
+      testing::wait_until([&] { return scope.stopped(1) == Stop::kTimeout; }, "a time-out");
+      expect(scope.awaited_peer() == 2, "rank 2 to be blamed");
+    }
+    store.set("over" + std::to_string(rank), "");
+    expect(store.get("over0", testing::kBound, ignored), "rank 0");
+  });
+}
+
 // A store whose process is asked to stop after a while.
 class InterruptedStore final : public KeyValueStore {
  public:
   InterruptedStore(MemoryStore& whole, milliseconds delay) : whole_(whole), delay_(delay) {}
   bool is_interrupted() override { return std::chrono::steady_clock::now() > begin_ + delay_; }
   void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-  bool get(const std::string& key, milliseconds timeout, std::string& value) override {
-    return whole_.get(key, timeout, value);
-  }
   bool try_get(const std::string& key, std::string& value) override {
     return whole_.try_get(key, value);
   }

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collective_case.h"
@@ -115,9 +116,10 @@ TEST_CASE("hosts: a rank dies") {
 }
 
 TEST_CASE("hosts: a rank leaves") {
-  for (const int leaver : {0, 1, 2}) {
+  for (const auto& [placement, leaver] :
+       {std::pair("abba", 0), std::pair("abba", 1), std::pair("abba", 2), std::pair("aabc", 2)}) {
     MemoryNetwork network(4);
-    run_hosts_ranks(network, "abba", [&](Communicator& communicator) {
+    run_hosts_ranks(network, placement, [&, leaver = leaver](Communicator& communicator) {
       const Case c{.num_elems = 100};
       testing::run_case(communicator, c);
       if (communicator.rank() == leaver) return;
@@ -167,7 +169,8 @@ TEST_CASE("hosts: groups made again over one store") {
       Communicator communicator(store, rank, 3,
                                 {.num_slots = round < 2 ? 2U : 3U,
                                  .host_id = {placement[static_cast<std::size_t>(rank)]}},
-                                testing::kBound, [&] { return network.join(rank); });
+                                testing::kBound,
+                                [&](const LookForRanks&) { return network.join(rank); });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");
     });

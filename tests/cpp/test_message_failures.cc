@@ -212,7 +212,7 @@ TEST_CASE("messages: options that differ") {
     const CommunicatorOptions options{.num_slots = rank == 0 ? 2U : 3U, .transport = "p2p"};
     expect_error(error_of([&] {
                    Communicator(store, rank, 2, options, testing::kBound,
-                                [&] { return network.join(rank); });
+                                [&](const LookForRanks&) { return network.join(rank); });
                  }),
                  ErrorKind::kMismatch, {"num_slots=2", "num_slots=3"});
   });
@@ -225,7 +225,7 @@ TEST_CASE("messages: groups made again over one store") {
     MemoryNetwork network(2);
     testing::run_threads(2, [&](int rank) {
       Communicator communicator(store, rank, 2, {.transport = "p2p"}, testing::kBound,
-                                [&] { return network.join(rank); });
+                                [&](const LookForRanks&) { return network.join(rank); });
       testing::barrier(communicator);
       if (round % 2 == 0) communicator.abort("enough");
     });

@@ -37,7 +37,8 @@ class MemoryStore final : public KeyValueStore {
     values_[key] = value;
     has_news_.notify_all();
   }
-  bool get(const std::string& key, std::chrono::milliseconds timeout, std::string& value) override {
+  /// Waits for the key. False when it does not appear in time.
+  bool get(const std::string& key, std::chrono::milliseconds timeout, std::string& value) {
     std::unique_lock lock(mutex_);
     if (!has_news_.wait_for(lock, timeout, [&] { return values_.count(key) > 0; })) return false;
     value = values_[key];
@@ -64,10 +65,6 @@ class MemoryStore final : public KeyValueStore {
    public:
     explicit Clone(MemoryStore& whole) : whole_(whole) {}
     void set(const std::string& key, const std::string& value) override { whole_.set(key, value); }
-    bool get(const std::string& key, std::chrono::milliseconds timeout,
-             std::string& value) override {
-      return whole_.get(key, timeout, value);
-    }
     bool try_get(const std::string& key, std::string& value) override {
       return whole_.try_get(key, value);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -198,22 +199,56 @@ def test_rank_that_never_comes(tmp_path: Any) -> None:
 # ---- ranks that end while a group is made
 
 
+def end_process(how: str) -> None:
+    if how == "exec":
+        os.execv("/bin/sleep", ["sleep", "60"])
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def kill_named(error: dict[str, Any]) -> None:
+    """Ends what the rank that an error names has become."""
+    pid = error.get("pid", -1)
+    if pid > 1:  # kill(-1) would end every process
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class CountingStore(dist.Store):
     """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
 
-    def __init__(self, path: str, world_size: int, end_behind: int) -> None:
+    def __init__(
+        self, store: Any, end_behind: int, how: str, whole: CountingStore | None = None
+    ) -> None:
         super().__init__()
-        self._store = dist.FileStore(path, world_size)
+        self._store = store
         self._end_behind = end_behind
+        self._how = how
+        self._whole = whole or self
+        self._clones: list[CountingStore] = []  # for C++, which holds no Python object
         self.num_operations = 0
 
     def _count(self) -> None:
-        self.num_operations += 1
-        if self.num_operations == self._end_behind:
-            os.kill(os.getpid(), signal.SIGKILL)
+        whole = self._whole
+        whole.num_operations += 1
+        if whole.num_operations == self._end_behind:
+            end_process(self._how)
+
+    def clone(self) -> Any:
+        copy = CountingStore(self._store.clone(), self._end_behind, self._how, self._whole)
+        self._whole._clones.append(copy)
+        return copy
+
+    def add(self, key: str, amount: int) -> int:
+        value: int = self._store.add(key, amount)
+        self._count()
+        return value
+
+    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
+        self._store.wait(keys, *timeout)
+        self._count()
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self._store.set(key, value)
         self._count()
 
     def get(self, key: str) -> bytes:
@@ -228,26 +263,30 @@ class CountingStore(dist.Store):
         return is_there
 
 
-def make_group_and_die(rank: int, path: str, victim: int, end_behind: int) -> Any:
+def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: str) -> Any:
     """What the first group and its first barrier come to, and this rank's operations."""
-    store = CountingStore(path, 3, end_behind if rank == victim else 0)
+    store = CountingStore(dist.FileStore(path, 3), end_behind if rank == victim else 0, how)
 
     def make_and_use() -> None:
         dist.init_process_group("ringcomm", store=store, rank=rank, world_size=3)
         dist.barrier()
 
-    return timed(make_and_use), store.num_operations
+    error, num_operations = timed(make_and_use), store.num_operations
+    if how == "exec":
+        time.sleep(0.5)  # the others see the same
+        kill_named(error)
+    return error, num_operations
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_death_behind_each_operation_of_the_store(tmp_path: Any, victim: int) -> None:
-    args = (victim, 0)
-    kind: dict[str, Any] = {"backend": None, "fresh": True}
-    results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), *args, **kind)
+def die_behind_operations(tmp_path: Any, victim: int, how: str, sample: int, env: Any) -> None:
+    """Behind every `sample`-th operation, or every one where RINGCOMM_ALL_DEATHS asks for it."""
+    kind: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
+    results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), victim, 0, how, **kind)
     num_operations = results[victim][1]
     assert num_operations >= 5
-    for end_behind in range(1, num_operations + 1):
-        args = (victim, end_behind)
+    stride = 1 if "RINGCOMM_ALL_DEATHS" in os.environ else sample
+    for end_behind in range(1, num_operations + 1, stride):
+        args = (victim, end_behind, how)
         path = str(tmp_path / str(end_behind))
         results = run_ranks(3, make_group_and_die, path, *args, may_die=[victim], **kind)
         for rank in {0, 1, 2} - {victim}:
@@ -256,6 +295,11 @@ def test_death_behind_each_operation_of_the_store(tmp_path: Any, victim: int) ->
             assert error["rank"] == victim, (end_behind, rank, error)
             # From its own start on: also the waits for the others' imports.
             assert error["seconds"] < 1 + SOON_S, (end_behind, rank, error)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_death_behind_each_operation_of_the_store(tmp_path: Any, victim: int) -> None:
+    die_behind_operations(tmp_path, victim, "kill", 1, None)
 
 
 def make_group_after_death(rank: int) -> Any:
@@ -276,13 +320,13 @@ def test_death_before_a_new_group() -> None:
 def become_another_program(rank: int) -> Any:
     dist.barrier()
     if rank == 1:
-        os.execv("/bin/sleep", ["sleep", "60"])
+        end_process("exec")
     return timed(dist.barrier)
 
 
 def test_rank_that_execs() -> None:
     results = run_ranks(3, become_another_program, fresh=True, may_die=[1])[::2]
-    os.kill(results[0]["pid"], signal.SIGKILL)  # of what the rank has become
+    kill_named(results[0])
     for result in results:
         assert result["type"] == "PeerDiedError", result
         assert result["rank"] == 1

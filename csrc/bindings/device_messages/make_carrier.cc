@@ -1,49 +1,55 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
-#include <pybind11/chrono.h>
-#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
 #include <string>
 
+#include "bindings/c10d_messages.h"
 #include "bindings/device_messages/carrier.h"
-#include "core/errors.h"
+#include "bindings/python_errors.h"
+#include "core/stop.h"
+#include "transport/wait_limits.h"
 
 namespace py = pybind11;
 
 namespace ringcomm {
 namespace {
 
-// What is late ringcomm's hosts find first, and say which rank it is; the backend may end the
-// process.
-constexpr std::chrono::seconds kGrace{60};
+// Ends the group, on all ranks, when one is waited for in vain.
+LookForRanks look_for(const DeviceCarrierGroup& group, c10::Device device) {
+  const auto deadline = deadline_after(std::min(group.options.timeout, kLongestTimeout));
+  return [&group, device, deadline](int missing) {
+    Communicator& communicator = *group.communicator;
+    const Activity activity{.op = "init",
+                            .description = "connecting tensors on " + device.str(),
+                            .timeout = group.options.timeout};
+    for (int rank = 0; rank < group.world_size; ++rank)
+      if (communicator.has_died(rank))
+        communicator.failure().raise_stopped(Stop::kPeerDied, rank, activity);
+    if (is_interrupted())
+      communicator.failure().raise_stopped(Stop::kInterrupted, missing, activity);
+    if (std::chrono::steady_clock::now() >= deadline)
+      communicator.failure().raise_stopped(Stop::kTimeout, missing, activity);
+  };
+}
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const DeviceCarrierGroup& group,
                                                c10::Device device) {
   const py::gil_scoped_acquire acquired;
-  const GroupOptions& options = group.options;
-  const py::module_ module = py::module_::import("ringcomm.message_backend");
-  py::object name;
+  std::string name;
   try {
-    name = module.attr("for_device")(options.engine.p2p_backend,
-                                     c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+    name = py::module_::import("ringcomm.message_backend")
+               .attr("for_device")(group.options.engine.p2p_backend,
+                                   c10::DeviceTypeName(device.type(), /*lower_case=*/true))
+               .cast<std::string>();
   } catch (const py::error_already_set& error) {
     TORCH_CHECK_VALUE(!error.matches(PyExc_ValueError), py::str(error.value()).cast<std::string>());
     throw;
   }
-  try {
-    return module
-        .attr("make")(name, group.store, group.rank, group.world_size,
-                      std::min(options.timeout, kLongestTimeout) + kGrace, options.group_name,
-                      options.global_ranks_in_group)
-        .cast<c10::intrusive_ptr<c10d::Backend>>();
-  } catch (const std::exception& error) {
-    throw Error({.kind = ErrorKind::kSystem, .rank = group.rank, .op = "init"},
-                "ringcomm: " + name.cast<std::string>() + ", which was to carry tensors on " +
-                    device.str() + ", could not be made: " + error.what());
-  }
+  return make_message_backend(name, group.store, group.rank, group.world_size, group.options,
+                              look_for(group, device), "tensors on " + device.str());
 }
 
 }  // namespace

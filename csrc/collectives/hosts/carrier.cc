@@ -9,7 +9,6 @@
 #include "collectives/messages/collectives.h"
 #include "collectives/messages/p2p.h"
 #include "collectives/shm/carrier.h"
-#include "transport/prefixed_store.h"
 
 namespace ringcomm {
 namespace {
@@ -27,31 +26,24 @@ MessageEngine::Cut cut_of(const CommunicatorOptions& options) {
           .is_rank_ordered = options.is_rank_ordered};
 }
 
-std::unique_ptr<Carrier> make_local(KeyValueStore& store, const Roster& roster, int rank,
-                                    const CommunicatorOptions& options,
-                                    std::chrono::milliseconds timeout) {
-  const int host = roster.host_of(rank);
-  if (roster.num_ranks_on(host) == 1) return nullptr;
-  std::string prefix = "ringcomm/host";
-  for (const int local : roster.ranks_on(host)) prefix += "/" + std::to_string(local);
-  PrefixedStore part(store, prefix + "/");
-  return std::make_unique<ShmCarrier>(part, roster.local_rank_of(rank), roster.num_ranks_on(host),
-                                      options, timeout);
+std::unique_ptr<Carrier> make_local(shm::Rendezvous& ranks, const Roster& roster,
+                                    const CommunicatorOptions& options) {
+  if (roster.num_ranks_on(roster.host_of(ranks.rank())) == 1) return nullptr;
+  return std::make_unique<ShmCarrier>(ranks, roster, ranks.rank(), options);
 }
 
 }  // namespace
 
-HostsCarrier::HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
-                           const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           std::chrono::milliseconds timeout)
+HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const Roster& roster,
+                           const CommunicatorOptions& options, const MakeMessages& make_messages)
     : options_(options),
       roster_(roster),
-      members_(store, rank, roster.world_size(), options.to_text(), timeout),
-      local_(make_local(store, roster, rank, options, timeout)),
-      transport_(make_messages()),
+      members_(store, ranks),
+      local_(make_local(ranks, roster, options)),
+      transport_(make_messages(look_for(ranks))),
       watch_(*transport_, members_),
       planner_(*transport_, cut_of(options)),
-      engine_(roster_, rank, local_.get(), *transport_, cut_of(options)) {
+      engine_(roster_, ranks.rank(), local_.get(), *transport_, cut_of(options)) {
   members_.on_abort([this] {
     if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
     transport_->abort();

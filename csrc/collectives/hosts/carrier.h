@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <memory>
 #include <span>
 
@@ -25,10 +24,9 @@ namespace ringcomm {
 /// the store, where every rank's watch looks and tells its own host's memory.
 class HostsCarrier final : public Carrier {
  public:
-  /// Collective over the group. Throws Error.
-  HostsCarrier(KeyValueStore& store, const Roster& roster, int rank,
-               const CommunicatorOptions& options, const MakeMessages& make_messages,
-               std::chrono::milliseconds timeout);
+  /// Collective over the group, whose ranks have been found. Throws Error.
+  HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const Roster& roster,
+               const CommunicatorOptions& options, const MakeMessages& make_messages);
   ~HostsCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }

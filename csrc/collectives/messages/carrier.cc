@@ -5,12 +5,12 @@
 
 namespace ringcomm {
 
-MessageCarrier::MessageCarrier(KeyValueStore& store, int rank, int world_size,
+MessageCarrier::MessageCarrier(KeyValueStore& store, shm::Rendezvous& ranks,
                                const CommunicatorOptions& options,
-                               const MakeMessages& make_messages, std::chrono::milliseconds timeout)
+                               const MakeMessages& make_messages)
     : options_(options),
-      members_(store, rank, world_size, options.to_text(), timeout),
-      transport_(make_messages()),
+      members_(store, ranks),
+      transport_(make_messages(look_for(ranks))),
       watch_(*transport_, members_),
       engine_(*transport_, {.num_slots = options.num_slots,
                             .slot_bytes = options.slot_bytes,

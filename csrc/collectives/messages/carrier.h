@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <memory>
 #include <span>
 
@@ -19,10 +18,9 @@ namespace ringcomm {
 /// Collectives of ranks that exchange messages, whatever carries those.
 class MessageCarrier final : public Carrier {
  public:
-  /// Collective over the group. Throws Error. The ranks meet in the store before they make the
-  /// messages: who is missing, or has other options, is named there.
-  MessageCarrier(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-                 const MakeMessages& make_messages, std::chrono::milliseconds timeout);
+  /// Collective over the group, whose ranks have been found. Throws Error.
+  MessageCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const CommunicatorOptions& options,
+                 const MakeMessages& make_messages);
   ~MessageCarrier() override { members_.leave(); }
 
   Membership& membership() override { return members_; }

@@ -26,9 +26,11 @@ MessageEngine::Handle MessageEngine::isend(int peer, int tag, const void* data,
 }
 
 void MessageEngine::wait(Handle message) {
+  const int whole_rank = transport_.whole_rank(message->peer);
+  operation_->await(whole_rank);
   const MessageEnd end = message->message->wait();
   if (end != MessageEnd::kDone)
-    throw Stopped{.stop = operation_->stop_of(end, message->peer),
+    throw Stopped{.stop = operation_->stop_of(end, whole_rank),
                   .peer = message->peer,
                   .detail = end == MessageEnd::kFailed ? message->message->failure() : ""};
   posted_.erase(message);

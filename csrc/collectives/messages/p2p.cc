@@ -60,7 +60,10 @@ void MessageP2p::close(const Interrupted& is_interrupted) {
   if (is_stopping_) return;
   std::optional<MessageWatch::Operation> flush;
   try {
-    if (num_sends_ > 0) flush.emplace(watch_, flush_deadline_);
+    if (num_sends_ > 0) {
+      flush.emplace(watch_, flush_deadline_);
+      flush->await(MessageTransport::kAnySource);
+    }
   } catch (const std::system_error&) {  // no thread to watch the deadline
     transport_.abort();
   }
@@ -123,8 +126,7 @@ void MessageP2p::post(const P2pOpPtr& op) {
     ready_.push_back(&lane);
     need_thread(kMaxThreads);
   }
-  if (op->peer < 0)
-    fail_orphan(lock, MessageEnd::kFailed, (transport_.rank() + 1) % transport_.world_size());
+  if (op->peer < 0) fail_orphan(lock, MessageEnd::kFailed, next_rank());
   if (is_early) tell(lock, op);
 }
 
@@ -242,13 +244,17 @@ void MessageP2p::complete_recv(Item& item) {
 }
 
 void MessageP2p::wait_for(Item& item, Message& message, int peer) {
+  item.watched->await(peer);
   const MessageEnd end = message.wait();
   if (end == MessageEnd::kDone) return;
   {
     const Lock lock(mutex_);
     if (is_stopping_) std::rethrow_exception(orphaned(*item.op, transport_.rank()));
   }
-  failure_.raise_stopped(item.watched->stop_of(end, peer), peer, activity_of(*item.op),
+  const Stop stop = item.watched->stop_of(end, peer);
+  // Of a receive from any source all others have ended then.
+  if (stop == Stop::kPeerDied && peer < 0) peer = next_rank();
+  failure_.raise_stopped(stop, peer, activity_of(*item.op),
                          end == MessageEnd::kFailed ? message.failure() : "");
 }
 

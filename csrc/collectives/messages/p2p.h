@@ -55,6 +55,7 @@ class MessageP2p final : public PointToPoint {
   };
   using Lock = std::unique_lock<std::mutex>;
 
+  int next_rank() const { return (transport_.rank() + 1) % transport_.world_size(); }
   void check(const P2pOp& op) const;
   std::unique_ptr<Item> prepare(const P2pOpPtr& op);
   void start(Item& item);

@@ -20,9 +20,9 @@ shm::SegmentConfig segment_config(const CommunicatorOptions& options) {
   return config;
 }
 
-shm::GroupIdentity identity_of(int rank, int world_size, const CommunicatorOptions& options) {
-  return {.rank = rank,
-          .world_size = world_size,
+shm::GroupIdentity identity_of(const Roster& roster, int rank, const CommunicatorOptions& options) {
+  return {.rank = roster.local_rank_of(rank),
+          .world_size = roster.num_ranks_on(roster.host_of(rank)),
           .options = options.to_text(),
           .host_id = options.host_id};
 }
@@ -37,18 +37,11 @@ std::size_t size_class_bytes(const Collective& call, const CallHeader& header, i
 
 }  // namespace
 
-ShmCarrier::ShmCarrier(KeyValueStore& store, int rank, int world_size,
-                       const CommunicatorOptions& options, std::chrono::milliseconds timeout)
-    : options_(options),
-      group_(store, identity_of(rank, world_size, options), segment_config(options), timeout),
-      scope_(group_),
-      engine_(group_, scope_),
-      direct_(engine_, options.algorithm) {}
-
-ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
+ShmCarrier::ShmCarrier(shm::Rendezvous& rendezvous, const Roster& roster, int rank,
                        const CommunicatorOptions& options)
     : options_(options),
-      group_(rendezvous, identity_of(rank, world_size, options), segment_config(options)),
+      group_(rendezvous, identity_of(roster, rank, options), segment_config(options),
+             roster.ranks_on(roster.host_of(rank))),
       scope_(group_),
       engine_(group_, scope_),
       direct_(engine_, options.algorithm) {}

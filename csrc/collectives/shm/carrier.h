@@ -1,14 +1,13 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <span>
 
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
 #include "collectives/shm/direct_collectives.h"
 #include "collectives/shm/engine.h"
-#include "transport/key_value_store.h"
+#include "transport/roster.h"
 #include "transport/shm/group.h"
 #include "transport/shm/rendezvous.h"
 
@@ -17,11 +16,8 @@ namespace ringcomm {
 /// Collectives of ranks that share memory: on boards, and on the links of a ring.
 class ShmCarrier final : public Carrier {
  public:
-  /// Collective over the group. Throws Error.
-  ShmCarrier(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
-             std::chrono::milliseconds timeout);
-  /// The same of ranks that have been found, on one host.
-  ShmCarrier(shm::Rendezvous& rendezvous, int rank, int world_size,
+  /// Collective over the ranks on the host of `rank`, which have been found. Throws Error.
+  ShmCarrier(shm::Rendezvous& rendezvous, const Roster& roster, int rank,
              const CommunicatorOptions& options);
 
   /// Bytes of memory that the ranks of a group share.

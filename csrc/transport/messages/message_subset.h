@@ -34,7 +34,7 @@ class MessageSubset final : public MessageTransport {
     if (peer == kAnySource) throw Unsupported("a part of a group cannot receive from any source");
     return whole_.irecv(whole_rank(peer), tag + tag_shift_, data, num_bytes);
   }
-  int whole_rank(int peer) const { return ranks_[static_cast<std::size_t>(peer)]; }
+  int whole_rank(int peer) const override { return ranks_[static_cast<std::size_t>(peer)]; }
   /// The ranks of the whole transport, by their numbers here.
   const std::vector<int>& ranks() const { return ranks_; }
 

@@ -60,6 +60,8 @@ class MessageTransport {
 
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
+  /// What `peer` is in the whole group, where this is a part of one.
+  virtual int whole_rank(int peer) const { return peer; }
   /// "gloo": for logs.
   virtual const std::string& name() const = 0;
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <string>
 
+#include "transport/backoff.h"
+
 namespace ringcomm {
 namespace {
 
@@ -14,6 +16,10 @@ constexpr std::chrono::milliseconds kLookInterval{100};
 constexpr int kIdleLooks = 10;
 // A store that cannot be reached for so long is believed to be gone.
 constexpr std::chrono::milliseconds kStoreGrace{1000};
+// What a process sent before its end arrives in this time, here on its machine.
+constexpr std::chrono::milliseconds kLastWords{500};
+// How long a rank that lives and has closed its connection may take to say why.
+constexpr std::chrono::milliseconds kReasonGrace{2000};
 
 }  // namespace
 
@@ -44,19 +50,49 @@ MessageWatch::Operation::~Operation() {
   watch_.operations_.erase(place_);
 }
 
+void MessageWatch::Operation::await(int peer) {
+  const std::lock_guard lock(watch_.mutex_);
+  peer_ = peer;
+  is_gone_since_ = Clock::time_point::max();
+}
+
 Stop MessageWatch::Operation::stop_of(MessageEnd end, int peer) {
   if (end == MessageEnd::kAborted) {
     const std::lock_guard lock(watch_.mutex_);
-    return is_late_ ? Stop::kTimeout : Stop::kAborted;
+    if (stop_ != Stop::kPeerDied) return stop_ != Stop::kNone ? stop_ : Stop::kAborted;
   }
   // A rank that gives up says so before it closes its connections, and so does one that leaves.
+  const auto deadline = Clock::now() + kReasonGrace;
   try {
-    if (watch_.members_.look()) return Stop::kAborted;
-    if (watch_.members_.has_left(peer)) return Stop::kPeerLeft;
+    for (Backoff backoff;; backoff.sleep()) {
+      const bool may_say_why =
+          peer >= 0 && watch_.members_.is_alive(peer) && Clock::now() < deadline;
+      if (watch_.members_.look()) return Stop::kAborted;
+      if (peer >= 0 && watch_.members_.has_left(peer)) return Stop::kPeerLeft;
+      if (!may_say_why) break;
+    }
   } catch (const std::exception&) {
     // No store: its host may be the peer that died.
   }
   return Stop::kPeerDied;
+}
+
+bool MessageWatch::is_gone(int peer) const {
+  if (peer != MessageTransport::kAnySource) return peer >= 0 && members_.has_died(peer);
+  for (int rank = 0; rank < transport_.world_size(); ++rank)
+    if (rank != transport_.rank() && !members_.has_died(rank)) return false;
+  return true;
+}
+
+// Whether it is over now, with the lock held.
+bool MessageWatch::must_end(Operation& operation, Clock::time_point now) const {
+  if (operation.stop_ != Stop::kNone) return false;
+  if (now >= operation.deadline_) operation.stop_ = Stop::kTimeout;
+  if (is_gone(operation.peer_)) {
+    operation.is_gone_since_ = std::min(operation.is_gone_since_, now);
+    if (now - operation.is_gone_since_ >= kLastWords) operation.stop_ = Stop::kPeerDied;
+  }
+  return operation.stop_ != Stop::kNone;
 }
 
 void MessageWatch::run() {
@@ -71,16 +107,14 @@ void MessageWatch::run() {
     }
     wakes_at_ = Clock::now() + kLookInterval;
     for (const Operation* operation : operations_)
-      if (!operation->is_late_) wakes_at_ = std::min(wakes_at_, operation->deadline_);
+      if (operation->stop_ == Stop::kNone) wakes_at_ = std::min(wakes_at_, operation->deadline_);
     has_news_.wait_until(lock, wakes_at_);
     const Clock::time_point now = Clock::now();
-    bool is_any_late = false;
-    for (Operation* operation : operations_)
-      if (now >= operation->deadline_ && !operation->is_late_)
-        is_any_late = operation->is_late_ = true;
-    if (is_stopping_ || (operations_.empty() && !is_any_late)) continue;
+    bool must_abort = false;
+    for (Operation* operation : operations_) must_abort |= must_end(*operation, now);
+    if (is_stopping_ || operations_.empty()) continue;
     lock.unlock();
-    if (is_any_late) transport_.abort();
+    if (must_abort) transport_.abort();
     look();
     lock.lock();
   }

@@ -12,9 +12,10 @@
 
 namespace ringcomm {
 
-/// Ends the waits for messages that nothing else would end: at an operation's deadline, and when
-/// another rank gives the group up. Its thread starts with the first operation and sleeps while
-/// there is none.
+/// Ends the waits for messages that nothing else would end: at an operation's deadline, when
+/// another rank gives the group up, and when the process that a message comes from has ended and
+/// the connection does not tell (after exec(), which may hand it on). Its thread starts with the
+/// first operation and sleeps while there is none.
 class MessageWatch {
  public:
   using Clock = std::chrono::steady_clock;
@@ -34,6 +35,8 @@ class MessageWatch {
     Operation(const Operation&) = delete;
     Operation& operator=(const Operation&) = delete;
 
+    /// It begins to wait for a message from or to `peer`; kAnySource for one from any rank.
+    void await(int peer);
     /// Why its wait for a message of `peer` did not end with kDone.
     Stop stop_of(MessageEnd end, int peer);
 
@@ -41,13 +44,20 @@ class MessageWatch {
     friend class MessageWatch;
     MessageWatch& watch_;
     Clock::time_point deadline_;
-    bool is_late_ = false;  // guarded by the watch's mutex
+    // Guarded by the watch's mutex.
+    int peer_ = kNobody;
+    Clock::time_point is_gone_since_ = Clock::time_point::max();  // as far as the watch has seen
+    Stop stop_ = Stop::kNone;                                     // why the watch has ended it
     std::list<Operation*>::iterator place_;
   };
 
  private:
+  static constexpr int kNobody = -2;
+
   void run();
   void look();
+  bool is_gone(int peer) const;
+  bool must_end(Operation& operation, Clock::time_point now) const;
 
   MessageTransport& transport_;
   StoreMembership& members_;

@@ -1,12 +1,8 @@
 #include "transport/messages/store_membership.h"
 
-#include <unistd.h>
-
-#include <algorithm>
+#include <chrono>
 #include <exception>
 #include <sstream>
-
-#include "transport/wait_limits.h"
 
 namespace ringcomm {
 namespace {
@@ -34,44 +30,27 @@ AbortReason from_text(const std::string& text) {
 
 }  // namespace
 
-StoreMembership::StoreMembership(KeyValueStore& store, int rank, int world_size,
-                                 const std::string& options, std::chrono::milliseconds timeout)
-    : rank_(rank), store_(store.clone()) {
+StoreMembership::StoreMembership(KeyValueStore& store, shm::Rendezvous& ranks)
+    : rank_(ranks.rank()), store_(store.clone()), processes_(ranks.processes()) {
   // How often this rank has made a group over this store: the same on all ranks, and what tells
   // this group's keys from those of one that was destroyed before.
   const std::int64_t generation =
-      store.add("ringcomm/messages/generation/" + std::to_string(rank), 1);
+      store.add("ringcomm/messages/generation/" + std::to_string(rank_), 1);
   prefix_ = "ringcomm/messages/" + std::to_string(generation) + "/";
-  const shm::RankRecord mine{.host_id = shm::host_id(),
-                             .host = shm::host_name(),
-                             .hub_address = {},
-                             .pid = ::getpid(),
-                             .memory_key = {},
-                             .options = options};
-  store.set(prefix_ + "rank/" + std::to_string(rank), mine.to_text());
-  const auto deadline = deadline_after(timeout);
-  for (int peer = 0; peer < world_size; ++peer) {
-    const auto left =
-        std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    std::string text;
-    if (!store.get(prefix_ + "rank/" + std::to_string(peer),
-                   std::max(left, std::chrono::milliseconds(1)), text))
-      throw Error({.kind = ErrorKind::kTimeout, .rank = peer, .op = "init"},
-                  "ringcomm rank " + std::to_string(rank) + "/" + std::to_string(world_size) +
-                      ": rank " + std::to_string(peer) + " did not join the group in " +
-                      std::to_string(timeout.count()) +
-                      " ms; read its error, or raise `timeout=` of init_process_group");
-    records_.push_back(shm::RankRecord::from_text(text));
+  const auto key_of = [this](int rank) { return prefix_ + "rank/" + std::to_string(rank); };
+  store.set(key_of(rank_), ranks.mine().to_text());
+  for (int peer = 0; peer < ranks.world_size(); ++peer) {
+    records_.push_back(shm::RankRecord::from_text(ranks.wait_for(key_of(peer), peer)));
     const shm::RankRecord& theirs = records_.back();
-    if (theirs.options != options)
+    if (theirs.options != ranks.mine().options)
       throw Error({.kind = ErrorKind::kMismatch,
                    .rank = peer,
                    .pid = theirs.pid,
                    .host = theirs.host,
                    .op = "init"},
-                  "ringcomm: rank " + std::to_string(rank) + " and rank " + std::to_string(peer) +
-                      " made the group with different options: {" + options + "} and {" +
-                      theirs.options + "}");
+                  "ringcomm: rank " + std::to_string(rank_) + " and rank " + std::to_string(peer) +
+                      " made the group with different options: {" + ranks.mine().options +
+                      "} and {" + theirs.options + "}");
   }
 }
 
@@ -96,6 +75,15 @@ void StoreMembership::keep(const AbortReason& reason) {
 Stop StoreMembership::state_of(int) const {
   const std::lock_guard lock(mutex_);
   return reason_.has_value() ? Stop::kAborted : Stop::kNone;
+}
+
+bool StoreMembership::has_died(int rank) const {
+  const auto& process = processes_[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->is_dead.load(std::memory_order_acquire);
+}
+
+bool StoreMembership::is_alive(int rank) const {
+  return processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
 }
 
 void StoreMembership::abort(const AbortReason& reason) {
@@ -144,6 +132,12 @@ void StoreMembership::lose_store(const std::string& why) {
 bool StoreMembership::has_left(int rank) {
   std::string text;
   return store_->try_get(prefix_ + "left/" + std::to_string(rank), text);
+}
+
+LookForRanks look_for(shm::Rendezvous& ranks) {
+  return [&ranks](int missing) {
+    ranks.look(missing, "rank " + std::to_string(missing) + " did not connect to the others");
+  };
 }
 
 }  // namespace ringcomm

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -13,17 +12,18 @@
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/shm/rank_record.h"
+#include "transport/shm/rendezvous.h"
+#include "transport/wait_limits.h"
 
 namespace ringcomm {
 
 /// Who the ranks of a group are, and why it has ended, by way of the store that they share: for
-/// groups whose ranks share no memory.
+/// groups whose ranks share no memory. Of those on this machine the processes are watched.
 class StoreMembership final : public Membership {
  public:
-  /// Collective: every rank publishes its record and reads the others'. Throws Error: kTimeout
-  /// naming a rank that does not appear, kMismatch where options differ.
-  StoreMembership(KeyValueStore& store, int rank, int world_size, const std::string& options,
-                  std::chrono::milliseconds timeout);
+  /// Collective, after `ranks` has found them: every rank publishes its record for this very group
+  /// and reads the others'. Throws what `ranks` does, and Error of kMismatch where options differ.
+  StoreMembership(KeyValueStore& store, shm::Rendezvous& ranks);
   ~StoreMembership() override = default;
 
   /// Tells the peers that this rank has left, before its connections close.
@@ -40,6 +40,10 @@ class StoreMembership final : public Membership {
 
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
+  bool has_died(int rank) const override;
+  int stopped_rank() const override { return shm::stopped_rank(processes_); }
+  /// Whether the process of `rank` is known to live.
+  bool is_alive(int rank) const;
   void abort(const AbortReason& reason) override;
   /// The first reason that this rank knows of; waits a moment for one that is on its way.
   AbortReason abort_reason() const override;
@@ -57,11 +61,15 @@ class StoreMembership final : public Membership {
   int rank_;
   std::unique_ptr<KeyValueStore> store_;
   std::vector<shm::RankRecord> records_;
+  shm::PeerProcesses processes_;
   std::string prefix_;  // of this group's keys: the store may hold those of an earlier group
   std::function<void()> end_waits_;
   mutable std::mutex mutex_;
   mutable std::condition_variable has_reason_;
   std::optional<AbortReason> reason_;
 };
+
+/// How the messages between `ranks`, which must live as long, are waited for while they are made.
+LookForRanks look_for(shm::Rendezvous& ranks);
 
 }  // namespace ringcomm

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "core/test_steps.h"
@@ -36,18 +37,27 @@ class OneHost {
   Rendezvous rendezvous_;
 };
 
+std::vector<int> all_ranks(int world_size) {
+  std::vector<int> ranks(static_cast<std::size_t>(world_size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 }  // namespace
 
 Group::Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
              std::chrono::milliseconds timeout)
-    : Group(OneHost(store, identity, config, timeout).rendezvous(), identity, config) {}
+    : Group(OneHost(store, identity, config, timeout).rendezvous(), identity, config,
+            all_ranks(identity.world_size)) {}
 
-Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config)
+Group::Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config,
+             const std::vector<int>& ranks)
     : rank_(identity.rank),
       world_size_(identity.world_size),
+      ranks_(ranks),
       layout_(identity.world_size, config),
       host_(host_name()) {
-  Rendezvous::Meeting meeting = rendezvous.share_memory();
+  Rendezvous::Meeting meeting = rendezvous.share_memory(ranks, layout_.num_bytes());
   memory_ = std::move(meeting.memory);
   processes_ = std::move(meeting.processes);
   RINGCOMM_STEP("before a rank has joined");
@@ -72,15 +82,15 @@ int Group::unjoined_rank() const {
 }
 
 // Rank 0 offers the memory, and would end the offer with its process.
-void Group::wait_until_joined(const Rendezvous& rendezvous) {
+void Group::wait_until_joined(Rendezvous& rendezvous) {
   try {
     for (Backoff backoff;; backoff.sleep()) {
       const int peer = unjoined_rank();
       if (peer < 0) return;
       for (int rank = peer; rank < world_size_; ++rank)
-        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(rank);
-      rendezvous.check_time(peer,
-                            "rank " + std::to_string(peer) + " did not fetch the group's memory");
+        if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(global(rank));
+      rendezvous.check_time(global(peer), "rank " + std::to_string(global(peer)) +
+                                              " did not fetch the group's memory");
     }
   } catch (const Error& error) {
     tell_and_wait_for_the_living(error);
@@ -92,7 +102,7 @@ void Group::wait_until_joined(const Rendezvous& rendezvous) {
 // the reason in it.
 void Group::tell_and_wait_for_the_living(const Error& error) {
   abort({.kind = error.info().kind,
-         .origin = rank_,
+         .origin = global(rank_),
          .culprit = error.info().rank,
          .text = error.what()});
   if (error.info().kind != ErrorKind::kPeerDied) return;
@@ -137,17 +147,26 @@ Stop Group::state_of(int peer) const {
   return has_died(peer) ? Stop::kPeerDied : Stop::kNone;
 }
 
+std::uint64_t Group::num_published(int rank) const {
+  return __atomic_load_n(&layout_.control(memory_.data(), rank).published.value, __ATOMIC_ACQUIRE);
+}
+
 int Group::missing_rank() const {
-  const auto published = [this](int rank) {
-    return __atomic_load_n(&layout_.control(memory_.data(), rank).published.value,
-                           __ATOMIC_ACQUIRE);
-  };
-  const std::uint64_t own = published(rank_);
+  const std::uint64_t own = num_published(rank_);
   for (int rank = 0; rank < world_size_; ++rank) {
     // The state first: it was there before the end what the rank published.
-    if (rank != rank_ && state_of(rank) != Stop::kNone && published(rank) < own) return rank;
+    if (rank != rank_ && state_of(rank) != Stop::kNone && num_published(rank) < own) return rank;
   }
   return -1;
+}
+
+int Group::late_rank(int peer) const {
+  // Its first rank waits for that one itself.
+  if (const int unjoined = unjoined_rank(); unjoined >= 0) return unjoined;
+  int late = peer;
+  for (int rank = 0; rank < world_size_; ++rank)
+    if (num_published(rank) < std::min(num_published(rank_), num_published(late))) late = rank;
+  return late;
 }
 
 void Group::abort(const AbortReason& reason) {
@@ -171,8 +190,8 @@ AbortReason Group::abort_reason() const {
   const AbortRecord& record = layout_.header(memory_.data()).abort;
   if (const int writer = writer_of(__atomic_load_n(&record.state, __ATOMIC_ACQUIRE)); writer >= 0)
     return {.kind = ErrorKind::kPeerDied,
-            .origin = writer,
-            .culprit = writer,
+            .origin = global(writer),
+            .culprit = global(writer),
             .text = "it died before it could say why"};
   return {.kind = static_cast<ErrorKind>(record.kind),
           .origin = record.origin,
@@ -195,8 +214,7 @@ Stop WaitScope::stopped(int peer) {
   }
   const Clock::time_point now = Clock::now();
   if (now >= deadline_) {
-    // Rank 0 waits for that one itself.
-    if (const int unjoined = group_.unjoined_rank(); unjoined >= 0) awaited_peer_ = unjoined;
+    awaited_peer_ = group_.late_rank(peer);
     return Stop::kTimeout;
   }
   if (!limits_->is_interrupted || now < next_look_) return Stop::kNone;

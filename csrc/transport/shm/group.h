@@ -29,7 +29,10 @@ class Group final : public Membership {
   Group(KeyValueStore& store, const GroupIdentity& identity, const SegmentConfig& config,
         std::chrono::milliseconds timeout);
   /// The same of ranks that have been found, on one host.
-  Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config);
+  /// `ranks` are theirs in the whole group, of which this one's host may have a part only: errors
+  /// and reasons name those.
+  Group(Rendezvous& rendezvous, const GroupIdentity& identity, const SegmentConfig& config,
+        const std::vector<int>& ranks);
   /// Tells the peers that this rank has left. They keep the memory.
   ~Group() override;
   Group(const Group&) = delete;
@@ -59,29 +62,36 @@ class Group final : public Membership {
 
   Stop state_of(int peer) const override;
   bool has_died(int rank) const override;
+  int stopped_rank() const override { return shm::stopped_rank(processes_); }
   /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
   int unjoined_rank() const;
   /// A rank that has ended, or left, before it published what this rank has: it cannot take part
   /// in the collective at hand. -1 where there is none. For collectives on boards only, of which
   /// all ranks publish the same phases.
   int missing_rank() const;
+  /// Whom to blame for a wait for `peer` that took too long: a rank that has not joined, or else
+  /// one that has published less than this rank and `peer`, which may itself wait for it.
+  int late_rank(int peer) const;
 
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;
 
  private:
   bool has_joined(int rank) const;
+  std::uint64_t num_published(int rank) const;
+  int global(int rank) const { return ranks_[static_cast<std::size_t>(rank)]; }
   int writer_of(std::uint32_t abort_state) const;
-  void wait_until_joined(const Rendezvous& rendezvous);
+  void wait_until_joined(Rendezvous& rendezvous);
   void tell_and_wait_for_the_living(const Error& error);
 
   int rank_;
   int world_size_;
+  std::vector<int> ranks_;  // in the whole group
   SegmentLayout layout_;
   std::string host_;
   int generation_ = process_generation();
   SharedMemory memory_;
-  std::vector<std::shared_ptr<PeerProcess>> processes_;  // by rank; null for this one
+  PeerProcesses processes_;  // by rank; null for this one
 };
 
 /// The limits of the operation that runs, as the waits of its protocols see them.

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <fstream>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -53,6 +54,16 @@ UniqueFd open_pidfd(pid_t pid) {
 }
 
 }  // namespace
+
+bool PeerProcess::is_stopped() const {
+  if (pid <= 0 || is_dead.load(std::memory_order_acquire)) return false;
+  std::string stat;
+  std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), stat);
+  // "pid (name) state ...", and the name may hold anything.
+  const std::size_t name_end = stat.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
+  return stat[name_end + 2] == 'T' || stat[name_end + 2] == 't';
+}
 
 ProcessHub& ProcessHub::instance() {
   if (ProcessHub* hub = current_hub.load(std::memory_order_acquire)) return *hub;

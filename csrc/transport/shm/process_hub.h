@@ -19,6 +19,9 @@ struct PeerProcess {
   pid_t pid = -1;           ///< in this process's numbering; 0 where another pid namespace hides it
   std::string hub_address;  ///< of its ProcessHub; empty where it had ended before it was watched
   std::atomic<bool> is_dead = false;  ///< ended, or runs another program
+
+  /// Whether it is stopped, by SIGSTOP or a debugger; false where the kernel does not say.
+  bool is_stopped() const;
 };
 
 /// This process's end of everything that is per pair of processes and not per group: it hands

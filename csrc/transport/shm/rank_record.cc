@@ -20,7 +20,7 @@ namespace {
 // the same sizes and kinds. Raise the number behind the name where neither tells of a change.
 const std::string& version() {
   static const std::string text = [] {
-    std::string joined = "ringcomm-3-" RINGCOMM_VERSION;
+    std::string joined = "ringcomm-4-" RINGCOMM_VERSION;
     for (const std::size_t number :
          {sizeof(SegmentHeader), sizeof(RankControl), sizeof(LinkCursors), kCallHeaderBytes,
           std::size_t{kNumDTypes}, std::size_t{kNumReductions}})
@@ -28,6 +28,15 @@ const std::string& version() {
     return joined;
   }();
   return text;
+}
+
+std::string boot_and_network() {
+  std::string boot_id;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
+  struct stat network{};
+  if (::stat("/proc/self/ns/net", &network) == 0)
+    boot_id += ":net" + std::to_string(network.st_ino);
+  return boot_id;
 }
 
 }  // namespace
@@ -40,7 +49,8 @@ std::string RankRecord::to_text() const {
        << hub_address << '\n'
        << pid << '\n'
        << memory_key << '\n'
-       << options << '\n';
+       << options << '\n'
+       << machine_id << '\n';
   return text.str();
 }
 
@@ -59,6 +69,7 @@ RankRecord RankRecord::from_text(const std::string& text) {
   std::getline(lines, pid);
   std::getline(lines, record.memory_key);
   std::getline(lines, record.options);
+  std::getline(lines, record.machine_id);
   record.pid = static_cast<pid_t>(std::strtol(pid.c_str(), nullptr, 10));
   return record;
 }
@@ -66,13 +77,10 @@ RankRecord RankRecord::from_text(const std::string& text) {
 std::string host_id() {
   if (const char* forced = std::getenv("RINGCOMM_HOST_ID"); forced != nullptr && *forced != '\0')
     return forced;
-  std::string boot_id;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot_id);
-  struct stat network{};
-  if (::stat("/proc/self/ns/net", &network) == 0)
-    boot_id += ":net" + std::to_string(network.st_ino);
-  return boot_id;
+  return boot_and_network();
 }
+
+std::string machine_id() { return boot_and_network() + ":uid" + std::to_string(::geteuid()); }
 
 std::string host_name() {
   std::array<char, 256> name{};

@@ -13,12 +13,13 @@ inline constexpr std::size_t kCallHeaderBytes = 112;
 
 /// What a rank tells the others through the store before they share memory.
 struct RankRecord {
-  std::string host_id;      ///< equal for processes that can share memory with each other
+  std::string host_id;      ///< equal for processes that share memory with each other
   std::string host;         ///< its name, for messages
   std::string hub_address;  ///< where its hub listens
   pid_t pid = -1;
   std::string memory_key;  ///< of rank 0: under what it offers the memory
   std::string options;
+  std::string machine_id = {};  ///< equal for processes that can watch each other
 
   std::string to_text() const;
   /// Throws Error when the text is not such a record (another version of ringcomm on the other
@@ -29,6 +30,8 @@ struct RankRecord {
 /// The boot and the network namespace of this process: abstract Unix sockets reach no further.
 /// RINGCOMM_HOST_ID in the environment replaces it.
 std::string host_id();
+/// The same and the user, whatever the environment says: hubs answer their own user alone.
+std::string machine_id();
 std::string host_name();
 
 }  // namespace ringcomm::shm

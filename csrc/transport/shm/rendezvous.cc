@@ -6,7 +6,6 @@
 #include <atomic>
 #include <utility>
 
-#include "core/errors.h"
 #include "transport/backoff.h"
 #include "transport/wait_limits.h"
 
@@ -17,8 +16,15 @@ namespace {
 constexpr std::chrono::milliseconds kStaleGrace{1000};
 
 std::string rank_key(int rank) { return "ringcomm/rank/" + std::to_string(rank); }
+std::string memory_key(int rank) { return "ringcomm/memory/" + std::to_string(rank); }
 
 }  // namespace
+
+int stopped_rank(const PeerProcesses& processes) {
+  for (std::size_t rank = 0; rank < processes.size(); ++rank)
+    if (processes[rank] != nullptr && processes[rank]->is_stopped()) return static_cast<int>(rank);
+  return -1;
+}
 
 Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
                        std::chrono::milliseconds timeout)
@@ -35,7 +41,8 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, cons
             .hub_address = hub_.address(),
             .pid = ::getpid(),
             .memory_key = {},
-            .options = identity.options} {}
+            .options = identity.options,
+            .machine_id = machine_id()} {}
 
 Rendezvous::~Rendezvous() {
   if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
@@ -43,10 +50,10 @@ Rendezvous::~Rendezvous() {
 
 Roster Rendezvous::find_ranks() {
   // Before it is known whether all are on one host: those who are do not wait for it then.
-  if (rank_ == 0 && terms_.shared_bytes > 0) offer_memory();
+  if (rank_ == 0 && terms_.shared_bytes > 0) offer_memory(terms_.shared_bytes);
   const auto world = static_cast<std::size_t>(world_size_);
   texts_.resize(world);
-  meeting_.processes.resize(world);
+  processes_.resize(world);
   texts_[static_cast<std::size_t>(rank_)] = mine_.to_text();
   store_.set(rank_key(rank_), mine_.to_text());
   std::deque<int> missing;
@@ -68,44 +75,97 @@ Roster Rendezvous::find_ranks() {
   return Roster(std::move(records));
 }
 
-Rendezvous::Meeting Rendezvous::share_memory() {
-  if (rank_ != 0) meeting_.memory = fetch_memory();
-  return std::move(meeting_);
+Rendezvous::Meeting Rendezvous::share_memory(const std::vector<int>& ranks, std::size_t num_bytes) {
+  const bool is_whole = static_cast<int>(ranks.size()) == world_size_;
+  if (!is_whole) sharing_ = ranks;
+  if (rank_ != ranks.front()) {
+    memory_ = fetch_memory(ranks, num_bytes);
+  } else if (!is_whole) {
+    offer_memory(num_bytes);
+    store_.set(memory_key(rank_), mine_.memory_key);
+  }
+  Meeting meeting{.memory = std::move(memory_), .processes = {}};
+  for (const int rank : ranks)
+    meeting.processes.push_back(processes_[static_cast<std::size_t>(rank)]);
+  return meeting;
 }
 
-void Rendezvous::offer_memory() {
+void Rendezvous::offer_memory(std::size_t num_bytes) {
   static std::atomic<int> num_offers = 0;
-  UniqueFd fd = create_memfd(terms_.shared_bytes);
-  meeting_.memory = SharedMemory(fd.get(), terms_.shared_bytes);
+  if (!mine_.memory_key.empty()) hub_.withdraw(mine_.memory_key);
+  UniqueFd fd = create_memfd(num_bytes);
+  memory_ = SharedMemory(fd.get(), num_bytes);
   mine_.memory_key = hub_.address() + "/" + std::to_string(num_offers++);
   if (world_size_ > 1) hub_.offer(mine_.memory_key, std::move(fd));
 }
 
-SharedMemory Rendezvous::fetch_memory() {
-  const auto look = [this] {
-    if (has_died(0)) throw_died(0);
-    check_time(0, "rank 0 did not hand over the group's memory");
+// Under what `leader` offers the memory; empty where it has not said so. Of all ranks' memory the
+// record has it, since rank 0 offers that before it knows whether all are on one host.
+std::string Rendezvous::memory_key_of(int leader, bool is_whole) {
+  if (is_whole) return RankRecord::from_text(texts_[static_cast<std::size_t>(leader)]).memory_key;
+  std::string key;
+  store_.try_get(memory_key(leader), key);
+  return key;
+}
+
+SharedMemory Rendezvous::fetch_memory(const std::vector<int>& ranks, std::size_t num_bytes) {
+  const int leader = ranks.front();
+  const bool is_whole = static_cast<int>(ranks.size()) == world_size_;
+  const std::string what =
+      "rank " + std::to_string(leader) + " did not hand over the group's memory";
+  const auto look = [&] {
+    if (has_died(leader)) throw_died(leader);
+    check_time(leader, what);
   };
   for (Backoff backoff;; backoff.sleep()) {
-    if (!meet(0)) {  // it had died, and has a new record that is doubtful
-      check_time(0, "rank 0 did not hand over the group's memory");
+    if (!meet(leader)) {  // it had died, and has a new record that is doubtful
+      check_time(leader, what);
       continue;
     }
-    const RankRecord record = RankRecord::from_text(texts_[0]);
-    const UniqueFd fd = hub_.fetch(record.hub_address, record.memory_key, timeout_, look);
+    const RankRecord record = RankRecord::from_text(texts_[static_cast<std::size_t>(leader)]);
+    const std::string key = memory_key_of(leader, is_whole);
+    const UniqueFd fd =
+        key.empty() ? UniqueFd() : hub_.fetch(record.hub_address, key, timeout_, look);
     if (fd) {
       check_sealed(fd.get());
-      if (size_of_memfd(fd.get()) != terms_.shared_bytes)
-        throw Error({.kind = ErrorKind::kMismatch, .rank = 0, .op = "init"},
+      if (size_of_memfd(fd.get()) != num_bytes)
+        throw Error({.kind = ErrorKind::kMismatch, .rank = leader, .op = "init"},
                     "ringcomm: the group's shared memory has another size than this rank expects");
-      return SharedMemory(fd.get(), terms_.shared_bytes);
+      return SharedMemory(fd.get(), num_bytes);
     }
     look();
-    // The record of an earlier group, which rank 0 is about to replace; or rank 0 has given up, for
+    // The record of an earlier group, which the leader is about to replace; or it has given up, for
     // a rank that died.
-    for (int peer = 1; peer < world_size_; ++peer)
-      if (has_died(peer)) throw_died(peer);
+    if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
   }
+}
+
+std::string Rendezvous::wait_for(const std::string& key, int peer) {
+  std::string value;
+  for (Backoff backoff;; backoff.sleep()) {
+    const int dead = dead_rank();  // before the last look at what it may have set
+    if (store_.try_get(key, value)) return value;
+    if (dead >= 0) throw_died(dead);
+    check_time(peer, "rank " + std::to_string(peer) + " did not join the group");
+  }
+}
+
+void Rendezvous::look(int peer, const std::string& what) {
+  if (const int dead = dead_rank(); dead >= 0) throw_died(dead);
+  check_time(peer, what);
+}
+
+// A rank that was met and has ended; -1 where there is none.
+int Rendezvous::dead_rank() {
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (has_died(peer)) return peer;
+  return -1;
+}
+
+// Abstract sockets reach it. Where the user says that memory is shared, they must.
+bool Rendezvous::can_watch(const RankRecord& theirs) const {
+  return theirs.machine_id == mine_.machine_id ||
+         (terms_.shared_bytes > 0 && theirs.host_id == mine_.host_id);
 }
 
 // Reads the record of `peer` if it is there. False when it is not, or does not fit yet.
@@ -119,7 +179,7 @@ bool Rendezvous::meet(int peer) {
   try {
     const RankRecord theirs = RankRecord::from_text(text);
     check_compatible(theirs, peer);
-    if (theirs.host_id == mine_.host_id && terms_.shared_bytes > 0) {
+    if (can_watch(theirs)) {
       std::shared_ptr<PeerProcess> process = hub_.watch(theirs.hub_address);
       if (process == nullptr && !is_believed && !is_known_dead(peer)) return false;
       if (process == nullptr) {  // it had ended before this rank could watch it
@@ -127,7 +187,7 @@ bool Rendezvous::meet(int peer) {
         process->pid = theirs.pid;
         process->is_dead = true;
       }
-      meeting_.processes[static_cast<std::size_t>(peer)] = std::move(process);
+      processes_[static_cast<std::size_t>(peer)] = std::move(process);
     }
   } catch (const Error&) {
     if (is_believed) throw;
@@ -141,7 +201,7 @@ bool Rendezvous::meet(int peer) {
 // Whether a rank that was met has ended, and no other process has taken its place.
 bool Rendezvous::has_died(int peer) {
   const auto is_dead = [&] {
-    const auto& process = meeting_.processes[static_cast<std::size_t>(peer)];
+    const auto& process = processes_[static_cast<std::size_t>(peer)];
     return process != nullptr && process->is_dead.load(std::memory_order_acquire);
   };
   return is_dead() && meet(peer) && is_dead();
@@ -185,29 +245,48 @@ void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
   }
 }
 
-void Rendezvous::check_time(int peer, const std::string& what) const {
-  const std::string prefix =
-      "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
+void Rendezvous::check_time(int peer, const std::string& what) {
   if (store_.is_interrupted())
     throw Error({.kind = ErrorKind::kInterrupted, .rank = rank_, .op = "init"},
-                prefix + "interrupted by a signal while the group was made");
+                prefix() + "interrupted by a signal while the group was made");
+  // Ranks of one host may share their memory while one of another host cannot join any more.
+  if (!sharing_.empty())
+    for (int other = 0; other < world_size_; ++other)
+      if (std::find(sharing_.begin(), sharing_.end(), other) == sharing_.end() && has_died(other))
+        throw_died(other);
   if (Clock::now() < deadline_) return;
-  throw Error({.kind = ErrorKind::kTimeout, .rank = peer, .op = "init"},
-              prefix + what + " in " + std::to_string(timeout_.count()) +
-                  " ms; read its error, or raise the timeout of init_process_group");
+  const std::string after = prefix() + what + " in " + std::to_string(timeout_.count()) + " ms";
+  if (const int stopped = stopped_rank(processes_); stopped >= 0)
+    throw Error(info_of(stopped, ErrorKind::kTimeout),
+                after + ", and the process of " + name_of(stopped) + " is stopped");
+  throw Error(info_of(peer, ErrorKind::kTimeout),
+              after + "; read its error, or raise the timeout of init_process_group");
 }
 
 void Rendezvous::throw_died(int peer) const {
-  ErrorInfo info{.kind = ErrorKind::kPeerDied, .rank = peer, .op = "init"};
-  std::string name = "rank " + std::to_string(peer);
-  if (const std::string& text = texts_[static_cast<std::size_t>(peer)]; !text.empty()) {
-    const RankRecord theirs = RankRecord::from_text(text);
-    info.pid = theirs.pid;
-    info.host = theirs.host;
-    name += " (pid " + std::to_string(theirs.pid) + " on " + theirs.host + ")";
-  }
-  throw Error(info, "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) +
-                        ": " + name + " died while the group was made");
+  throw Error(info_of(peer, ErrorKind::kPeerDied),
+              prefix() + name_of(peer) + " died while the group was made");
+}
+
+ErrorInfo Rendezvous::info_of(int peer, ErrorKind kind) const {
+  ErrorInfo info{.kind = kind, .rank = peer, .op = "init"};
+  const std::string& text = texts_[static_cast<std::size_t>(peer)];
+  if (text.empty()) return info;
+  const RankRecord theirs = RankRecord::from_text(text);
+  info.pid = theirs.pid;
+  info.host = theirs.host;
+  return info;
+}
+
+std::string Rendezvous::name_of(int peer) const {
+  const ErrorInfo info = info_of(peer, {});
+  const std::string name = "rank " + std::to_string(peer);
+  if (info.pid < 0) return name;
+  return name + " (pid " + std::to_string(info.pid) + " on " + info.host + ")";
+}
+
+std::string Rendezvous::prefix() const {
+  return "ringcomm rank " + std::to_string(rank_) + "/" + std::to_string(world_size_) + ": ";
 }
 
 }  // namespace ringcomm::shm
