@@ -83,8 +83,9 @@ def propose_clip_mode(
     """Which clip_mode of Lomo and AdaLomo to take for clip_grad_norm, and what each costs.
 
     "deferred" has hardly more to compute than a step without clipping, and holds each gradient
-    until step(): as a tensor or as the pair (input, output's gradient), whichever is smaller. It is
-    proposed where that fits. "two_pass" holds nothing, and runs the backward pass again.
+    until step(): as a tensor or as the pair (input, output's gradient), whichever is smaller. What
+    ranks have reduced is float32, by Lomo's default. "deferred" is proposed where that fits.
+    "two_pass" holds nothing, and runs the backward pass again.
 
     Counts are of layers' products alone: operations of attention and of what works element by
     element are left out, so "two_pass" takes somewhat more. Every layer is taken to see all tokens
@@ -143,7 +144,8 @@ def _weight_costs(model: nn.Module, num_tokens: int, has_replicas: bool) -> Iter
         elif owner is not None:
             yield _of_embedding(name, param, num_tokens)
         else:
-            yield _of_tensor(name, param, _products(known.owners(param), param, num_tokens))
+            product = _products(known.owners(param), param, num_tokens)
+            yield _of_tensor(name, param, product, is_reduced=not is_alone)
 
 
 def _products(owners: list[nn.Module], param: nn.Parameter, num_tokens: int) -> int:
@@ -188,13 +190,14 @@ def _of_embedding(name: str, param: nn.Parameter, num_tokens: int) -> WeightCost
     )
 
 
-def _of_tensor(name: str, param: nn.Parameter, product: int) -> WeightCost:
+def _of_tensor(name: str, param: nn.Parameter, product: int, *, is_reduced: bool) -> WeightCost:
     """As DenseGradient; its layer's second backward pass makes it again."""
     local = local_tensor(param, find_shards(param))
+    dtype = torch.promote_types(local.dtype, torch.float32) if is_reduced else local.dtype
     return WeightCost(
         name=name,
         shape=tuple(param.shape),
-        held_bytes=local.nbytes,
+        held_bytes=local.numel() * dtype.itemsize,
         is_pair=False,
         norm_ops=2 * local.numel(),
         is_gram=False,

@@ -17,8 +17,8 @@ from torch import Tensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.managed import Slot
 from ringcomm.optim.replicas import Replicas
+from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_facts import StepFacts
 from ringcomm.optim.step_options import StepOptions
 from ringcomm.optim.turns import SameWeights, Turns
@@ -94,8 +94,11 @@ class GradientPath:
             slot.autograd_in = torch._C._current_graph_task_id()
             if slot.arrived_in == slot.autograd_in and slot.num_arrived == self._num_parts:
                 self._complete_what_is_left([slot])
-            return  # or the fused uses, beside which autograd saw another, are still to come
+            else:  # the fused uses, beside which autograd saw another, are still to come
+                slot.await_more_grads()
+            return
         if slot.awaits_more():
+            slot.await_more_grads()
             return
         self._count(slot)
         if self._turns is not None:
@@ -104,7 +107,8 @@ class GradientPath:
             self._arrived_on_shards(slot.shards, slot)
         elif slot.num_arrived == self._num_parts:
             self._complete_what_is_left([slot])
-        # else autograd adds the next one
+        if slot.num_arrived < self._num_parts:
+            slot.await_more_grads()
 
     def _arrived_on_replica(self, turns: Turns, slot: Slot) -> None:
         if not turns.came(slot):
@@ -121,6 +125,7 @@ class GradientPath:
         for slot in turns.due(all_of_them=all_of_them):
             slot.num_arrived = self._num_parts
             grad = slot.take_grad() if slot.has_grad else torch.zeros_like(slot.param)
+            grad = grad.to(slot.grad_dtype)
             with _arithmetic(slot):
                 self.complete(slot, DenseGradient(grad))
 
@@ -142,13 +147,13 @@ class GradientPath:
             self._count(slot)
         gradient = _of_uses(slot, uses)
         with _arithmetic(slot):
-            if slot.has_grad:  # earlier micro-batches, or uses that autograd saw
-                gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
             is_beside = slot.autograd_in != slot.arrived_in and slot.autograd_will_bring()
-            if awaits_more or is_beside or slot.num_arrived < self._num_parts:
-                slot.param.grad = gradient.dense()
-            else:
-                self.complete(slot, gradient)
+            is_last = not (awaits_more or is_beside or slot.num_arrived < self._num_parts)
+            if slot.has_grad or not is_last:  # micro-batches, or uses that autograd sees
+                slot.add_grad(gradient.dense())
+            if is_last:
+                is_sum = slot.has_grad
+                self.complete(slot, DenseGradient(slot.take_grad()) if is_sum else gradient)
 
     def _count(self, slot: Slot) -> None:
         """One more gradient of this weight.
@@ -180,7 +185,8 @@ class GradientPath:
         if self._pass != "facts":  # which leaves a gradient for the next one
             slot.mark_spent()
         if slot.shards is not None:
-            local = slot.shards.reduce_scatter(slot.param, gradient.dense())
+            grad = gradient.dense().to(slot.grad_dtype)
+            local = slot.shards.reduce_scatter(slot.param, grad)
             slot.shards.release(slot.param)
             self._reduced(slot, DenseGradient(local))
         elif self.replicas is None:

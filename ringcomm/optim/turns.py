@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ringcomm.optim.managed import Slot
+from ringcomm.optim.slot import Slot
 
 
 def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:

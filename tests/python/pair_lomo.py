@@ -34,6 +34,7 @@ TABLE = Table(
         "optimizer": ("Lomo", "AdaLomo"),
         "weights in": ("replicas", "WeightShards", "fully_shard", "replicas without group="),
         "dtype": ("float32", "bfloat16 weights"),
+        "reduce dtype": ("default", "16 bits"),
         "rounding": ("nearest", "stochastic", "split"),
         "accumulation": ("1", "3"),
         "clipping": ("none", "norm", "norm in two passes", "value", "torch"),
@@ -127,6 +128,7 @@ TABLE = Table(
     ),
     meaningless=(
         Meaningless({"dtype": ("float32",), "rounding": ("stochastic", "split")}),
+        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
         Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
         Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
         Meaningless({"clipping": ("norm in two passes",), "loss scale": ("dynamic by layer",)}),
@@ -139,6 +141,8 @@ def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
     options: dict[str, Any] = {"accumulation_steps": int(case["accumulation"])}
     if case["weights in"] == "replicas":
         options["group"] = group
+    if case["reduce dtype"] == "16 bits":
+        options["reduce_dtype"] = DTYPES[case["dtype"]]
     if case["overlap"] == "yes":
         options["overlap"] = True
     if case["rounding"] == "stochastic":
