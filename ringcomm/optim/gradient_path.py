@@ -19,10 +19,9 @@ from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.slot import Slot
-from ringcomm.optim.step_facts import StepFacts
+from ringcomm.optim.step_facts import Groups, StepFacts
 from ringcomm.optim.step_options import StepOptions
 from ringcomm.optim.turns import SameWeights, Turns
-from ringcomm.parallel import WeightShards
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -66,7 +65,7 @@ class GradientPath:
         self.slots: list[Slot] = []
         self.replicas: Replicas | None = None
         self._turns: Turns | None = None
-        self._same: dict[WeightShards, SameWeights] = {}
+        self._same: dict[Groups, SameWeights] = {}
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
         self._updater = updater
@@ -104,7 +103,9 @@ class GradientPath:
         if self._turns is not None:
             self._arrived_on_replica(self._turns, slot)
         elif slot.shards is not None:
-            self._arrived_on_shards(slot.shards, slot)
+            if slot.num_arrived == self._num_parts:
+                self._expect(slot)
+                self._complete_what_is_left([slot])
         elif slot.num_arrived == self._num_parts:
             self._complete_what_is_left([slot])
         if slot.num_arrived < self._num_parts:
@@ -129,16 +130,18 @@ class GradientPath:
             with _arithmetic(slot):
                 self.complete(slot, DenseGradient(grad))
 
-    def _arrived_on_shards(self, shards: WeightShards, slot: Slot) -> None:
-        same = self._same.setdefault(shards, SameWeights())
-        if not same.expects(slot):
-            if slot.num_arrived < self._num_parts:
-                return
-            same.agree(self._slots_of(shards), slot, shards.group)
-        self._complete_what_is_left([slot])
+    def whole_arrived(self, slot: Slot) -> None:
+        """See managed.Consumer."""
+        self._expect(slot)
 
-    def _slots_of(self, shards: WeightShards) -> list[Slot]:
-        return [slot for slot in self.slots if slot.shards is shards]
+    def _expect(self, slot: Slot) -> None:
+        """A gradient of a shard is here: the ranks have agreed on it, or do so now."""
+        same = self._same.setdefault(slot.peers, SameWeights(slot.peers))
+        if not same.expects(slot):
+            same.agree(self._slots_of(slot.peers), slot)
+
+    def _slots_of(self, peers: Groups) -> list[Slot]:
+        return [slot for slot in self.slots if slot.peers == peers]
 
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """See managed.Consumer."""
@@ -262,11 +265,10 @@ class GradientPath:
                 self._turns.agree(self.slots, None)
                 self._take_turns(self._turns, all_of_them=True)
             return
-        for shards in dict.fromkeys(slot.shards for slot in self.slots):
-            same = None if shards is None else self._same.setdefault(shards, SameWeights())
-            if same is not None and self._expects_gradients and not same.has_agreed:
-                assert shards is not None
-                same.agree(self._slots_of(shards), None, shards.group)
+        for peers in dict.fromkeys(slot.peers for slot in self.slots if slot.peers):
+            same = self._same.setdefault(peers, SameWeights(peers))
+            if self._expects_gradients and not same.has_agreed:
+                same.agree(self._slots_of(peers), None)
         self._complete_what_is_left(self.slots)
 
     @property

@@ -21,6 +21,7 @@ from ringcomm.optim.managed import (
     check_dtypes,
     run_all,
     split_model,
+    watch_units,
 )
 from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.rounding import rounding_seed
@@ -237,6 +238,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             is_alone = self._path.replicas is None and slot.shards is None
             owner = self._weights.fusable_owner(slot.param) if is_alone else None
             self._undo += attach(slot, self._path, self._weights.owners(slot.param), owner)
+        if units := self._weights.units():
+            self._undo.append(watch_units(units, self._weights.places(new), self._path))
 
     def _check_replicas(self, group: dist.ProcessGroup, new: list[Slot]) -> None:
         self._weights.check_replicas(type(self).__name__)

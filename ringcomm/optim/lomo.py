@@ -95,8 +95,8 @@ class Lomo(InBackwardOptimizer):
     - RuntimeError before a weight is written: the first gradient is not finite and there is no loss
       scale, the loss was not scaled, or clip_mode="two_pass" and not opt.backward().
     - RuntimeError before that weight is written: it has been updated in this step already.
-    - RuntimeError on all ranks before a weight is written: a weight of WeightShards gets a gradient
-      on some ranks only.
+    - RuntimeError on all ranks before a weight is written: a weight of WeightShards or fully_shard
+      gets a gradient on some ranks only.
     - ValueError: the learning rate has become negative or NaN; or, of an optimizer made before
       init_process_group(), as the constructor.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,6 +23,7 @@ from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.model_experts import refuse_experts
 from ringcomm.parallel.model_axes import axes_of, tied_over_stages
 from ringcomm.parallel.tensor.splits import refuse_decisions, split_params
+from ringcomm.parallel.whole_weights import watch_whole_weights
 
 
 class Consumer(Protocol):
@@ -32,6 +35,12 @@ class Consumer(Protocol):
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """The uses of a fused layer's weight are complete."""
 
+    def whole_arrived(self, slot: Slot) -> None:
+        """Autograd has made a whole gradient, which fully_shard will reduce."""
+
+
+# A module, and under which name it has a weight.
+Place = tuple[nn.Module, str]
 
 _consumers = WeakIdKeyDictionary()  # parameter -> weak reference to its consumer
 
@@ -48,7 +57,7 @@ class ModelWeights:
             )
         self._model = model
         self._names: dict[nn.Parameter, str] = {}
-        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self._places: dict[nn.Parameter, list[Place]] = {}
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}
@@ -86,16 +95,18 @@ class ModelWeights:
     ) -> None:
         """Raises ValueError where the ranks of a job would train replicas that drift apart."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        alone = (s for s in slots if s.shards is None and not isinstance(s.param, DTensor))
-        first = next(alone, None)
-        if world_size == 1 or first is None:
+        new = [slot for slot in slots if slot.shards is None]
+        if world_size == 1 or not new:
             return
         if self._model is None:
             raise ValueError(
                 f"{optimizer} was given parameters and no model in a job of {world_size} ranks,"
-                " where it could not see a DistributedDataParallel: give the model, or model="
-                " beside parameters"
+                " where it could not see a DistributedDataParallel, or what fully_shard reduces:"
+                " give the model, or model= beside parameters"
             )
+        first = next((slot for slot in new if not isinstance(slot.param, DTensor)), None)
+        if first is None:
+            return
         if group is not None:
             return
         self.check_replicas(optimizer)
@@ -164,6 +175,15 @@ class ModelWeights:
         """The layers that have it."""
         return [module for module, _ in self._places.get(param, [])]
 
+    def units(self) -> list[nn.Module]:
+        """Those of fully_shard."""
+        modules: Iterable[nn.Module] = () if self._model is None else self._model.modules()
+        return [module for module in modules if isinstance(module, FSDPModule)]
+
+    def places(self, slots: Iterable[Slot]) -> dict[Place, Slot]:
+        """Where the model has weights."""
+        return {place: slot for slot in slots for place in self._places.get(slot.param, [])}
+
     def fusable_owner(self, param: nn.Parameter) -> nn.Module | None:
         """The one layer that has it, if it is one whose weight gradient need not be made."""
         owners = self.owners(param)
@@ -198,6 +218,34 @@ def attach(
         slot.handle = handle = fuse(fusable, uses_arrived)
         undo.append(lambda: unfuse(handle))
     return undo
+
+
+def watch_units(
+    units: Iterable[nn.Module], slots: Mapping[Place, Slot], consumer: Consumer
+) -> Callable[[], Any]:
+    """Has whole gradients of fully_shard's units told to the consumer; returns what undoes it."""
+    told = weakref.ref(consumer)
+    undo: list[Callable[[], Any]] = []
+
+    def arrived(slot: Slot, _: Tensor) -> None:
+        if (found := told()) is not None:
+            found.whole_arrived(slot)
+
+    def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        slot = slots.get((module, name))
+        if slot is not None and slot.whole is not param:
+            slot.compute_as(param)
+            undo.append(param.register_post_accumulate_grad_hook(partial(arrived, slot)).remove)
+
+    for unit in units:
+        for module in unit.modules():
+            for name in module._parameters:
+                if (slot := slots.get((module, name))) is not None:
+                    param: Any = slot.param
+                    mesh = param.device_mesh
+                    slot.peers = tuple(mesh.get_group(i) for i in range(mesh.ndim))
+        undo.append(watch_whole_weights(unit, seen))
+    return partial(run_all, undo)
 
 
 def run_all(actions: list[Callable[[], Any]]) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
+from ringcomm.optim.step_facts import Groups
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder, GradientSum
 
@@ -30,6 +31,8 @@ class Slot:
         autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
         first_use: when a layer first used it in this step, a running number; 0 for not seen.
         grad_dtype: what several gradients are added up in, and reduced in over ranks.
+        peers: of a shard, the groups of the mesh whose ranks have the others.
+        whole: of fully_shard, the parameter that computes, once its unit has run.
         spent: what .grad is between the use of the gradient and forget().
     """
 
@@ -45,6 +48,8 @@ class Slot:
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
+        self.peers: Groups = () if self.shards is None else (self.shards.group,)
+        self.whole: nn.Parameter | None = None
         self.layout: Layout = layout_of(param, split)
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
         self.handle: Handle | None = None
@@ -121,17 +126,22 @@ class Slot:
         """Whether the gradient that arrives now is one of a reentrant checkpoint's own pass."""
         return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
 
+    def compute_as(self, whole: nn.Parameter) -> None:
+        """Autograd brings gradients to this parameter, which fully_shard reduces."""
+        self.whole, self._node_is_for = whole, None
+
     def will_come(self, task: int) -> bool:
         """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
         return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
 
     def autograd_will_bring(self) -> bool:
         """Whether the backward pass that runs now brings a gradient to the parameter itself."""
-        if not self.param.requires_grad:
+        param = self.param if self.whole is None else self.whole
+        if not param.requires_grad:
             return False
-        current = self.param.dtype, self.param.device  # a weight that moves gets a new node
+        current = param.dtype, param.device  # a weight that moves gets a new node
         if self._node_is_for != current:
-            self._node = torch.autograd.graph.get_gradient_edge(self.param).node
+            self._node = torch.autograd.graph.get_gradient_edge(param).node
             self._node_is_for = current
         return bool(torch._C._will_engine_execute_node(self._node))
 

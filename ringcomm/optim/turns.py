@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ringcomm.optim.slot import Slot
+from ringcomm.optim.step_facts import Groups
 
 
 def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
@@ -29,12 +30,13 @@ def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
     return [slot for slot in slots if slot is not arrived and slot.will_come(task)]
 
 
-def _maximum(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The largest of the ranks' values, each. Collective."""
+def _maximum(values: list[int], groups: Groups, device: torch.device) -> list[int]:
+    """The largest of the values, each, of all ranks of a mesh with these groups. Collective."""
     tensor = torch.tensor(values, dtype=torch.int32, device=device)
     if isinstance(tensor, FakeTensor):
         return values
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    for group in groups:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     found: list[int] = tensor.tolist()
     return found
 
@@ -82,7 +84,7 @@ class Turns:
         for slot in slots:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
                 positions[slot.index] = len(slots)
-        found = _maximum(has + positions, self._group, slots[0].local.device)
+        found = _maximum(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
         self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
@@ -124,7 +126,9 @@ class SameWeights:
     Gathers of weights lie between the gradients, so that ranks cannot wait for each other's turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
+        """`groups` are those of a mesh, whose ranks share the weights."""
+        self._groups = groups
         self._expected: set[Slot] = set()
         self.has_agreed = False
 
@@ -134,15 +138,12 @@ class SameWeights:
         self._expected.discard(slot)
         return is_expected
 
-    def agree(
-        self, slots: Collection[Slot], arrived: Slot | None, group: dist.ProcessGroup
-    ) -> None:
-        """Compares which weights get a gradient in this pass, which at step(), and which none.
+    def agree(self, slots: Collection[Slot], arrived: Slot | None) -> None:
+        """Compares which weights have or will get a gradient, in how many backward passes.
 
         Args:
             slots: the weights of the shards.
             arrived: the weight whose gradient has just come; None outside of a backward pass.
-            group: of the shards.
 
         Raises:
             RuntimeError: on all ranks, where they differ; nothing has been written in this pass.
@@ -150,16 +151,22 @@ class SameWeights:
         Collective.
         """
         expected = {*coming(slots, arrived), *([] if arrived is None else [arrived])}
-        when = [2 if slot in expected else int(slot.has_grad) for slot in slots]
+        task = torch._C._current_graph_task_id()
+        mine = []
+        for slot in slots:
+            num_before = slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task)
+            is_by_hand = slot.num_arrived == 0 and slot.has_grad
+            mine.append(4 * num_before + 2 * (slot in expected) + is_by_hand)
         device = next(iter(slots)).local.device
-        found = _maximum([*when, *(2 - value for value in when)], group, device)
-        high, low = found[: len(when)], found[len(when) :]
+        found = _maximum([*mine, *(-value for value in mine)], self._groups, device)
+        high, low = found[: len(mine)], found[len(mine) :]
         for slot, most, least in zip(slots, high, low, strict=True):
-            if most != 2 - least:
+            if most != -least:
                 raise RuntimeError(
-                    f"{slot.name} gets a gradient on some ranks of its WeightShards only, and no"
-                    " weight has been written: let every rank use it in every backward pass (add 0"
-                    " times it to the loss), or train replicas with group="
+                    f"{slot.name} gets a gradient on some ranks only, which WeightShards and"
+                    " fully_shard cannot reduce, and no weight has been written: let every rank use"
+                    " it in every backward pass (add 0 times it to the loss), or train replicas"
+                    " with group="
                 )
         self._expected = expected.difference([arrived])
         self.has_agreed = True
