@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_facts import Groups
+from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, progress
 
 
 def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
@@ -28,17 +29,6 @@ def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
         return []
     task = torch._C._current_graph_task_id()
     return [slot for slot in slots if slot is not arrived and slot.will_come(task)]
-
-
-def _maximum(values: list[int], groups: Groups, device: torch.device) -> list[int]:
-    """The largest of the values, each, of all ranks of a mesh with these groups. Collective."""
-    tensor = torch.tensor(values, dtype=torch.int32, device=device)
-    if isinstance(tensor, FakeTensor):
-        return values
-    for group in groups:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    found: list[int] = tensor.tolist()
-    return found
 
 
 class Turns:
@@ -84,7 +74,7 @@ class Turns:
         for slot in slots:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
                 positions[slot.index] = len(slots)
-        found = _maximum(has + positions, (self._group,), slots[0].local.device)
+        found = largest_of(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
         self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
@@ -152,22 +142,22 @@ class SameWeights:
         """
         expected = {*coming(slots, arrived), *([] if arrived is None else [arrived])}
         task = torch._C._current_graph_task_id()
-        mine = []
-        for slot in slots:
-            num_before = slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task)
-            is_by_hand = slot.num_arrived == 0 and slot.has_grad
-            mine.append(4 * num_before + 2 * (slot in expected) + is_by_hand)
-        device = next(iter(slots)).local.device
-        found = _maximum([*mine, *(-value for value in mine)], self._groups, device)
-        high, low = found[: len(mine)], found[len(mine) :]
-        for slot, most, least in zip(slots, high, low, strict=True):
-            if most != -least:
-                raise RuntimeError(
-                    f"{slot.name} gets a gradient on some ranks only, which WeightShards and"
-                    " fully_shard cannot reduce, and no weight has been written: let every rank use"
-                    " it in every backward pass (add 0 times it to the loss), or train replicas"
-                    " with group="
-                )
+        mine = [
+            progress(
+                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
+                is_coming=slot in expected,
+                is_by_hand=slot.num_arrived == 0 and slot.has_grad,
+            )
+            for slot in slots
+        ]
+        check_same_gradients(
+            [slot.name for slot in slots],
+            mine,
+            self._groups,
+            next(iter(slots)).local.device,
+            who="WeightShards or fully_shard",
+            instead="train replicas with group=",
+        )
         self._expected = expected.difference([arrived])
         self.has_agreed = True
 
