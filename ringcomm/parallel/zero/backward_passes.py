@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.same_gradients import largest_of
 from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.gradient_hooks import GradientHooks, remove_hooks
 
@@ -94,7 +93,10 @@ class BackwardPasses:
         mine = [int(is_pass)]
         mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
         mine += [bucket.is_fresh for bucket in self._buckets]
-        return largest_of(mine, (self._group,), device_of(self._group))
+        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = facts.tolist()
+        return found
 
     # ---- by pass
 

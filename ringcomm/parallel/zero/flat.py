@@ -30,7 +30,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
     operator where the group has it (ringcomm, on CPUs) and nothing is to be known first. Otherwise,
     and at stage 2, shards are updated in between.
 
-    A step begins with one MAX all_reduce of 4 bytes for each weight and bucket. It tells all ranks
+    A step begins with one MAX all_reduce of a byte for each weight and bucket. It tells all ranks
     which weights have a gradient on any rank, and which buckets have gradients to reduce. At stage
     2 so does each backward pass, for ranks that make fewer of them.
     """
