@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.local_experts import LocalExperts
 
 __all__ = ["expert_parameters", "ignore_in_ddp", "refuse_experts", "split_experts"]
@@ -41,9 +39,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     names = list(expert_parameters(model))
     for name, experts in split_experts(model).items():
         names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    set_ignored_in_ddp(model, names + ignored_in_ddp(model))
 
 
 def refuse_experts(model: nn.Module, system: str) -> None:
