@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder, GradientSum
 
 
 def live_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of memory that tensors keep alive here; storage that several share counts once."""
     storages = {}
     for tensor in tensors:
-        if tensor is not None and not isinstance(tensor, GradientPlaceholder):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.total if isinstance(local, GradientSum) else local
+        if local is not None and not isinstance(local, GradientPlaceholder):
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

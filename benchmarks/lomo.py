@@ -72,6 +72,29 @@ def _ours(
     return make
 
 
+def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
+    """Lomo whose ranks take it, after two steps, that all have the same gradients again."""
+    made = Lomo(model, LEARNING_RATE, group=group)
+    turns = made._path._turns
+    if turns is None:
+        return made
+    agree = turns.agree
+    orders: list[Any] = []
+
+    def again(slots: Any, arrived: Any) -> None:
+        if len(orders) < 2:
+            agree(slots, arrived)
+            orders.append(list(turns._due))
+            return
+        turns._due.extend(orders[-1])
+        turns._awaited = {*slots} - {arrived}
+        turns.has_agreed = True
+
+    turns.agree = again  # type: ignore[method-assign]
+    return made
+
+
+NO_AGREEMENT = "Lomo, no agreement"
 WAYS: dict[str, Way] = {
     SUBJECT: Way(_ours(Lomo), "SGD"),
     "Lomo, overlapped": Way(_ours(Lomo, overlap=True), "SGD"),
@@ -83,6 +106,7 @@ WAYS: dict[str, Way] = {
     "SGD": Way(_torch("sgd"), "SGD"),
     "SGD, clip": Way(_torch("sgd"), "SGD, clip", clips=True),
     "AdamW": Way(_torch("adamw")),
+    NO_AGREEMENT: Way(_without_agreement, "SGD"),
 }
 
 
@@ -176,7 +200,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ends the process with a message when it makes no sense."""
     parser = harness.make_parser(__doc__, seconds=60.0, per="run, for all ways")
     add = parser.add_argument
-    add("--ways", type=as_option(words_of_ways), default=";".join(WAYS), help="separated by ;")
+    add(
+        "--ways",
+        type=as_option(words_of_ways),
+        default=";".join(w for w in WAYS if w != NO_AGREEMENT),
+        help="separated by ;",
+    )
     add("--world", type=int, default=2, help="ranks, all on this machine")
     add("--size", choices=list(PRESETS), default="4.6M", help="parameters of the model")
     add("--rows", type=int, default=4, help="rows of a rank's batch")

@@ -97,11 +97,10 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
                 " apart: say group=dist.group.WORLD"
             )
         accelerator.backward = partial(_backward, accelerator, optimizer)
-        accelerator.clip_grad_norm_ = partial(_clip_in_backward, optimizer)
     else:
         accelerator.backward = partial(_scaled_backward, accelerator.backward, optimizer)
-        accelerator.clip_grad_norm_ = partial(_clip_sharded, optimizer)
         accelerator.save_state = _refuse_save
+    accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer)
     accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
     accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
 
@@ -123,33 +122,25 @@ def _scaled_backward(backward: Any, optimizer: ZeroOptimizer, loss: Tensor, **op
     backward(optimizer.scale(loss), **options)
 
 
-def _clip_in_backward(
-    optimizer: InBackwardOptimizer,
+def _clip_grad_norm(
+    optimizer: InBackwardOptimizer | ZeroOptimizer,
     parameters: Iterable[Tensor] | Tensor,
     max_norm: float,
     norm_type: float = 2,
-) -> None:
-    """Raises ValueError where that is not what the optimizer does at step()."""
-    name, own = type(optimizer).__name__, optimizer.options.clip_grad_norm
+) -> Tensor | None:
+    """Clips, or raises ValueError where Lomo's step() would not clip like that."""
     _check_whole(optimizer, parameters)
-    if norm_type != 2 or (max_norm not in (own, math.inf)):
-        raise ValueError(
-            f"clip_grad_norm_() with max_norm {max_norm} and norm_type {norm_type} finds no"
-            f" gradients, which {name} has used: make it with clip_grad_norm={max_norm}"
-        )
-
-
-def _clip_sharded(
-    optimizer: Any,
-    parameters: Iterable[Tensor] | Tensor,
-    max_norm: float,
-    norm_type: float = 2,
-) -> Tensor:
-    _check_whole(optimizer, parameters)
+    name = type(optimizer).__name__
     if norm_type != 2:
-        raise ValueError(f"sharded gradients are clipped by their 2-norm, got {norm_type}")
-    found: Tensor = optimizer.clip_grad_norm_(max_norm)
-    return found
+        raise ValueError(f"{name} clips by the 2-norm of all gradients, got norm_type {norm_type}")
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    if max_norm not in (optimizer.options.clip_grad_norm, math.inf):
+        raise ValueError(
+            f"clip_grad_norm_() with max_norm {max_norm} finds no gradients, which {name} has used:"
+            f" make it with clip_grad_norm={max_norm}"
+        )
+    return None
 
 
 def _clip_value(optimizer: Any, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:

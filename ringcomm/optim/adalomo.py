@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ringcomm.ops.updates.adalomo import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.managed import Slot
+from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_options import StepArguments, StepOptions
 
 _ops: Any = torch.ops.ringcomm

@@ -17,12 +17,11 @@ from torch import Tensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.managed import Slot
 from ringcomm.optim.replicas import Replicas
-from ringcomm.optim.step_facts import StepFacts
+from ringcomm.optim.slot import Slot
+from ringcomm.optim.step_facts import Groups, StepFacts
 from ringcomm.optim.step_options import StepOptions
 from ringcomm.optim.turns import SameWeights, Turns
-from ringcomm.parallel import WeightShards
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -66,7 +65,7 @@ class GradientPath:
         self.slots: list[Slot] = []
         self.replicas: Replicas | None = None
         self._turns: Turns | None = None
-        self._same: dict[WeightShards, SameWeights] = {}
+        self._same: dict[Groups, SameWeights] = {}
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
         self._updater = updater
@@ -94,17 +93,23 @@ class GradientPath:
             slot.autograd_in = torch._C._current_graph_task_id()
             if slot.arrived_in == slot.autograd_in and slot.num_arrived == self._num_parts:
                 self._complete_what_is_left([slot])
-            return  # or the fused uses, beside which autograd saw another, are still to come
+            else:  # the fused uses, beside which autograd saw another, are still to come
+                slot.await_more_grads()
+            return
         if slot.awaits_more():
+            slot.await_more_grads()
             return
         self._count(slot)
         if self._turns is not None:
             self._arrived_on_replica(self._turns, slot)
         elif slot.shards is not None:
-            self._arrived_on_shards(slot.shards, slot)
+            if slot.num_arrived == self._num_parts:
+                self._expect(slot)
+                self._complete_what_is_left([slot])
         elif slot.num_arrived == self._num_parts:
             self._complete_what_is_left([slot])
-        # else autograd adds the next one
+        if slot.num_arrived < self._num_parts:
+            slot.await_more_grads()
 
     def _arrived_on_replica(self, turns: Turns, slot: Slot) -> None:
         if not turns.came(slot):
@@ -121,19 +126,22 @@ class GradientPath:
         for slot in turns.due(all_of_them=all_of_them):
             slot.num_arrived = self._num_parts
             grad = slot.take_grad() if slot.has_grad else torch.zeros_like(slot.param)
+            grad = grad.to(slot.grad_dtype)
             with _arithmetic(slot):
                 self.complete(slot, DenseGradient(grad))
 
-    def _arrived_on_shards(self, shards: WeightShards, slot: Slot) -> None:
-        same = self._same.setdefault(shards, SameWeights())
-        if not same.expects(slot):
-            if slot.num_arrived < self._num_parts:
-                return
-            same.agree(self._slots_of(shards), slot, shards.group)
-        self._complete_what_is_left([slot])
+    def whole_arrived(self, slot: Slot) -> None:
+        """See managed.Consumer."""
+        self._expect(slot)
 
-    def _slots_of(self, shards: WeightShards) -> list[Slot]:
-        return [slot for slot in self.slots if slot.shards is shards]
+    def _expect(self, slot: Slot) -> None:
+        """A gradient of a shard is here: the ranks have agreed on it, or do so now."""
+        same = self._same.setdefault(slot.peers, SameWeights(slot.peers))
+        if not same.expects(slot):
+            same.agree(self._slots_of(slot.peers), slot)
+
+    def _slots_of(self, peers: Groups) -> list[Slot]:
+        return [slot for slot in self.slots if slot.peers == peers]
 
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """See managed.Consumer."""
@@ -142,13 +150,13 @@ class GradientPath:
             self._count(slot)
         gradient = _of_uses(slot, uses)
         with _arithmetic(slot):
-            if slot.has_grad:  # earlier micro-batches, or uses that autograd saw
-                gradient = DenseGradient(slot.take_grad().add_(gradient.dense()))
             is_beside = slot.autograd_in != slot.arrived_in and slot.autograd_will_bring()
-            if awaits_more or is_beside or slot.num_arrived < self._num_parts:
-                slot.param.grad = gradient.dense()
-            else:
-                self.complete(slot, gradient)
+            is_last = not (awaits_more or is_beside or slot.num_arrived < self._num_parts)
+            if slot.has_grad or not is_last:  # micro-batches, or uses that autograd sees
+                slot.add_grad(gradient.dense())
+            if is_last:
+                is_sum = slot.has_grad
+                self.complete(slot, DenseGradient(slot.take_grad()) if is_sum else gradient)
 
     def _count(self, slot: Slot) -> None:
         """One more gradient of this weight.
@@ -180,7 +188,8 @@ class GradientPath:
         if self._pass != "facts":  # which leaves a gradient for the next one
             slot.mark_spent()
         if slot.shards is not None:
-            local = slot.shards.reduce_scatter(slot.param, gradient.dense())
+            grad = gradient.dense().to(slot.grad_dtype)
+            local = slot.shards.reduce_scatter(slot.param, grad)
             slot.shards.release(slot.param)
             self._reduced(slot, DenseGradient(local))
         elif self.replicas is None:
@@ -256,11 +265,10 @@ class GradientPath:
                 self._turns.agree(self.slots, None)
                 self._take_turns(self._turns, all_of_them=True)
             return
-        for shards in dict.fromkeys(slot.shards for slot in self.slots):
-            same = None if shards is None else self._same.setdefault(shards, SameWeights())
-            if same is not None and self._expects_gradients and not same.has_agreed:
-                assert shards is not None
-                same.agree(self._slots_of(shards), None, shards.group)
+        for peers in dict.fromkeys(slot.peers for slot in self.slots if slot.peers):
+            same = self._same.setdefault(peers, SameWeights(peers))
+            if self._expects_gradients and not same.has_agreed:
+                same.agree(self._slots_of(peers), None)
         self._complete_what_is_left(self.slots)
 
     @property

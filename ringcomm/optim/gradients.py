@@ -19,7 +19,7 @@ class Gradient(Protocol):
         """What it keeps in memory."""
 
     def dense(self) -> Tensor:
-        """As a tensor of the weight's shape and dtype."""
+        """As a tensor of the weight's shape; float32 if several were added, else its dtype."""
 
     def square_sum(self) -> Tensor:
         """The sum of its squares, float64, shape ()."""

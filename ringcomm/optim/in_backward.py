@@ -17,15 +17,15 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.layouts import overlap
 from ringcomm.optim.managed import (
     ModelWeights,
-    Slot,
     attach,
-    checked_dtypes,
-    refuse_ddp,
+    check_dtypes,
     run_all,
     split_model,
+    watch_units,
 )
 from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.rounding import rounding_seed
+from ringcomm.optim.slot import Slot, refuse_ddp
 from ringcomm.optim.step_options import StepOptions
 
 
@@ -219,14 +219,18 @@ class InBackwardOptimizer(torch.optim.Optimizer):
                     name = self._weights.name_of(param, index)
                     self._weights.check(param, name)
                     split = splits.get(param)
-                    new.append(Slot(param, name, index, group_idx, split, type(self).__name__))
+                    kind, dtype = type(self).__name__, self.options.reduce_dtype
+                    new.append(Slot(param, name, index, group_idx, split, kind, dtype))
         if self.options.clip_grad_norm is not None or self.options.loss_scale is not None:
             self._weights.check_decisions(type(self).__name__, splits)
         self._check_ranks(new)
         if isinstance(self.options.group, dist.ProcessGroup):
             self._check_replicas(self.options.group, new)
         self._path.slots += new
-        checked_dtypes(self._path.slots, self.options.stochastic_rounding, self.options.master)
+        options = self.options
+        check_dtypes(
+            self._path.slots, options.stochastic_rounding, options.master, options.reduce_dtype
+        )
         for slot in new:
             self.check_lr(slot)
             self.state[slot.param].update(self._new_state(slot))
@@ -234,13 +238,16 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             is_alone = self._path.replicas is None and slot.shards is None
             owner = self._weights.fusable_owner(slot.param) if is_alone else None
             self._undo += attach(slot, self._path, self._weights.owners(slot.param), owner)
+        if units := self._weights.units():
+            self._undo.append(watch_units(units, self._weights.places(new), self._path))
 
     def _check_replicas(self, group: dist.ProcessGroup, new: list[Slot]) -> None:
         self._weights.check_replicas(type(self).__name__)
         for slot in new:
             if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
                 raise ValueError(f"{slot.name} is sharded, and its shards know their group")
-        largest = max(slot.param.nbytes for slot in [*self._path.slots, *new])
+        slots = [*self._path.slots, *new]
+        largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
         is_overlapped = self.options.overlap
         if is_overlapped is None:  # ranks on CPUs have no core to spare for it
             is_overlapped = new[0].param.device.type != "cpu"

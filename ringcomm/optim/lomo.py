@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.managed import Slot
 from ringcomm.optim.replicas import Replicas
+from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_options import StepArguments, StepOptions
 
 _ops: Any = torch.ops.ringcomm
@@ -58,8 +58,11 @@ class Lomo(InBackwardOptimizer):
         overflow: what Inf or NaN in a scaled gradient does. "veto" (the default): no weight and no
             state changes on any rank; costs what clip_mode says. "skip_layer": the weights that
             have it are left out, in the backward pass.
-        accumulation_steps: micro-batches per step(). Their gradients are kept and added like
-            torch's until the last one's are consumed: all gradients' memory.
+        accumulation_steps: micro-batches per step(). Their gradients are kept, and added in
+            `reduce_dtype`, until the last one's are consumed: all gradients' memory.
+        reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
+            16-bit weights halves the memory of accumulated gradients, and the bytes of reductions.
+            Weights of fully_shard are reduced in what its MixedPrecisionPolicy says.
         group: ranks with replicas: gradients are averaged over it inside the backward pass, one by
             one. Replicas stay equal to the last bit. A weight without a gradient on some ranks
             counts as zeros there; without one on all ranks it is left alone. Not for weights of
@@ -78,8 +81,9 @@ class Lomo(InBackwardOptimizer):
     Raises:
         ValueError: an argument is out of range or excludes another, a parameter is none of the
             model, has an optimizer of this kind already, or does not require grad, the model makes
-            sparse gradients, or is a DistributedDataParallel; in a job of several ranks there is no
-            group= for replicated weights, or no model.
+            sparse gradients, or is a DistributedDataParallel; reduce_dtype is neither float32 nor
+            the dtype of every weight; in a job of several ranks there is no group= for replicated
+            weights, or no model.
 
     In the model's forward pass, before a weight is written:
 
@@ -91,8 +95,8 @@ class Lomo(InBackwardOptimizer):
     - RuntimeError before a weight is written: the first gradient is not finite and there is no loss
       scale, the loss was not scaled, or clip_mode="two_pass" and not opt.backward().
     - RuntimeError before that weight is written: it has been updated in this step already.
-    - RuntimeError on all ranks before a weight is written: a weight of WeightShards gets a gradient
-      on some ranks only.
+    - RuntimeError on all ranks before a weight is written: a weight of WeightShards or fully_shard
+      gets a gradient on some ranks only.
     - ValueError: the learning rate has become negative or NaN; or, of an optimizer made before
       init_process_group(), as the constructor.
 

@@ -2,152 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ringcomm.optim.fused_layers import Handle, Uses, fuse, is_fusable, unfuse
-from ringcomm.optim.gradients import Gradient
-from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
+from ringcomm.optim.fused_layers import Uses, fuse, is_fusable, unfuse
+from ringcomm.optim.layouts import Split
+from ringcomm.optim.slot import Slot
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import axes_of, tied_over_stages
 from ringcomm.parallel.tensor.splits import refuse_decisions, split_params
-
-_NO_BACKWARD = -1  # torch's id of no graph task
-_uses = itertools.count(1)
-
-
-class Slot:
-    """One weight, and where it stands in this step.
-
-    Attributes:
-        num_arrived: how many of its gradients have come in this step.
-        arrived_in: the backward pass that brought the last one, by torch's number.
-        autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
-        first_use: when a layer first used it in this step, a running number; 0 for not seen.
-        spent: what .grad is between the use of the gradient and forget().
-    """
-
-    def __init__(
-        self,
-        param: nn.Parameter,
-        name: str,
-        index: int,
-        group_idx: int,
-        split: Split | None,
-        optimizer: str,
-    ) -> None:
-        self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
-        self.shards = find_shards(param)
-        self.layout: Layout = layout_of(param, split)
-        self.handle: Handle | None = None
-        self.num_arrived = self.first_use = 0
-        self.held: Gradient | None = None
-        self.num_unseen_uses = 0
-        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
-        self.spent = _placeholder(param, name, optimizer)
-        self._node: Any = None
-        self._node_is_for: Any = None
-
-    @property
-    def local(self) -> Tensor:
-        """What this rank holds of the weight."""
-        return local_tensor(self.param, self.shards)
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether autograd has left a gradient that nobody has taken."""
-        grad = self.param.grad
-        return grad is not None and grad is not self.spent
-
-    def mark_spent(self) -> None:
-        """Has torch's clipping and the like raise until forget()."""
-        self.param.grad = self.spent
-
-    def take_grad(self) -> Tensor:
-        """The gradient that autograd has left, which is then gone."""
-        grad, self.param.grad = self.param.grad, None
-        assert grad is not None
-        return grad.to_local() if isinstance(grad, DTensor) else grad
-
-    def is_used(self, module: nn.Module, _: Any) -> None:
-        """The hook before a forward pass of a layer that has the weight."""
-        if torch.compiler.is_compiling():
-            return
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            refuse_ddp([self])
-        if not self.first_use:
-            self.first_use = next(_uses)
-        if torch.is_grad_enabled():
-            self._made_in = torch._C._current_graph_task_id()
-        elif module.training:
-            self.num_unseen_uses += 1
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether the gradient that arrives now is one of a reentrant checkpoint's own pass."""
-        return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
-
-    def will_come(self, task: int) -> bool:
-        """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
-        return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
-
-    def autograd_will_bring(self) -> bool:
-        """Whether the backward pass that runs now brings a gradient to the parameter itself."""
-        if not self.param.requires_grad:
-            return False
-        current = self.param.dtype, self.param.device  # a weight that moves gets a new node
-        if self._node_is_for != current:
-            self._node = torch.autograd.graph.get_gradient_edge(self.param).node
-            self._node_is_for = current
-        return bool(torch._C._will_engine_execute_node(self._node))
-
-    def awaits_more(self) -> bool:
-        """Called as a gradient arrives: whether this backward pass will bring more of it.
-
-        A reentrant checkpoint (Chen et al. 2016, as torch.utils.checkpoint had it first) runs each
-        segment without gradients, then again in a backward pass of its own inside the outer one.
-        So a weight of several segments arrives several times: as often as it was used unseen.
-        """
-        if self._made_in == _NO_BACKWARD or self._made_in == torch._C._current_graph_task_id():
-            return False
-        self.num_unseen_uses -= 1
-        return self.num_unseen_uses > 0
-
-    def forget(self) -> None:
-        """Ready for the next step."""
-        self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
-        self.held = None
-        if self.param.grad is self.spent:
-            self.param.grad = None
-        if self.handle is not None:
-            self.handle.forget()
-
-
-def _placeholder(param: nn.Parameter, name: str, optimizer: str) -> GradientPlaceholder:
-    return GradientPlaceholder(
-        param,
-        f"{optimizer} has used the gradient of {name} inside the backward pass:"
-        " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
-        f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer}; with"
-        " Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
-        " .accelerate first",
-        f"{name} got a gradient after its update: backward() ran again before step() (say"
-        " accumulation_steps), or a weight is used in several segments of a reentrant checkpoint"
-        " (use_reentrant=False)",
-    )
+from ringcomm.parallel.whole_weights import watch_whole_weights
 
 
 class Consumer(Protocol):
@@ -159,22 +35,12 @@ class Consumer(Protocol):
     def uses_arrived(self, slot: Slot, uses: Uses) -> None:
         """The uses of a fused layer's weight are complete."""
 
+    def whole_arrived(self, slot: Slot) -> None:
+        """Autograd has made a whole gradient, which fully_shard will reduce."""
 
-def refuse_ddp(slots: Iterable[Slot]) -> None:
-    """Raises ValueError inside a forward pass of a DistributedDataParallel that has a weight."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None:
-        return
-    theirs = set(ddp._module_parameters)
-    for slot in slots:
-        if slot.param in theirs:
-            raise ValueError(
-                f"DistributedDataParallel reduces the gradient of {slot.name}, which an optimizer"
-                " in the backward pass uses before: call the model without it and give the"
-                " optimizer group=; with Trainer and Accelerate call prepare() of"
-                " ringcomm.integrations.transformers or .accelerate"
-            )
 
+# A module, and under which name it has a weight.
+Place = tuple[nn.Module, str]
 
 _consumers = WeakIdKeyDictionary()  # parameter -> weak reference to its consumer
 
@@ -191,7 +57,7 @@ class ModelWeights:
             )
         self._model = model
         self._names: dict[nn.Parameter, str] = {}
-        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        self._places: dict[nn.Parameter, list[Place]] = {}
         if model is None:
             return
         self._names = {param: name for name, param in model.named_parameters()}
@@ -229,16 +95,18 @@ class ModelWeights:
     ) -> None:
         """Raises ValueError where the ranks of a job would train replicas that drift apart."""
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        alone = (s for s in slots if s.shards is None and not isinstance(s.param, DTensor))
-        first = next(alone, None)
-        if world_size == 1 or first is None:
+        new = [slot for slot in slots if slot.shards is None]
+        if world_size == 1 or not new:
             return
         if self._model is None:
             raise ValueError(
                 f"{optimizer} was given parameters and no model in a job of {world_size} ranks,"
-                " where it could not see a DistributedDataParallel: give the model, or model="
-                " beside parameters"
+                " where it could not see a DistributedDataParallel, or what fully_shard reduces:"
+                " give the model, or model= beside parameters"
             )
+        first = next((slot for slot in new if not isinstance(slot.param, DTensor)), None)
+        if first is None:
+            return
         if group is not None:
             return
         self.check_replicas(optimizer)
@@ -307,6 +175,15 @@ class ModelWeights:
         """The layers that have it."""
         return [module for module, _ in self._places.get(param, [])]
 
+    def units(self) -> list[nn.Module]:
+        """Those of fully_shard."""
+        modules: Iterable[nn.Module] = () if self._model is None else self._model.modules()
+        return [module for module in modules if isinstance(module, FSDPModule)]
+
+    def places(self, slots: Iterable[Slot]) -> dict[Place, Slot]:
+        """Where the model has weights."""
+        return {place: slot for slot in slots for place in self._places.get(slot.param, [])}
+
     def fusable_owner(self, param: nn.Parameter) -> nn.Module | None:
         """The one layer that has it, if it is one whose weight gradient need not be made."""
         owners = self.owners(param)
@@ -343,6 +220,34 @@ def attach(
     return undo
 
 
+def watch_units(
+    units: Iterable[nn.Module], slots: Mapping[Place, Slot], consumer: Consumer
+) -> Callable[[], Any]:
+    """Has whole gradients of fully_shard's units told to the consumer; returns what undoes it."""
+    told = weakref.ref(consumer)
+    undo: list[Callable[[], Any]] = []
+
+    def arrived(slot: Slot, _: Tensor) -> None:
+        if (found := told()) is not None:
+            found.whole_arrived(slot)
+
+    def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        slot = slots.get((module, name))
+        if slot is not None and slot.whole is not param:
+            slot.compute_as(param)
+            undo.append(param.register_post_accumulate_grad_hook(partial(arrived, slot)).remove)
+
+    for unit in units:
+        for module in unit.modules():
+            for name in module._parameters:
+                if (slot := slots.get((module, name))) is not None:
+                    param: Any = slot.param
+                    mesh = param.device_mesh
+                    slot.peers = tuple(mesh.get_group(i) for i in range(mesh.ndim))
+        undo.append(watch_whole_weights(unit, seen))
+    return partial(run_all, undo)
+
+
 def run_all(actions: list[Callable[[], Any]]) -> None:
     """Calls them and forgets them."""
     while actions:
@@ -374,8 +279,19 @@ def split_model(
     return model_or_params, params
 
 
-def checked_dtypes(slots: Iterable[Slot], stochastic_rounding: bool, master: str | None) -> None:
-    """Raises ValueError where an option for bfloat16 weights finds none."""
+def check_dtypes(
+    slots: Collection[Slot],
+    stochastic_rounding: bool,
+    master: str | None,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Raises ValueError where an option does not fit the weights' dtypes."""
+    for slot in slots:
+        if reduce_dtype not in (None, torch.float32, slot.param.dtype):
+            raise ValueError(
+                f"reduce_dtype is torch.float32 or {slot.param.dtype}, the dtype of {slot.name},"
+                f" got {reduce_dtype}"
+            )
     if not (stochastic_rounding or master):
         return
     option = "stochastic_rounding" if stochastic_rounding else 'master="split"'

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, TypedDict
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,6 +24,7 @@ class StepArguments(TypedDict, total=False):
     loss_scale: float | Literal["dynamic"] | None
     overflow: Literal["veto", "skip_layer"] | None
     accumulation_steps: int
+    reduce_dtype: torch.dtype | None
     group: dist.ProcessGroup | Literal["none"] | None
     overlap: bool | None
     splits: Mapping[nn.Parameter, Split] | None
@@ -46,6 +48,7 @@ class StepOptions:
     loss_scale: float | str | None = None
     overflow: str | None = None
     accumulation_steps: int = 1
+    reduce_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | str | None = None
     overlap: bool | None = None
     splits: Mapping[nn.Parameter, Split] | None = None

@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from ringcomm.optim.managed import Slot
+from ringcomm.optim.slot import Slot
+from ringcomm.optim.step_facts import Groups
+from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, progress
 
 
 def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
@@ -26,14 +28,6 @@ def coming(slots: Iterable[Slot], arrived: Slot | None) -> list[Slot]:
         return []
     task = torch._C._current_graph_task_id()
     return [slot for slot in slots if slot is not arrived and slot.will_come(task)]
-
-
-def _maximum(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
-    """The largest of the ranks' values, each. Collective."""
-    tensor = torch.tensor(values, dtype=torch.int32, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    found: list[int] = tensor.tolist()
-    return found
 
 
 class Turns:
@@ -78,7 +72,7 @@ class Turns:
         for slot in slots:
             if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
                 positions[slot.index] = len(slots)
-        found = _maximum(has + positions, self._group, slots[0].local.device)
+        found = largest_of(has + positions, (self._group,), slots[0].local.device)
         union = [slot for slot in slots if found[slot.index]]
         self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
         self._arrived = [] if arrived is None else [arrived.index]
@@ -120,7 +114,9 @@ class SameWeights:
     Gathers of weights lie between the gradients, so that ranks cannot wait for each other's turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Groups) -> None:
+        """`groups` are those of a mesh, whose ranks share the weights."""
+        self._groups = groups
         self._expected: set[Slot] = set()
         self.has_agreed = False
 
@@ -130,15 +126,12 @@ class SameWeights:
         self._expected.discard(slot)
         return is_expected
 
-    def agree(
-        self, slots: Collection[Slot], arrived: Slot | None, group: dist.ProcessGroup
-    ) -> None:
-        """Compares which weights get a gradient in this pass, which at step(), and which none.
+    def agree(self, slots: Collection[Slot], arrived: Slot | None) -> None:
+        """Compares which weights have or will get a gradient, in how many backward passes.
 
         Args:
             slots: the weights of the shards.
             arrived: the weight whose gradient has just come; None outside of a backward pass.
-            group: of the shards.
 
         Raises:
             RuntimeError: on all ranks, where they differ; nothing has been written in this pass.
@@ -146,17 +139,23 @@ class SameWeights:
         Collective.
         """
         expected = {*coming(slots, arrived), *([] if arrived is None else [arrived])}
-        when = [2 if slot in expected else int(slot.has_grad) for slot in slots]
-        device = next(iter(slots)).local.device
-        found = _maximum([*when, *(2 - value for value in when)], group, device)
-        high, low = found[: len(when)], found[len(when) :]
-        for slot, most, least in zip(slots, high, low, strict=True):
-            if most != 2 - least:
-                raise RuntimeError(
-                    f"{slot.name} gets a gradient on some ranks of its WeightShards only, and no"
-                    " weight has been written: let every rank use it in every backward pass (add 0"
-                    " times it to the loss), or train replicas with group="
-                )
+        task = torch._C._current_graph_task_id()
+        mine = [
+            progress(
+                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
+                is_coming=slot in expected,
+                is_by_hand=slot.num_arrived == 0 and slot.has_grad,
+            )
+            for slot in slots
+        ]
+        check_same_gradients(
+            [slot.name for slot in slots],
+            mine,
+            self._groups,
+            next(iter(slots)).local.device,
+            who="WeightShards or fully_shard",
+            instead="train replicas with group=",
+        )
         self._expected = expected.difference([arrived])
         self.has_agreed = True
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.sharded_unit import ShardedUnit
 
-__all__ = ["UnitHooks", "in_backward", "refuse_copy"]
+__all__ = ["UnitHooks", "in_backward", "refuse_copy", "untraced"]
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -47,10 +47,10 @@ def refuse_copy(*_: Any) -> NoReturn:
 
 # torch.compile runs such a function as it is. torch.compiler.disable would do the same, and import
 # the compiler at once.
-_untraced = partial(torch._disable_dynamo, recursive=False)
+untraced = partial(torch._disable_dynamo, recursive=False)
 
 
-@_untraced
+@untraced
 def refuse_compile() -> None:
     """Compiled code would keep freed weights for its backward pass, and read memory that is gone.
 
@@ -110,7 +110,7 @@ class UnitHooks:
 
     # ---- forward
 
-    @_untraced
+    @untraced
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -138,7 +138,7 @@ class UnitHooks:
         view.register_hook(partial(self._backward_left, use))
         return view
 
-    @_untraced
+    @untraced
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after a forward that failed, too: without an output then."""
         use = self._running.pop() if self._running else _Use()
@@ -157,7 +157,7 @@ class UnitHooks:
                 arrived = _weakly(self.grad_arrived)
                 self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
-    @_untraced
+    @untraced
     def _check_full(self, module: nn.Module, args: Any) -> None:
         refuse_compile()
         if self.unit.is_full:

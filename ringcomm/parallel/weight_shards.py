@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_units import check_params, default_units, params_of_units
@@ -33,14 +33,6 @@ def find_shards(param: Tensor) -> "WeightShards | None":
     """The WeightShards that the parameter is sharded by, None of an ordinary one."""
     reference = _shards_of_params.get(param)
     return None if reference is None else reference()
-
-
-def _ignored_in_ddp(model: nn.Module, names: list[str]) -> list[str]:
-    """Sets what DistributedDataParallel is not to look at; returns what that was."""
-    before: list[str] = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
-    return before
 
 
 class WeightShards:
@@ -120,7 +112,8 @@ class WeightShards:
             unit.free()
         # It would read freed weights. Without any it says that it is not needed.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._ignored_before = _ignored_in_ddp(model, names)
+        self._ignored_before = ignored_in_ddp(model)
+        set_ignored_in_ddp(model, names)
         self.units = units_made
         self._handles = self._guard_state_dicts()
         for param in self._hooks:
@@ -242,7 +235,7 @@ class WeightShards:
         for handle in self._handles:
             handle.remove()
         if self.units:
-            _ignored_in_ddp(self._model, self._ignored_before)
+            set_ignored_in_ddp(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts

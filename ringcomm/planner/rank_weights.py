@@ -135,6 +135,7 @@ def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:
 
 
 CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
+LOMO_REDUCE_BYTES = 4  # of an element: the default of Lomo's reduce_dtype
 NUM_CHUNKS = 3  # one comes, one is at work, one goes
 
 
@@ -239,7 +240,10 @@ def sent_of_weights(
         return 0
     if system.is_lomo or system.stage == 0:
         both = job.itemsize * ring_elems(part.num_elems, world_size)
-        return both * 3 // 2 if system.stage == 3 else both
+        if not system.is_lomo:
+            return both
+        reduced = LOMO_REDUCE_BYTES * ring_elems(part.num_elems, world_size) // 2
+        return reduced + (both if system.stage == 3 else both // 2)
     from ringcomm.parallel import zero
 
     is_elsewhere = system.weights != "device"
@@ -255,9 +259,13 @@ def sent_of_weights(
 
 
 def _of_lomo(part: RankPart, system: System, job: Job, world_size: int) -> Kept:
-    """16-bit weights are updated as they are; the gradient that lives is the largest."""
+    """16-bit weights are updated as they are; the gradient that lives is the largest.
+
+    Ranks reduce it in float32.
+    """
     e = job.itemsize
-    gradient = e * part.largest_elems
+    is_cast = e != LOMO_REDUCE_BYTES and world_size > 1
+    gradient = (e + LOMO_REDUCE_BYTES * is_cast) * part.largest_elems
     if system.stage == 0:
         return Kept(e * part.num_elems, gradient)
     # The weights outside of layers stay whole, as in ringcomm.parallel.WeightShards; and a layer's.

@@ -34,6 +34,7 @@ TABLE = Table(
         "optimizer": ("Lomo", "AdaLomo"),
         "weights in": ("replicas", "WeightShards", "fully_shard", "replicas without group="),
         "dtype": ("float32", "bfloat16 weights"),
+        "reduce dtype": ("default", "16 bits"),
         "rounding": ("nearest", "stochastic", "split"),
         "accumulation": ("1", "3"),
         "clipping": ("none", "norm", "norm in two passes", "value", "torch"),
@@ -101,32 +102,25 @@ TABLE = Table(
             "fully_shard, or no torch.compile",
         ),
         Refused(
-            {"weights in": ("WeightShards",), "gradients": ("none on rank 1",)},
+            {"weights in": ("WeightShards", "fully_shard"), "gradients": ("none on rank 1",)},
             "RuntimeError",
             "some ranks",
             "replicas with group=, or a loss that uses every weight on every rank",
         ),
         Refused(
-            {"weights in": ("WeightShards",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
-            "replicas with group=, or a loss that uses every weight on every rank",
-            {"backend": ("ringcomm",)},
-        ),
-        Refused(
             {
-                "weights in": ("fully_shard",),
-                "gradients": ("none on rank 1", "layer skipped on rank 1"),
+                "weights in": ("WeightShards", "fully_shard"),
+                "gradients": ("layer skipped on rank 1",),
             },
             "MismatchError",
             "",
             "replicas with group=, or a loss that uses every weight on every rank",
             {"backend": ("ringcomm",)},
-            is_late=True,
         ),
     ),
     meaningless=(
         Meaningless({"dtype": ("float32",), "rounding": ("stochastic", "split")}),
+        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
         Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
         Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
         Meaningless({"clipping": ("norm in two passes",), "loss scale": ("dynamic by layer",)}),
@@ -139,6 +133,8 @@ def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
     options: dict[str, Any] = {"accumulation_steps": int(case["accumulation"])}
     if case["weights in"] == "replicas":
         options["group"] = group
+    if case["reduce dtype"] == "16 bits":
+        options["reduce_dtype"] = DTYPES[case["dtype"]]
     if case["overlap"] == "yes":
         options["overlap"] = True
     if case["rounding"] == "stochastic":
@@ -208,7 +204,8 @@ class Training:
     def snapshot(self) -> list[Tensor]:
         """What tells whether a weight has been written since."""
         if self.shards is None:
-            return [local_of(param).clone() for param in self.model.parameters()]
+            # fully_shard has whole weights in their place after a pass that failed, but not here.
+            return [local_of(value).clone() for value in self.model.state_dict().values()]
         return [self.shards.shard_of(param).clone() for param in self.model.parameters()]
 
     def whole_weights(self) -> dict[str, Tensor]:

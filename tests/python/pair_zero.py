@@ -116,10 +116,14 @@ TABLE = Table(
             "float32 weights and param_dtype=torch.bfloat16",
         ),
         Refused(
-            {
-                "stage": ("infinity",),
-                "gradients": ("none on rank 1", "layer skipped on rank 1"),
-            },
+            {"stage": ("infinity",), "gradients": ("none on rank 1",)},
+            "RuntimeError",
+            "some ranks only, which zero.shard",
+            "stage 1 or 2, or a loss that uses every weight on every rank",
+            {**HOST_STATE, "backend": ("ringcomm",)},
+        ),
+        Refused(
+            {"stage": ("infinity",), "gradients": ("layer skipped on rank 1",)},
             "MismatchError",
             "",
             "stage 1 or 2, or a loss that uses every weight on every rank",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import os
+import resource
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -100,6 +103,38 @@ def check_results(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_and_futures(world_size: int) -> None:
     run_ranks(world_size, check_results)
+
+
+def ask_without_threads(rank: int, path: str) -> None:
+    """Rank 1 comes when rank 0 has asked for the future of a work that is not over."""
+    tensor = torch.ones(3)
+    work: Any = dist.all_reduce(tensor, async_op=True)  # starts the group's own thread
+    work.wait()
+    if rank == 1:
+        while not os.path.getsize(path):
+            time.sleep(0.01)
+        dist.all_reduce(tensor)
+        return
+    work = dist.all_reduce(tensor, async_op=True)
+    limits, uid = resource.getrlimit(resource.RLIMIT_NPROC), os.getuid()
+    if uid == 0:  # whom the limit does not hold
+        os.setresuid(65534, 65534, 0)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, limits[1]))
+    with pytest.raises(RuntimeError, match=r"the thread ringcomm-future could not be started"):
+        work.get_future()
+    resource.setrlimit(resource.RLIMIT_NPROC, limits)
+    if uid == 0:
+        os.setresuid(0, 0, 0)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    with open(path, "w") as file:
+        file.write("asked")
+    assert doubled.wait().tolist() == [8.0] * 3
+
+
+def test_a_future_without_a_thread_is_an_error_of_who_asks(tmp_path: Path) -> None:
+    path = tmp_path / "asked"
+    path.touch()
+    run_ranks(2, ask_without_threads, str(path), fresh=True)
 
 
 def check_chain(rank: int) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lomo_models import VOCAB, Net, batches, make, weights
 from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -200,7 +201,7 @@ def test_one_gradient_at_a_time_is_alive() -> None:
 
 
 class Optional(nn.Module):
-    """A layer with a weight that is used or not."""
+    """Two layers, with a weight in the first one that is used or not: its gradient comes last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +209,7 @@ class Optional(nn.Module):
         self.layers = nn.ModuleList([_WithScale() for _ in range(2)])
 
     def forward(self, x: Tensor, is_scaled: bool) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, is_scaled)
+        x = self.layers[1](self.layers[0](x, is_scaled), True)
         return x.square().mean()
 
 
@@ -224,12 +224,21 @@ class _WithScale(nn.Module):
         return y * self.scale if is_scaled else y
 
 
-def use_shards_unevenly(rank: int, how: str) -> None:
+def use_shards_unevenly(rank: int, sharded_by: str, how: str) -> None:
     model = Optional()
-    shards = WeightShards(model)
+    shards = WeightShards(model) if sharded_by == "WeightShards" else None
+    if shards is None:
+        for module in [*model.layers, model]:
+            fully_shard(module)
     num_parts = 2 if how == "accumulation" else 1
     opt = Lomo(model, LR, accumulation_steps=num_parts)
-    before = shards.full_state_dict()
+
+    def whole() -> dict[str, Any]:
+        if shards is not None:
+            return shards.full_state_dict()
+        return {name: param.full_tensor() for name, param in model.state_dict().items()}
+
+    before = whole()
     x = torch.randn(3, 8)
 
     def step(rank: int) -> None:
@@ -237,11 +246,13 @@ def use_shards_unevenly(rank: int, how: str) -> None:
             model(x, rank == 0 or i == 1).backward()
         opt.step()
 
-    with pytest.raises(RuntimeError, match=r"layers\.\d\.scale gets a gradient on some ranks"):
+    with pytest.raises(RuntimeError, match=r"layers\.0\.scale gets a gradient on some ranks"):
         step(rank)
     opt.zero_grad()
-    after = shards.full_state_dict()
+    after = whole()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
+    if shards is None:
+        return  # fully_shard does not go on after a backward pass that failed
     for is_scaled in (True, False):  # the same on all ranks is right
         for _ in range(num_parts):
             model(x, is_scaled).backward()
@@ -249,8 +260,11 @@ def use_shards_unevenly(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "accumulation"])
-def test_sharded_weights_without_gradient_on_some_ranks_are_refused(how: str) -> None:
-    run_ranks(2, use_shards_unevenly, how)
+@pytest.mark.parametrize("sharded_by", ["WeightShards", "fully_shard"])
+def test_sharded_weights_without_gradient_on_some_ranks_are_refused(
+    sharded_by: str, how: str
+) -> None:
+    run_ranks(2, use_shards_unevenly, sharded_by, how)
 
 
 # ---- replicas that would drift
@@ -339,8 +353,6 @@ def test_a_sharded_weight_is_not_averaged() -> None:
 
 
 def _average_shards(rank: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     model = make("plain")
     fully_shard(model)
     Lomo(model, LR, group=dist.group.WORLD)

@@ -288,7 +288,7 @@ def test_formula_of_each_system(tmp_path: Path, backend: str) -> None:
     tokens = 4 * CONTEXT
     expected = {
         "ddp": 4 * TINY.num_params,
-        "zero1": 4 * TINY.num_params + 21 + 1,  # and a byte for each weight and bucket
+        "zero1": 4 * TINY.num_params + 21 + 1 + 1,  # a byte for each weight and bucket, and one
         "tp": 4 * tokens * (4 * TINY.num_layers + 2) * TINY.dim + 24 * (tokens + 1),
     }
     for found in on_ranks(2, backend, tmp_path, work):

@@ -62,19 +62,20 @@ def test_formulas_by_hand() -> None:
     model: Any = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
     optimizer = torch.optim.AdamW(model.parameters())
     for stage, parts in ((1, 2), (2, 2), (3, 3)):
-        facts = 3 * (2 + (stage < 3))  # two weights, a bucket
+        facts = 3 * {1: 4, 2: 2 * 4, 3: 2}[stage]  # two weights, a bucket, whether a pass begins
         found = zero.predict_traffic(model, optimizer, stage, world_size=4)
         assert found == parts * 3 * 4 * 256 // 4 + facts
         if stage > 1:  # reduced in each backward pass
             found = zero.predict_traffic(model, optimizer, stage, world_size=4, num_backwards=3)
             each = {2: 1, 3: 3}[stage]
+            facts *= 2 if stage == 2 else 1
             assert found == (parts + 2 * each) * 3 * 4 * 256 // 4 + facts
     odd = Net()
     optimizer = make_optimizer(odd, "adamw")  # type: ignore[assignment]
     num_elems = sum(param.numel() for param in odd.parameters())
     by_rank = [zero.predict_traffic(odd, optimizer, 2, world_size=3, rank=r) for r in range(3)]
-    num_facts = len(list(odd.parameters())) + 1  # a byte for each weight, and for the bucket
-    assert sum(by_rank) == 2 * 2 * 4 * num_elems + 3 * 2 * num_facts
+    num_facts = len(list(odd.parameters())) + 2  # of a byte
+    assert sum(by_rank) == 2 * 2 * 4 * num_elems + 3 * 2 * 2 * num_facts
 
 
 # ---- memory

@@ -456,3 +456,59 @@ def test_odd_models(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(world_size, train_odd, world_size, tmp_path):
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+# ---- ranks that use different weights
+
+
+class Towers(nn.Module):
+    """Two layers of one size, of which a batch runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 6)
+        self.scales = nn.ParameterList(torch.ones(6) for _ in range(2))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        x = self.stem(x) if used else x
+        for i in used:
+            x = x * self.scales[i]
+        return x.square().mean()
+
+
+def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
+    """By rank, by micro-batch: what is used; then a step that is right."""
+    model = Towers()
+    sharded = infinity(model, offload.SGD(model.parameters(), 0.1), units=[])
+    before = sharded.full_model_state_dict()
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+    def step() -> None:
+        for part in used[rank]:
+            model(x, part).backward()
+        sharded.step()
+
+    with pytest.raises(RuntimeError, match=r"(scales|stem)\.\w+ gets a gradient on some ranks"):
+        step()
+    sharded.zero_grad()
+    after = sharded.full_model_state_dict()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    model(x, [0, 1]).backward()
+    sharded.step()
+    after = sharded.full_model_state_dict()
+    assert not any(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        [[[0]], [[1]]],  # of one size: they would be averaged with each other
+        [[[0, 1]], [[0]]],
+        [[[0, 1]], [[]]],  # no weight at all on rank 1
+        [[[0, 1], [0]], [[0, 1], [1]]],
+    ],
+    ids=["other", "fewer", "none", "second micro-batch"],
+)
+def test_ranks_that_use_other_weights_are_refused(used: list[list[list[int]]]) -> None:
+    run_ranks(2, use_other_weights, used)

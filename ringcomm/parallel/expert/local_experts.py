@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch
 from ringcomm.parallel.tensor.splits import refuse_copy
 
@@ -138,9 +139,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     names = list(expert_parameters(model))
     for name, experts in split_experts(model).items():
         names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    ddp: Any = DistributedDataParallel
-    ddp._set_params_and_buffers_to_ignore_for_model(model, names)
+    set_ignored_in_ddp(model, names + ignored_in_ddp(model))
 
 
 def refuse_experts(model: nn.Module, system: str) -> None:

@@ -69,8 +69,8 @@ def shard(
     equal on all ranks, to the last bit, ever after.
 
     At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
-    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. All ranks make equally
-    many backward passes before step(); which weights get a gradient may differ.
+    optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may leave out
+    different weights there, and make different numbers of backward passes before step().
 
     Args:
         model: changed in place. At stages 1 and 2 its weights become views of flat buckets; at
@@ -103,7 +103,7 @@ def shard(
             ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model is on the CPU, or
             on the meta device: each unit then gets its values by reset_parameters() when it is
             sharded. It may be of 16 bits, and has float32 masters. With a path, every step ends in
-            a commit.
+            a commit. All ranks use the same weights in each backward pass, or all get an error.
         resume: with offload_weights go on after the last step whose files are complete; from the
             first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all

@@ -7,9 +7,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.zero.bucket import Bucket
 from ringcomm.parallel.zero.gradient_hooks import GradientHooks, remove_hooks
 
@@ -24,12 +26,21 @@ class BackwardPasses:
     that comes after its bucket was reduced waits in the bucket's buffer for the next pass, or for
     the step, where the ranks agree on the buckets with such gradients. So do gradients of `late`
     weights, see GradientHooks.
+
+    Ranks may make different numbers of passes, and a pass may reach no weight. A rank announces
+    each pass that reduces, and a rank in agree() takes part in it.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], late: Collection[nn.Parameter], *, reduces: bool
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        late: Collection[nn.Parameter],
+        *,
+        reduces: bool,
     ) -> None:
-        self._buckets, self._reduces = buckets, reduces
+        self._buckets, self._group, self._reduces = buckets, group, reduces
+        self._has_begun = False
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(self._index, self, late)
         # The bucket that is to be reduced next.
@@ -46,6 +57,9 @@ class BackwardPasses:
         """See GradientTaker. In a backward pass collective with `reduces`."""
         is_in_pass = self._reduces and torch._C._current_graph_task_id() != -1
         if is_in_pass:
+            if not self._has_begun:
+                self._has_begun = True
+                self._largest_facts(is_pass=True)
             self._watch()
             self._pass_over(self._index[param])
         self._buckets[self._index[param]].take(param, grad)
@@ -57,6 +71,33 @@ class BackwardPasses:
         """See GradientTaker."""
         self._buckets[self._index[param]].drop(param)
 
+    # ---- what all ranks know
+
+    def agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
+        """The weights with a gradient on any rank, and the buckets with one that is not reduced.
+
+        Collective: one MAX all_reduce, and each backward pass that only other ranks make.
+        """
+        found = self._largest_facts(is_pass=False)
+        while found[0]:
+            self._reduce_rest()
+            self.forget()
+            found = self._largest_facts(is_pass=False)
+        _, *by_weight = found
+        by_bucket = by_weight[len(self._index) :]
+        present = {param for param, has in zip(self._index, by_weight, strict=False) if has}
+        return present, [b for b, is_due in zip(self._buckets, by_bucket, strict=True) if is_due]
+
+    def _largest_facts(self, *, is_pass: bool) -> list[int]:
+        """Of all ranks: whether a pass begins, weights with a gradient, and fresh buckets."""
+        mine = [int(is_pass)]
+        mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
+        mine += [bucket.is_fresh for bucket in self._buckets]
+        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = facts.tolist()
+        return found
+
     # ---- by pass
 
     def _reduce_next(self) -> None:
@@ -64,6 +105,10 @@ class BackwardPasses:
         self._next += 1
         bucket.reduce()
         bucket.free_buffer()
+
+    def _reduce_rest(self) -> None:
+        while self._next < len(self._buckets):
+            self._reduce_next()
 
     def _pass_over(self, idx: int) -> None:
         """Reduces the buckets before `idx` that get no more gradients in this graph task."""
@@ -99,8 +144,7 @@ class BackwardPasses:
         outer: Any = torch._C._current_autograd_node()
         if outer is None:
             with torch.no_grad():
-                while self._next < len(self._buckets):
-                    self._reduce_next()
+                self._reduce_rest()
             self.forget()
             return
         # A node of the outer task has run this one. Nodes behind it run in that task.
@@ -119,5 +163,6 @@ class BackwardPasses:
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
         self._next = 0
+        self._has_begun = False
         self._tasks.clear()
         self._expected = None

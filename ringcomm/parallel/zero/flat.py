@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule
-from ringcomm.parallel.flat_collectives import device_of, gather_parts, takes_uneven
+from ringcomm.parallel.flat_collectives import gather_parts, takes_uneven
 from ringcomm.parallel.model_axes import tied_over_stages
 from ringcomm.parallel.zero.backward_passes import BackwardPasses
 from ringcomm.parallel.zero.bucket import Bucket
@@ -31,7 +31,8 @@ class FlatZeroOptimizer(ZeroOptimizer):
     and at stage 2, shards are updated in between.
 
     A step begins with one MAX all_reduce of a byte for each weight and bucket. It tells all ranks
-    which weights have a gradient on any rank, and which buckets have gradients to reduce.
+    which weights have a gradient on any rank, and which buckets have gradients to reduce. At stage
+    2 so does each backward pass, for ranks that make fewer of them.
     """
 
     def __init__(
@@ -54,7 +55,8 @@ class FlatZeroOptimizer(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype, set(self._bucket_of))
         self._updates = ShardUpdates(optimizer, self.param_groups, self._buckets)
-        self._passes = BackwardPasses(self._buckets, tied_over_stages(model), reduces=stage == 2)
+        late = tied_over_stages(model)
+        self._passes = BackwardPasses(self._buckets, group, late, reduces=stage == 2)
         # What all ranks know of this step, from _agree().
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
@@ -76,14 +78,7 @@ class FlatZeroOptimizer(ZeroOptimizer):
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
-        mine = [bucket.has_gradient(param) for param, bucket in self._bucket_of.items()]
-        mine += [bucket.is_fresh for bucket in self._buckets]
-        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
-        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
-        found = facts.tolist()
-        self._present = {param for param, has in zip(self._bucket_of, found, strict=False) if has}
-        of_buckets = found[len(self._bucket_of) :]
-        self._due = [b for b, is_due in zip(self._buckets, of_buckets, strict=True) if is_due]
+        self._present, self._due = self._passes.agree()
         return bool(self._present)
 
     def _reduce(self) -> None:

@@ -19,6 +19,7 @@ from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.weight_home import WeightHome
+from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.weight_shards import WeightShards
 from ringcomm.parallel.zero.gradient_hooks import GradientHooks
 from ringcomm.parallel.zero.infinity_operands import FetchedOperands
@@ -26,9 +27,14 @@ from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.state_rows import join_rows
 
+_NO_BACKWARD = -1  # torch's id of no graph task
+
 
 class ZeroInfinity(ZeroOptimizer):
     """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
+
+    All ranks get gradients of the same weights in each backward pass. Otherwise backward() or
+    step() raises RuntimeError on all ranks, names a weight, and drops the gradients.
 
     The constructor, every step and every load of weights or states end in a commit. Files hold the
     last commit, whatever happens.
@@ -80,6 +86,11 @@ class ZeroInfinity(ZeroOptimizer):
         else:
             self._commit()
         self._hooks = GradientHooks(self._shard_of, self)
+        names = {param: name for name, param in model.named_parameters()}
+        self._names = [names[param] for param in self._shard_of]
+        # Since the last step: how many gradients have come, and the passes that were compared.
+        self._num_grads: dict[nn.Parameter, int] = {}
+        self._compared: set[int] = set()
 
     # ---- files from before
 
@@ -157,14 +168,48 @@ class ZeroInfinity(ZeroOptimizer):
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientTaker; the gradient leaves memory here. Collective."""
+        task = torch._C._current_graph_task_id()
+        if task != _NO_BACKWARD and task not in self._compared:
+            self._compare(task)
+        self._num_grads[param] = self._num_grads.get(param, 0) + 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
         self._operands.add_grad(self._shard_of[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientTaker."""
+        self._num_grads.pop(param, None)
         self._operands.drop_grad(self._shard_of[param])
 
+    def _compare(self, task: int = _NO_BACKWARD) -> None:
+        """The ranks compare which weights have a gradient, or get one in a backward pass.
+
+        Raises:
+            RuntimeError: on all ranks, where they differ; the gradients are dropped.
+
+        Collective.
+        """
+        self._compared.add(task)
+        mine = []
+        for param in self._shard_of:
+            num_before, node = self._num_grads.get(param, 0), self._hooks.nodes[param]
+            is_coming = task != _NO_BACKWARD and torch._C._will_engine_execute_node(node)
+            is_by_hand = num_before == 0 and param.grad is not None
+            mine.append(progress(num_before, is_coming=is_coming, is_by_hand=is_by_hand))
+        try:
+            check_same_gradients(
+                self._names,
+                mine,
+                (self.group,),
+                torch.device("cpu"),
+                who="zero.shard(offload_weights=True)",
+                instead="use stage 1 or 2",
+            )
+        except RuntimeError:
+            self._forget_gradients()
+            raise
+
     def _agree(self) -> bool:
+        self._compare()
         self._hooks.collect()
         return self._operands.has_grads
 
@@ -182,8 +227,15 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _forget_gradients(self) -> None:
         self._operands.forget_grads()
+        self._num_grads.clear()
+        self._compared.clear()
         for param in self._shard_of:
             param.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, whatever `set_to_none`, and what a failed backward pass has left."""
+        self._forget_gradients()
+        self._weights.release_all()
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""

@@ -90,10 +90,12 @@ def predict_traffic(
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
     Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
-    weight, and at stages 1 and 2 for each bucket. clip_grad_norm and loss_scale add an
-    all_gather of 32 bytes a rank. Arguments as predict_memory()'s, of which `rank` matters: the one
-    with the longer shard sends less of gradients and more of weights. `num_backwards` is the number
-    of backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
+    weight, and at stages 1 and 2 for each bucket and one more; at stage 2 in each backward pass,
+    too. With offload_weights it is 8 bytes for each trained weight, then and in each pass.
+    clip_grad_norm and loss_scale add an all_gather of 32 bytes a rank. Arguments as
+    predict_memory()'s, of which `rank` matters: the one with the longer shard sends less of
+    gradients and more of weights. `num_backwards` is the number of backward passes before step():
+    stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -110,7 +112,8 @@ def predict_traffic(
             mine = end - begin
             gradient = param.numel() - mine if param.requires_grad else 0
             total += param.element_size() * 2 * (world_size - 1) * mine + grad_itemsize * gradient
-        return num_backwards * total
+        num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
+        return num_backwards * total + (num_backwards + 1) * 8 * (world_size - 1) * num_trained
     if stage == 3:
         itemsize = (chosen.param_dtype or torch.float32).itemsize
         # Two gathers, and a gradient's way back.
@@ -121,8 +124,9 @@ def predict_traffic(
         num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
         return (world_size - 1) * (num_backwards * sum(parts) + num_trained)
     buckets = _buckets(model, optimizer, stage, chosen)
-    # Which weights have a gradient, and which buckets are to be reduced.
-    total = (world_size - 1) * sum(1 + len(params) for params in buckets)
+    # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
+    facts = (world_size - 1) * (1 + sum(1 + len(params) for params in buckets))
+    total = facts * (1 + num_backwards if stage == 2 else 1)
     for params in buckets:
         num_elems = sum(param.numel() for param in params)
         begin, end = shard_range(num_elems, world_size, rank)
@@ -149,6 +153,14 @@ def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> i
     return 3 if group.get("amsgrad") else 2
 
 
+def _states_by_param(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    return {
+        param: _num_states(optimizer, group)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
 def _buckets(
     model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, options: ShardOptions
 ) -> list[list[nn.Parameter]]:
@@ -165,11 +177,7 @@ def _memory_of_buckets(
     rank: int,
     options: ShardOptions,
 ) -> Memory:
-    states_of = {
-        param: _num_states(optimizer, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
+    states_of = _states_by_param(optimizer)
     keeps_states = not is_offloaded(optimizer)
     parameters = gradients = states = 0
     buckets = _buckets(model, optimizer, stage, options)
@@ -197,11 +205,7 @@ def _memory_of_stage3(
     units: Iterable[nn.Module] | None,
     options: ShardOptions,
 ) -> Memory:
-    states_of = {
-        param: _num_states(optimizer, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
+    states_of = _states_by_param(optimizer)
     parameters = gradients = states = buffers = 0
     itemsize = (options.param_dtype or torch.float32).itemsize
     grad_itemsize = options.grad_dtype.itemsize

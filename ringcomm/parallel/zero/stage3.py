@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.whole_weights import watch_whole_weights
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.state_rows import check_rows
-from ringcomm.parallel.zero.unit_comms import mark_gradients, watch_unit
+from ringcomm.parallel.zero.unit_comms import watch_unit
 
 
 class Zero3(ZeroOptimizer):
@@ -57,9 +59,12 @@ class Zero3(ZeroOptimizer):
         self._reduced: dict[nn.Parameter, Tensor | None] = {}
         told = weakref.ref(self)
 
-        def mark(module: nn.Module, name: str) -> None:
+        def mark(module: nn.Module, name: str, _: Tensor) -> None:
             if (found := told()) is not None:
                 found._marked.add(found._names[module, name])
+
+        def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
+            param.register_post_accumulate_grad_hook(partial(mark, module, name))
 
         self._names = {
             (module, name): param
@@ -68,7 +73,7 @@ class Zero3(ZeroOptimizer):
         }
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                mark_gradients(module, mark)
+                watch_whole_weights(module, seen)
 
         def reduced(param: Any) -> None:
             if (found := told()) is not None:

@@ -30,31 +30,6 @@ def watch_unit(unit: Any, model: nn.Module, *, is_ringcomm: bool) -> None:
     unit.set_custom_reduce_scatter(_ReduceScatter(name))
 
 
-def mark_gradients(unit: nn.Module, mark: Callable[[nn.Module, str], None]) -> None:
-    """Calls mark(module, name) when autograd makes the gradient of a weight of a unit.
-
-    The weights that compute, and have gradients before they are reduced, are parameters of their
-    own; they are there when the unit runs for the first time.
-    """
-    seen: set[nn.Parameter] = set()
-
-    def before_forward(*_: Any) -> None:
-        for module in unit.modules():
-            for name, param in module.named_parameters(recurse=False):
-                is_whole = not hasattr(param, "device_mesh")
-                if is_whole and param.requires_grad and param not in seen:
-                    seen.add(param)
-                    param.register_post_accumulate_grad_hook(_marker(mark, module, name))
-
-    unit.register_forward_pre_hook(before_forward)
-
-
-def _marker(
-    mark: Callable[[nn.Module, str], None], module: nn.Module, name: str
-) -> Callable[[Tensor], None]:
-    return lambda _: mark(module, name)
-
-
 class _Named:
     """What set_custom_all_gather() and set_custom_reduce_scatter() take; explains a mismatch."""
 

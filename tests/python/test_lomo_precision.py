@@ -1,0 +1,153 @@
+"""LOMO on 16-bit weights: gradients add up, and are reduced over ranks, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import WeightShards
+
+FIRST, NUM_PARTS = 256.0, 9
+
+
+class Pair(nn.Module):
+    """Two layers of one input, whose weights have the input as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 4, bias=False) for _ in range(2))
+        for param in self.parameters():
+            nn.init.zeros_(param)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x) for layer in self.layers), torch.zeros(1)).sum()
+
+
+def make(how: str, model: nn.Module, options: dict[str, Any]) -> tuple[Any, WeightShards | None]:
+    shards = WeightShards(model) if how == "WeightShards" else None
+    if how == "fully_shard":
+        fully_shard(model)
+    if how in ("replicas", "overlap"):
+        options = {**options, "group": dist.group.WORLD, "overlap": how == "overlap"}
+    if how in ("alone", "parameters"):
+        options = {**options, "group": "none"}
+    given: Any = model.parameters() if how == "parameters" else model
+    return Lomo(given, 1.0, model=model, **options), shards
+
+
+def float32_of(opt: Any, weights: Tensor, param: Tensor) -> list[float]:
+    """A weight with the lower halves of master="split"."""
+    low = opt.state[param].get("low")
+    if low is None:
+        return [float(value) for value in weights.flatten()]
+    bits = (weights.view(torch.int16).int() << 16) + low.flatten().view(weights.shape)
+    return [float(value) for value in bits.view(torch.float32).flatten()]
+
+
+def step_of(rank: int, how: str, options: dict[str, Any]) -> list[float]:
+    """The gradients' sum, of micro-batches 256, 1, ..., 1; on rank 1 the first is 258 and 260."""
+    model = Pair()
+    opt, shards = make(how, model, options)
+    num_parts = options.get("accumulation_steps", 1)
+    # fully_shard reduces in the weights' dtype, unless its own policy says otherwise.
+    extra = {"alone": 0, "parameters": 0, "fully_shard": 4}.get(how, 2)
+    for i in range(num_parts):
+        value = FIRST + extra * rank if i == 0 else 1.0
+        opt.backward(model(torch.full((1, 1), value, dtype=torch.bfloat16)))
+        if 0 < i < num_parts - 1 and "reduce_dtype" not in options:
+            with pytest.raises(RuntimeError, match="takes the gradient of layers"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+    found = []
+    for param in model.parameters():
+        local: Any = param if shards is None else shards.shard_of(param)
+        local = local.to_local() if how == "fully_shard" else local
+        found += float32_of(opt, -local.detach(), param)
+    return found
+
+
+MEANS = {"alone": 0, "parameters": 0, "fully_shard": 2}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((how, {}) for how in ("replicas", "overlap", "WeightShards", "fully_shard")),
+    *((how, {}) for how in ("alone", "parameters")),
+    *(
+        (how, {"clip_grad_norm": 1e9})
+        for how in ("replicas", "WeightShards", "fully_shard", "alone")
+    ),
+    ("replicas", {"loss_scale": 4.0, "overflow": "skip_layer"}),
+    ("overlap", {"loss_scale": 4.0}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*was given parameters and no model")
+@pytest.mark.parametrize(("how", "options"), CASES, ids=str)
+def test_micro_batches_add_up_in_float32(how: str, options: dict[str, Any]) -> None:
+    options = {**options, "accumulation_steps": NUM_PARTS}
+    expected = FIRST + MEANS.get(how, 1) + NUM_PARTS - 1
+    # Weights of 16 bits have 8 of them, so that 265 would be 264; their lower halves say more.
+    for found in run_ranks(2, step_of, how, {**options, "master": "split"}):
+        assert set(found) == {expected}
+    # The control: in 16 bits, as asked for, something is lost.
+    options |= {"reduce_dtype": torch.bfloat16, "master": "split"}
+    for found in run_ranks(2, step_of, how, options):
+        assert max(found) < expected - 4
+
+
+@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+@pytest.mark.parametrize("how", ["replicas", "WeightShards"])
+def test_the_mean_over_ranks_is_of_float32(how: str, mode: str) -> None:
+    """Of 256 and 258; 16 bits have no 257."""
+    options = {"clip_grad_norm": 1e9, "clip_mode": mode, "master": "split"}
+    for found in run_ranks(2, step_of, how, options):
+        assert set(found) == {257.0}
+    for found in run_ranks(2, step_of, how, {**options, "reduce_dtype": torch.bfloat16}):
+        assert 257.0 not in found
+
+
+def reduce_in_one_pass(rank: int) -> tuple[Tensor, Tensor]:
+    """Without master= the operator that reduces, updates and gathers takes float32 as well."""
+    model: Any = Pair()
+    nn.init.constant_(model.layers[0].weight, 256.0)
+    opt = Lomo(model, 0.5, group=dist.group.WORLD)
+    # Gradients of 256 and 258: 256 - 0.5 * 257 = 127.5, and 128 by a mean in 16 bits.
+    model(torch.full((1, 1), FIRST + 2 * rank, dtype=torch.bfloat16)).backward()
+    opt.step()
+    first, second = (param.detach().clone() for param in model.parameters())
+    return first, second
+
+
+def test_in_one_pass() -> None:
+    for first, second in run_ranks(2, reduce_in_one_pass):
+        assert torch.equal(first, torch.full_like(first, 127.5))
+        assert torch.equal(second, torch.full_like(second, -128.5).bfloat16())
+
+
+def test_segments_of_a_reentrant_checkpoint_add_up_in_float32() -> None:
+    """Each brings a gradient of its own, the last one first."""
+    layer = nn.Linear(1, 1, bias=False).bfloat16()
+    nn.init.zeros_(layer.weight)
+    opt: Any = Lomo(layer, 1.0, group="none", master="split")
+    total = torch.zeros(1)
+    for value in [*[1.0] * (NUM_PARTS - 1), FIRST]:
+        x = torch.full((1, 1), value, dtype=torch.bfloat16, requires_grad=True)
+        total = total + checkpoint(layer, x, use_reentrant=True)
+    total.sum().backward()
+    opt.step()
+    assert float32_of(opt, -layer.weight.detach(), layer.weight) == [FIRST + NUM_PARTS - 1]
+
+
+def test_a_dtype_that_is_not_the_weights() -> None:
+    model = Pair()
+    with pytest.raises(ValueError, match=r"reduce_dtype is torch\.float32 or torch\.bfloat16"):
+        Lomo(model, group="none", reduce_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"layers\.0\.weight, got torch\.bfloat16"):
+        AdaLomo(model.float(), group="none", reduce_dtype=torch.bfloat16)
