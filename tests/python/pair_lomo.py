@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pair_loops import LOOPS, loop_of
 from pair_model import (
     CLIP_NORM,
     CLIP_VALUE,
     DTYPES,
     GRADIENTS,
     SCALE,
+    WORLD_SIZE,
     Net,
     local_of,
     micro_batches,
@@ -46,7 +48,7 @@ TABLE = Table(
         "recompute": ("no", "yes", "reentrant"),
         "resume": ("no", "same ranks"),
         "compile": ("no", "yes"),
-        "around": ("nothing", "DDP"),
+        "around": ("nothing", "DDP", *LOOPS),
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
@@ -83,6 +85,12 @@ TABLE = Table(
             is_late=True,
         ),
         Refused(
+            {"around": LOOPS, "loss scale": ("GradScaler",)},
+            "ValueError",
+            'GradScaler.*loss_scale="dynamic"',
+            'mixed_precision="no", and the option loss_scale=',
+        ),
+        Refused(
             {"clipping": ("norm",), "loss scale": ("dynamic by layer",)},
             "ValueError",
             "overflow",
@@ -111,7 +119,7 @@ TABLE = Table(
             "MismatchError",
             "",
             "replicas with group=, or a loss that uses every weight on every rank",
-            {"backend": ("ringcomm",)},
+            only_with={"backend": ("ringcomm",)},
         ),
         Refused(
             {
@@ -121,7 +129,7 @@ TABLE = Table(
             "MismatchError",
             "",
             "replicas with group=, or a loss that uses every weight on every rank",
-            {"backend": ("ringcomm",)},
+            only_with={"backend": ("ringcomm",)},
             is_late=True,
         ),
     ),
@@ -166,6 +174,7 @@ class Training:
         model = Net(case["weights"], case["recompute"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
+        loop = loop_of(case, model, WORLD_SIZE, folder)
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
@@ -184,9 +193,17 @@ class Training:
         if case["around"] == "DDP":
             self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.loop: Any = self
+        if loop is not None:
+            self.loop = loop
+            loop.take(self.optimizer)
 
-    def step(self, step: int, ranks: range) -> None:
-        """The micro-batches of a rank, and what is left of the update."""
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of a rank."""
+        for step in steps:
+            self._step(step, ranks)
+
+    def _step(self, step: int, ranks: range) -> None:
         (rank,) = ranks
         for batch in micro_batches(self.case, step, rank):
             loss = batch.loss(self.wrapped)

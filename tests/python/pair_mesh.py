@@ -197,6 +197,7 @@ class Training:
             if case["trained by"] == "fully_shard":
                 self._fully_shard()
         self.optimizer = self._make_optimizer()
+        self.loop = self
 
     def _make_pipeline(self, model: Net, group: dist.ProcessGroup) -> None:
         blocks: dict[str, nn.Module] = {"embedding": model.embedding}
@@ -258,9 +259,13 @@ class Training:
             )
         return optimizer
 
-    def step(self, step: int, ranks: range) -> None:
-        """The micro-batches of this rank's rows, and the update."""
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of this rank's rows."""
         del ranks
+        for step in steps:
+            self._step(step)
+
+    def _step(self, step: int) -> None:
         kind = self.case["trained by"]
         for batch in micro_batches(self.case, step, self.mesh.data_rank):
             if self.pipe is not None:

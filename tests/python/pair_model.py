@@ -245,4 +245,6 @@ def tolerance(case: dict[str, str]) -> float:
         return 0.3
     if case["dtype"] == "bfloat16 weights" and _rounds_weights(case):
         return 0.1  # so are sums of gradients, and states
+    if "weights in" in case and case["dtype"] == "bfloat16 weights" and case["accumulation"] != "1":
+        return 4e-2  # LOMO adds micro-batches up in 16 bits
     return TOLERANCES[DTYPES[case["dtype"]]]
