@@ -87,7 +87,10 @@ def _train(rank: int, training: Any, case: Case, folder: Path) -> dict[str, Tens
         training.loop.run(steps[:RESUME_STEP], ranks)
         steps = steps[RESUME_STEP:]
         saved = training.saved()
-        if case["resume"] == "one rank":  # that stands for all
+        if "mesh" in case:
+            mesh = pair_mesh.mesh_to_go_on(case)
+            training = pair_mesh.Training(case, dist.group.WORLD, _sub(folder, "second"), mesh)
+        elif case["resume"] == "one rank":  # that stands for all
             group = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
             ranks = range(WORLD_SIZE)
             with pair_loops.launched(case, rank, 1):
