@@ -52,6 +52,7 @@ SEQUENCE = ("sequence 2 x data 2", "pipeline 2 x sequence 2")
 TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2", *SEQUENCE)
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 EXPERTS = ("experts 2 x data 4", "experts 4 x data 4")
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master")
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -83,6 +84,18 @@ TABLE = Table(
             "ValueError",
             "which a pipeline does not call",
             "stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
+        ),
+        Refused(
+            {"mesh": SEQUENCE, "trained by": ("fully_shard",)},
+            "ValueError",
+            "sequence_dim.*fully_shard",
+            "DistributedDataParallel, or zero.shard at stage 1 or 2",
+        ),
+        Refused(
+            {"mesh": SEQUENCE[:1], "trained by": ("zero 3",)},
+            "ValueError",
+            "summed over the ranks of a tensor-parallel group",
+            "stage 1 or 2",
         ),
         Refused(
             {"mesh": TENSOR, "trained by": ("Lomo",), "clipping": ("option",)},
@@ -373,9 +386,7 @@ class Training:
         if self.case["resume"] == "same ranks":
             return whole(self.model.state_dict()), self.optimizer.state_dict()
         state, names = self._state(), self._names()
-        by_key: dict[str, dict[str, Tensor]] = {"momentum_buffer": {}}
-        if self.case["optimizer"] == "adamw":
-            by_key = {"exp_avg": {}, "exp_avg_sq": {}, "step": {}}
+        by_key: dict[str, dict[str, Tensor]] = {key: {} for key in STATES}
         for number, values in state["state"].items():
             for key, value in whole(values).items():
                 by_key[key][names[number]] = value

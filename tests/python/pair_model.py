@@ -33,7 +33,7 @@ DTYPES = {
     "bfloat16 weights": torch.bfloat16,
 }
 # Of the change of all weights, as a share of its norm. A lost micro-batch or rank is 0.1 and more.
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 class Block(nn.Module):

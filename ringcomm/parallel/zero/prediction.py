@@ -17,6 +17,7 @@ from ringcomm.parallel.zero.bucket_plan import peak_elems, plan_buckets
 from ringcomm.parallel.zero.inner import is_offloaded
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.stage3 import units_apart
+from ringcomm.parallel.zero.statistics import statistics_bytes
 
 
 class Memory(NamedTuple):
@@ -91,8 +92,8 @@ def predict_traffic(
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
     Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
-    weight, and at stages 1 and 2 for each bucket. clip_grad_norm and loss_scale add an
-    all_gather of 32 bytes a rank. Arguments as predict_memory()'s, of which `rank` matters: the one
+    weight, and at stages 1 and 2 for each bucket. With clip_grad_norm or loss_scale 32 bytes go to
+    each other rank, and to those of each other dimension of the model's mesh. Arguments as predict_memory()'s, of which `rank` matters: the one
     with the longer shard sends less of gradients and more of weights. `num_backwards` is the number
     of backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 
@@ -104,6 +105,7 @@ def predict_traffic(
     if stage == 0:
         raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
     grad_itemsize = chosen.grad_dtype.itemsize
+    looks = statistics_bytes(model, world_size) if chosen.looks_first else 0
     if chosen.offload_weights:
         total = 0
         for param in model.parameters():
@@ -111,7 +113,7 @@ def predict_traffic(
             mine = end - begin
             gradient = param.numel() - mine if param.requires_grad else 0
             total += param.element_size() * 2 * (world_size - 1) * mine + grad_itemsize * gradient
-        return num_backwards * total
+        return num_backwards * total + looks
     if stage == 3:
         itemsize = (chosen.param_dtype or torch.float32).itemsize
         # Two gathers, and a gradient's way back.
@@ -120,10 +122,10 @@ def predict_traffic(
             for p in model.parameters()
         )
         num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
-        return (world_size - 1) * (num_backwards * sum(parts) + num_trained)
+        return (world_size - 1) * (num_backwards * sum(parts) + num_trained) + looks
     buckets = _buckets(model, optimizer, stage, chosen)
     # Which weights have a gradient, and which buckets are to be reduced.
-    total = (world_size - 1) * sum(1 + len(params) for params in buckets)
+    total = looks + (world_size - 1) * sum(1 + len(params) for params in buckets)
     for params in buckets:
         num_elems = sum(param.numel() for param in params)
         begin, end = shard_range(num_elems, world_size, rank)
