@@ -211,6 +211,26 @@ def test_groups_schedulers_and_hooks() -> None:
     assert calls == ["step"] * 5
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hooks_of_weights_see_their_gradients(is_late: bool) -> None:
+    """Of layers that are fused otherwise: what a hook returns is the gradient, as in torch."""
+    ours, theirs = make("plain"), make("plain")
+
+    def double(model: nn.Module) -> None:
+        for name in ("embed.weight", "up.weight"):
+            model.get_parameter(name).register_hook(lambda grad: 2 * grad)
+
+    double(theirs)
+    if not is_late:
+        double(ours)
+    opt = Lomo(ours, LR)
+    if is_late:
+        double(ours)
+    train(opt, ours, batches(2))
+    train_sgd(theirs, batches(2), LR)
+    assert distance(ours, theirs) < 1e-6
+
+
 def test_closures() -> None:
     model, sgd = make("plain"), make("plain")
     data = batches(2)

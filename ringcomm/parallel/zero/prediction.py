@@ -93,9 +93,11 @@ def predict_traffic(
 
     Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
     weight, and at stages 1 and 2 for each bucket. With clip_grad_norm or loss_scale 32 bytes go to
-    each other rank, and to those of each other dimension of the model's mesh. Arguments as predict_memory()'s, of which `rank` matters: the one
-    with the longer shard sends less of gradients and more of weights. `num_backwards` is the number
-    of backward passes before step(): stages 2 and 3 reduce in each, and stage 3 gathers.
+    each other rank, and to those of each other dimension of the model's mesh.
+
+    Arguments as predict_memory()'s, of which `rank` matters: the one with the longer shard sends
+    less of gradients and more of weights. `num_backwards` is the number of backward passes before
+    step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
