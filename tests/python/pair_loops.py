@@ -117,7 +117,7 @@ class TrainerLoop:
             disable_tqdm=True,
         )
         assert args.world_size == num_ranks
-        clip = [Clip()] if case["clipping"] == "torch" else []
+        clip: list[Any] = [Clip()] if case["clipping"] == "torch" else []
         self.trainer = Trainer(model, args, callbacks=clip)  # which moves the model
         self.trainer.remove_callback(transformers.PrinterCallback)
 

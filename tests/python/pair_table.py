@@ -84,8 +84,9 @@ class Table:
     @cached_property
     def covering(self) -> list[Case]:
         """Allowed cases which hold every pair that an allowed case can hold."""
-        never = [*self.meaningless, *self.refused]
-        return self._cover(list(self.pairs()), [item.when for item in never])
+        never = [item.when for item in self.meaningless]
+        never += [refused.when for refused in self.refused]
+        return self._cover(list(self.pairs()), never)
 
     @cached_property
     def refusals(self) -> list[Case]:
