@@ -140,6 +140,14 @@ TABLE = Table(
         Meaningless({"clipping": ("norm in two passes",), "loss scale": ("dynamic by layer",)}),
         Meaningless({"given": ("model",), "groups": ("decay first", "no decay first")}),
     ),
+    also=(
+        {  # gradients that wait for step() beside those that are used
+            "weights in": "fully_shard",
+            "accumulation": "3",
+            "gradients": "none in the first micro-batch",
+            "around": "Trainer",
+        },
+    ),
 )
 
 

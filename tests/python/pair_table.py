@@ -52,11 +52,19 @@ class Meaningless:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The features of one part of the library."""
+    """The features of one part of the library.
+
+    Attributes:
+        axes: by feature its values.
+        refused: what does not go together.
+        meaningless: what says nothing together.
+        also: more than two values which were wrong together once.
+    """
 
     axes: Mapping[str, tuple[str, ...]]
     refused: tuple[Refused, ...]
     meaningless: tuple[Meaningless, ...]
+    also: tuple[Mapping[str, str], ...] = ()
 
     @property
     def plain(self) -> Case:
@@ -83,10 +91,12 @@ class Table:
 
     @cached_property
     def covering(self) -> list[Case]:
-        """Allowed cases which hold every pair that an allowed case can hold."""
+        """Allowed cases which hold every pair that an allowed case can hold, and `also`."""
         never = [item.when for item in self.meaningless]
         never += [refused.when for refused in self.refused]
-        return self._cover(list(self.pairs()), never)
+        also = [{**self.plain, **values} for values in self.also]
+        left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in also)]
+        return also + self._cover(left, never)
 
     @cached_property
     def refusals(self) -> list[Case]:

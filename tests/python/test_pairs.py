@@ -16,6 +16,7 @@ from pair_runs import TABLES
 from pair_table import Case
 from ranks import run_ranks
 
+TIMEOUT_S = 120.0  # the first case of a rank may import transformers
 EQUAL = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.covering]
 REFUSED = [(name, case) for name, (table, _, _) in TABLES.items() for case in table.refusals]
 
@@ -39,7 +40,11 @@ def id_of(value: Any) -> str | None:
 def test_equals_one_process(table: str, case: Case, tmp_path: Path) -> None:
     needs(case)
     results = run_ranks(
-        pair_runs.world_size(table), pair_runs.train, table, case, tmp_path, backend=None
+        pair_runs.world_size(table),
+        pair_runs.train,
+        *(table, case, tmp_path),
+        backend=None,
+        timeout_s=TIMEOUT_S,
     )
     oracle = TABLES[table][2]
     expected = pair_model.train_alone(
@@ -59,7 +64,11 @@ def test_equals_one_process(table: str, case: Case, tmp_path: Path) -> None:
 def test_refuses(table: str, case: Case, tmp_path: Path) -> None:
     needs(case)
     results = run_ranks(
-        pair_runs.world_size(table), pair_runs.raised, table, case, tmp_path, backend=None
+        pair_runs.world_size(table),
+        pair_runs.raised,
+        *(table, case, tmp_path),
+        backend=None,
+        timeout_s=TIMEOUT_S,
     )
     reasons = TABLES[table][0].refusals_of(case)
     for kind, text, is_unchanged in results:
