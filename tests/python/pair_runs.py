@@ -75,6 +75,7 @@ def _group(rank: int, table: str, case: Case, folder: Path) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        torch.compiler.reset()  # graphs of other cases have other shapes
 
 
 def _training(table: str, case: Case, folder: Path) -> Any:

@@ -165,6 +165,28 @@ def test_compiled_models_train() -> None:
     assert distance(model, sgd) < 1e-6
 
 
+def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
+    from torch._functorch import config
+
+    model, sgd = make("plain"), make("plain")
+    data = batches(2)
+    opt = Lomo(model, LR, clip_grad_norm=0.1, clip_mode="two_pass")
+    before = weights(model)
+    compiled: Any = torch.compile(model, backend="aot_eager", dynamic=True)
+    with pytest.raises(RuntimeError, match='take clip_mode="deferred"'):
+        opt.backward(compiled(data[0]))
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    opt.zero_grad()
+    torch.compiler.reset()
+    with config.patch(donated_buffer=False):
+        for ids in data:
+            opt.backward(compiled(ids))
+            opt.step()
+            opt.zero_grad()
+    train_sgd(sgd, data, LR, clip_norm=0.1)
+    assert distance(model, sgd) < 1e-6
+
+
 def test_parameters_alone_say_that_nothing_is_fused() -> None:
     model, sgd = make("plain"), make("plain")
     with pytest.warns(UserWarning, match="and no model"):
