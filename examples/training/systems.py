@@ -43,10 +43,6 @@ def why_impossible(
         )
     if clips and optimizer == "lomo":
         return "LOMO has no gradients left to clip after the backward pass: choose --optimizer sgd"
-    if clips and mesh is not None and mesh.zero_stage:
-        return "--clip-grad-norm on a mesh wants whole gradients: leave out --zero-stage"
-    if clips and parallel == "zero3" and offloads:
-        return "--clip-grad-norm does not come with offloaded weights: leave out --offload"
     sizes = MeshSizes(tp=world_size) if parallel == "tp" else mesh
     if sizes is None:
         return None
@@ -115,10 +111,12 @@ def build_system(
     named = list(system.part.named_parameters())
     if parallel in ZERO_STAGES and wire:
         stage = ZERO_STAGES[parallel]
-        system.updater = Zero(model, optimizer, wire, stage, offload, max_norm=clip_grad_norm)
+        system.updater = Zero(model, optimizer, wire, stage, offload, None, clip_grad_norm)
     elif isinstance(system, Hybrid) and system.mesh.sizes.zero_stage and wire:
-        group, stage = system.mesh.dp, system.mesh.sizes.zero_stage
-        system.updater = Zero(system.part, optimizer, wire, stage, offload, group)
+        group, sizes = system.mesh.dp, system.mesh.sizes
+        num_backwards = sizes.num_microbatches_or_default if sizes.pp > 1 else 1
+        how = (sizes.zero_stage, offload, group, clip_grad_norm, num_backwards)
+        system.updater = Zero(system.part, optimizer, wire, *how)
     elif optimizer == "lomo":
         system.updater = Lomo(named, wire if parallel == "ddp" else None)
     else:

@@ -31,8 +31,20 @@ class Zero:
         offload: Offload | None,
         group: dist.ProcessGroup | None = None,
         max_norm: float | None = None,
+        num_backwards: int = 1,
     ) -> None:
-        """Over the wire's ranks, or a group of some of them; gradients up to a norm."""
+        """Over the wire's ranks, or a group of some of them.
+
+        Args:
+            model: the whole one, or this rank's part.
+            kind: of optimizer.
+            wire: counts what a step sends.
+            stage: 1, 2 or 3.
+            offload: where state goes.
+            group: None for the wire's.
+            max_norm: the largest norm of the whole model's gradients; None for any.
+            num_backwards: backward passes for each step.
+        """
         group = group or wire.group
         self._model, self._wire = model, wire
         self._names = [name for name, _ in model.named_parameters()]
@@ -41,10 +53,14 @@ class Zero:
             options["offload_weights"] = True
         made = make_optimizer(kind, list(model.parameters()), offload)
         self._step_bytes = zero.predict_traffic(
-            model, made, stage, world_size=group.size(), rank=group.rank(), **options
+            model,
+            made,
+            stage,
+            world_size=group.size(),
+            rank=group.rank(),
+            num_backwards=num_backwards,
+            **options,
         )
-        if max_norm is not None:  # its statistics
-            self._step_bytes += 32 * (group.size() - 1)
         self._optimizer = zero.shard(model, made, stage, group=group, **options)
         self._stage = stage
         self.grad_bytes = 0

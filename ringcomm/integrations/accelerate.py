@@ -61,8 +61,8 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     Raises:
         TypeError: it is no such optimizer.
         ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
-            accumulation_steps, or group="none" in a job of several processes; weights are not on
-            the device of the accelerator.
+            accumulation_steps; the optimizer's group has other processes than the accelerator;
+            weights are not on the device of the accelerator.
     """
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
@@ -84,17 +84,13 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
                 f"a weight is on {param.device} and the accelerator on {accelerator.device}: move"
                 f" the model there, then make {name}"
             )
+    _check_ranks(accelerator, optimizer)
     if isinstance(optimizer, InBackwardOptimizer):
         options = optimizer.options
         if options.accumulation_steps != num_micro_batches:
             raise ValueError(
                 f"gradient_accumulation_steps is {num_micro_batches} and accumulation_steps of"
                 f" {name} is {options.accumulation_steps}: make them equal"
-            )
-        if accelerator.num_processes > 1 and options.group == "none":
-            raise ValueError(
-                f'{name} with group="none" trains each of {accelerator.num_processes} processes'
-                " apart: say group=dist.group.WORLD"
             )
         accelerator.backward = partial(_backward, accelerator, optimizer)
     else:
@@ -103,6 +99,21 @@ def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
     accelerator.clip_grad_norm_ = partial(_clip_grad_norm, optimizer)
     accelerator.clip_grad_value_ = partial(_clip_value, optimizer)
     accelerator.prepare_model = partial(_prepare_model, accelerator.prepare_model)
+
+
+def _check_ranks(accelerator: Any, optimizer: Any) -> None:
+    """Raises ValueError where gradients would be averaged over other ranks than have the data."""
+    own, num = getattr(optimizer, "group", None), accelerator.num_processes
+    if isinstance(optimizer, InBackwardOptimizer):
+        own = optimizer.options.group
+    if own is None:  # its weights are sharded, and know their group
+        return
+    size = 1 if own == "none" else own.size()
+    if size != num:
+        raise ValueError(
+            f"{type(optimizer).__name__} averages gradients over {size} processes and Accelerate"
+            f" has {num}: make it with group=dist.group.WORLD, and start processes with torchrun"
+        )
 
 
 def _prepare_model(prepare_model: Any, model: Any, *_: Any, **__: Any) -> Any:

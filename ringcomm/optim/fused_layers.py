@@ -79,6 +79,8 @@ def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return None
+    if weight._backward_hooks:  # such as tensor.all_reduce_grad_(): they want autograd's gradient
+        return None
     if handle.module is not module:
         raise RuntimeError(
             f"the weight of shape {tuple(weight.shape)} was tied to another layer after the"

@@ -19,7 +19,7 @@ from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.slot import Slot
-from ringcomm.optim.step_facts import Groups, StepFacts
+from ringcomm.optim.step_facts import Groups, StepFacts, backward_of_two
 from ringcomm.optim.step_options import StepOptions
 from ringcomm.optim.turns import SameWeights, Turns
 
@@ -291,7 +291,7 @@ class GradientPath:
         uses = [slot.num_unseen_uses for slot in self.slots]
         try:
             self._pass = "facts"
-            loss.backward(retain_graph=True)
+            backward_of_two(loss)
             self._end_of_two()
             factor = self._factor_of_facts()
             for slot, num_unseen_uses in zip(self.slots, uses, strict=True):

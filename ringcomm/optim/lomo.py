@@ -105,7 +105,8 @@ class Lomo(InBackwardOptimizer):
     torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. A GradScaler raises
     at its step(), when the backward pass has written weights by the scaled gradients: use
     loss_scale=. With Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or
-    ringcomm.integrations.accelerate. Under torch.compile all gradients are made as tensors.
+    ringcomm.integrations.accelerate. Under torch.compile all gradients are made as tensors, and
+    clip_mode="two_pass" wants torch._functorch.config.donated_buffer = False, or raises.
     """
 
     def __init__(

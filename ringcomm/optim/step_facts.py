@@ -45,3 +45,21 @@ class StepFacts:
             total += sums
         square, num_not_finite = total.tolist()
         return float(square) ** 0.5, num_not_finite == 0
+
+
+def backward_of_two(loss: Tensor) -> None:
+    """The first of two backward passes, which finds the facts.
+
+    Raises:
+        RuntimeError: compiled code has no second one. No weight has been written.
+    """
+    try:
+        loss.backward(retain_graph=True)
+    except RuntimeError as error:
+        if "donated buffers" not in str(error):
+            raise
+        raise RuntimeError(
+            'clip_mode="two_pass" runs the backward pass twice, and torch.compile has made code'
+            ' that gives up its buffers in the first: take clip_mode="deferred", or set'
+            " torch._functorch.config.donated_buffer = False before the model compiles"
+        ) from error

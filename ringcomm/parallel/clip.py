@@ -15,7 +15,7 @@ from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["clip_grad_norm_", "over_all_ranks", "total_norm"]
+__all__ = ["bytes_over_all_ranks", "clip_grad_norm_", "over_all_ranks", "total_norm"]
 
 
 @torch.no_grad()
@@ -136,11 +136,7 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
 
     Collective: an all_gather of a row, or of a few, over each group of the axes.
     """
-    pools: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
-    of_params = (held.groups for held in axes.held.values())
-    for groups in [(), *((group,) for group in axes.groups), *of_params]:
-        for idx in range(len(groups) + 1):
-            pools.setdefault(groups[idx:], zeros)
+    pools = dict.fromkeys(_pools_of(axes), zeros)
     for held, row in own.items():
         share = torch.cat([row[:num_sums] / held.num_copies, row[num_sums:]])
         pools[held.groups] = _joined([pools[held.groups], share], num_sums)
@@ -155,6 +151,30 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
     if axes.stages is not None and axes.stages.size() > 1:
         total = _joined([*_gathered(total, axes.stages)], num_sums)
     return total
+
+
+def bytes_over_all_ranks(axes: Axes, row_bytes: int, num_shards: int = 1) -> int:
+    """What a rank sends in over_all_ranks().
+
+    Args:
+        axes: of the model.
+        row_bytes: of a row.
+        num_shards: the ranks of a data-parallel group that axes.sharded_over() is yet to get.
+    """
+    pools = _pools_of(axes)
+    num_sent = (num_shards - 1) * len({(), *(held.groups for held in axes.held.values())})
+    for group in axes.groups:
+        num_sent += (group.size() - 1) * sum(pool[:1] == (group,) for pool in pools)
+    if axes.stages is not None:
+        num_sent += axes.stages.size() - 1
+    return row_bytes * num_sent
+
+
+def _pools_of(axes: Axes) -> list[tuple[dist.ProcessGroup, ...]]:
+    """The groups that elements are still to be summed over, whose sums are kept apart."""
+    of_params = (held.groups for held in axes.held.values())
+    every = [(), *((group,) for group in axes.groups), *of_params]
+    return list(dict.fromkeys(groups[idx:] for groups in every for idx in range(len(groups) + 1)))
 
 
 def _joined(rows: list[Tensor], num_sums: int) -> Tensor:

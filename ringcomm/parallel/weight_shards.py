@@ -7,7 +7,7 @@ memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.p
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -120,6 +120,8 @@ class WeightShards:
             _shards_of_params[param] = weakref.ref(self)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 setattr(param, name, refuse_copy)
+        for module in model.modules():  # to(), half() and the like are made of it
+            module._apply = _refuse_move  # type: ignore[method-assign]
 
     # ---- shards
 
@@ -232,6 +234,8 @@ class WeightShards:
         for param, hooks in self._hooks.items():
             hooks.remove()
             del _shards_of_params[param], param.__deepcopy__, param.__reduce_ex__
+        for module in self._model.modules():
+            vars(module).pop("_apply", None)
         for handle in self._handles:
             handle.remove()
         if self.units:
@@ -343,6 +347,15 @@ class WeightShards:
                 handles.append(module.register_state_dict_pre_hook(check_read))
                 handles.append(module.register_load_state_dict_pre_hook(check_write))
         return handles
+
+
+def _refuse_move(*_: Any) -> NoReturn:
+    """A freed weight has no memory to copy: torch would read what is not there."""
+    raise RuntimeError(
+        "the weights are sharded, and to(), half() and the like cannot move or cast them: do that"
+        " before WeightShards or offload_weights. transformers' Trainer moves its model when it is"
+        " made: make it first"
+    )
 
 
 def _cpu_copy(tensor: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pair_loops import LOOPS, loop_of
 from pair_model import (
     CLIP_NORM,
     CLIP_VALUE,
     DTYPES,
     GRADIENTS,
     SCALE,
+    WORLD_SIZE,
     Net,
     local_of,
     micro_batches,
@@ -47,7 +49,7 @@ TABLE = Table(
         "recompute": ("no", "yes", "reentrant"),
         "resume": ("no", "same ranks"),
         "compile": ("no", "yes"),
-        "around": ("nothing", "DDP"),
+        "around": ("nothing", "DDP", *LOOPS),
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
@@ -84,6 +86,12 @@ TABLE = Table(
             is_late=True,
         ),
         Refused(
+            {"around": LOOPS, "loss scale": ("GradScaler",)},
+            "ValueError",
+            'GradScaler.*loss_scale="dynamic"',
+            'mixed_precision="no", and the option loss_scale=',
+        ),
+        Refused(
             {"clipping": ("norm",), "loss scale": ("dynamic by layer",)},
             "ValueError",
             "overflow",
@@ -108,14 +116,19 @@ TABLE = Table(
             "replicas with group=, or a loss that uses every weight on every rank",
         ),
         Refused(
-            {
-                "weights in": ("WeightShards", "fully_shard"),
-                "gradients": ("layer skipped on rank 1",),
-            },
+            {"weights in": ("WeightShards",), "gradients": ("layer skipped on rank 1",)},
             "MismatchError",
             "",
             "replicas with group=, or a loss that uses every weight on every rank",
-            {"backend": ("ringcomm",)},
+            only_with={"backend": ("ringcomm",)},
+        ),
+        Refused(
+            {"weights in": ("fully_shard",), "gradients": ("layer skipped on rank 1",)},
+            "MismatchError",
+            "",
+            "replicas with group=, or a loss that uses every weight on every rank",
+            only_with={"backend": ("ringcomm",)},
+            is_late=True,
         ),
     ),
     meaningless=(
@@ -125,6 +138,14 @@ TABLE = Table(
         Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
         Meaningless({"clipping": ("norm in two passes",), "loss scale": ("dynamic by layer",)}),
         Meaningless({"given": ("model",), "groups": ("decay first", "no decay first")}),
+    ),
+    also=(
+        {  # gradients that wait for step() beside those that are used
+            "weights in": "fully_shard",
+            "accumulation": "3",
+            "gradients": "none in the first micro-batch",
+            "around": "Trainer",
+        },
     ),
 )
 
@@ -162,6 +183,7 @@ class Training:
         model = Net(case["weights"], case["recompute"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
+        loop = loop_of(case, model, WORLD_SIZE, folder)
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
@@ -180,9 +202,17 @@ class Training:
         if case["around"] == "DDP":
             self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.loop: Any = self
+        if loop is not None:
+            self.loop = loop
+            loop.take(self.optimizer)
 
-    def step(self, step: int, ranks: range) -> None:
-        """The micro-batches of a rank, and what is left of the update."""
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of a rank."""
+        for step in steps:
+            self._step(step, ranks)
+
+    def _step(self, step: int, ranks: range) -> None:
         (rank,) = ranks
         for batch in micro_batches(self.case, step, rank):
             loss = batch.loss(self.wrapped)

@@ -14,6 +14,7 @@ from pair_zero import torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.nn import (
@@ -29,15 +30,29 @@ WORLD_SIZE = 4
 # The ranks of a row share a model; those of a column have the same part of it.
 DATA_RANKS = {
     "tensor 2 x data 2": 2,
+    "sequence 2 x data 2": 2,
     "pipeline 2 x data 2": 2,
     "pipeline 2 x tensor 2": 1,
+    "pipeline 2 x sequence 2": 1,
     "experts 2 x data 4": 4,
     "experts 4 x data 4": 4,
 }
+# Where a run goes on; the first one that allows what it has.
+OTHER_MESHES = {
+    "tensor 2 x data 2": ("pipeline 2 x data 2", "tensor 4"),
+    "sequence 2 x data 2": ("pipeline 2 x tensor 2", "tensor 2 x data 2"),
+    "pipeline 2 x data 2": ("sequence 2 x data 2", "tensor 2 x data 2"),
+    "pipeline 2 x tensor 2": ("pipeline 2 x sequence 2", "tensor 4"),
+    "pipeline 2 x sequence 2": ("pipeline 2 x tensor 2",),
+    "experts 2 x data 4": ("experts 4 x data 4",),
+    "experts 4 x data 4": ("experts 2 x data 4",),
+}
 
-TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2")
-PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2")
+SEQUENCE = ("sequence 2 x data 2", "pipeline 2 x sequence 2")
+TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2", *SEQUENCE)
+PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 EXPERTS = ("experts 2 x data 4", "experts 4 x data 4")
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master")
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -54,7 +69,7 @@ TABLE = Table(
         "weights": ("plain", "frozen", "tied"),
         "groups": ("one", "no decay first"),
         "recompute": ("no", "yes"),
-        "resume": ("no", "same ranks"),
+        "resume": ("no", "same ranks", "one rank", "another mesh"),
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
@@ -69,6 +84,18 @@ TABLE = Table(
             "ValueError",
             "which a pipeline does not call",
             "stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
+        ),
+        Refused(
+            {"mesh": SEQUENCE, "trained by": ("fully_shard",)},
+            "ValueError",
+            "sequence_dim.*fully_shard",
+            "DistributedDataParallel, or zero.shard at stage 1 or 2",
+        ),
+        Refused(
+            {"mesh": SEQUENCE[:1], "trained by": ("zero 3",)},
+            "ValueError",
+            "summed over the ranks of a tensor-parallel group",
+            "stage 1 or 2",
         ),
         Refused(
             {"mesh": TENSOR, "trained by": ("Lomo",), "clipping": ("option",)},
@@ -138,11 +165,14 @@ class Mesh:
         alone = [dist.new_group([r]) for r in range(WORLD_SIZE)]
         everyone = dist.group.WORLD
         row, column = rows[rank // 2], columns[rank % 2]
-        self.tensor = row if "tensor" in name else None
+        self.shares_tokens = "sequence" in name
+        self.tensor = row if "tensor" in name or self.shares_tokens else None
+        if name == "tensor 4":
+            self.tensor = everyone
         self.pipeline: dist.ProcessGroup | None = None
         if name == "pipeline 2 x data 2":
             self.pipeline = row
-        if name == "pipeline 2 x tensor 2":
+        if name in PIPELINE[1:]:
             self.pipeline = column
         self.experts: dist.ProcessGroup | None = None
         self.replicas: dist.ProcessGroup | None = None
@@ -150,33 +180,55 @@ class Mesh:
             self.experts, self.replicas = row, column
         if name == "experts 4 x data 4":
             self.experts = everyone
-        self.data = {1: alone[rank], 2: column, 4: everyone}[DATA_RANKS[name]]
+        self.data = {1: alone[rank], 2: column, 4: everyone}[DATA_RANKS.get(name, 1)]
         self.data_rank = self.data.rank()
 
 
-def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup) -> None:
+def mesh_to_go_on(case: Case) -> str:
+    """Where a case trains from its checkpoint on."""
+    if case["resume"] != "another mesh":
+        return "one rank" if case["resume"] == "one rank" else case["mesh"]
+    others = OTHER_MESHES[case["mesh"]]
+    return next((mesh for mesh in others if TABLE.allows({**case, "mesh": mesh})), others[-1])
+
+
+def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens: bool) -> None:
     """Megatron's split of a model's layers."""
     is_tied = model.head.weight is model.embedding.weight
-    model.embedding = VocabParallelEmbedding.from_embedding(model.embedding, group=group)
+    options: dict[str, Any] = {"group": group, "sequence_dim": 0 if shares_tokens else None}
+    model.embedding = VocabParallelEmbedding.from_embedding(model.embedding, **options)
     for block in model.blocks:
-        block.up = ColumnParallelLinear.from_linear(block.up, group=group)
-        block.down = RowParallelLinear.from_linear(block.down, group=group)
-    model.head = ColumnParallelLinear.from_linear(model.head, group=group, gather_output=True)
+        block.up = ColumnParallelLinear.from_linear(block.up, **options)
+        block.down = RowParallelLinear.from_linear(block.down, **options)
+    model.head = ColumnParallelLinear.from_linear(model.head, gather_output=True, **options)
     if is_tied:
         model.head.weight = model.embedding.weight
+    for module in model.modules():
+        if shares_tokens and not isinstance(module, tensor.SplitModule):
+            for param in module.parameters(recurse=False):
+                tensor.all_reduce_grad_(param, group)
 
 
 class Training:
     """One case, from its start or from a checkpoint, on a mesh of all ranks."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
+    def __init__(
+        self,
+        case: Case,
+        group: dist.ProcessGroup | None,
+        folder: Path,
+        mesh_name: str | None = None,
+    ) -> None:
         self.case = case
-        self.mesh = mesh = Mesh(case["mesh"], dist.get_rank())
+        self.mesh = mesh = Mesh(mesh_name or case["mesh"], dist.get_rank())
+        # The ranks of the first mesh that a rank of this one stands for.
+        num = DATA_RANKS[case["mesh"]] // mesh.data.size()
+        self.ranks = range(mesh.data_rank * num, (mesh.data_rank + 1) * num)
         model: Any = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
         if mesh.tensor is not None:
-            split_in_tensor_parallel(model, mesh.tensor)
+            split_in_tensor_parallel(model, mesh.tensor, mesh.shares_tokens)
         if mesh.experts is not None:
             for block in model.blocks:
                 block.mixture = MixtureOfExperts.from_experts(
@@ -197,6 +249,7 @@ class Training:
             if case["trained by"] == "fully_shard":
                 self._fully_shard()
         self.optimizer = self._make_optimizer()
+        self.loop = self
 
     def _make_pipeline(self, model: Net, group: dist.ProcessGroup) -> None:
         blocks: dict[str, nn.Module] = {"embedding": model.embedding}
@@ -243,7 +296,9 @@ class Training:
                 0.01,
                 model=self.model,
                 group=self.mesh.data if self.mesh.data.size() > 1 else "none",
-                accumulation_steps=int(case["accumulation"]) * (1 if self.pipe is None else 2),
+                accumulation_steps=int(case["accumulation"])
+                * len(self.ranks)
+                * (1 if self.pipe is None else 2),
                 **options,
             )
         optimizer = torch_optimizer(case, groups)
@@ -258,18 +313,23 @@ class Training:
             )
         return optimizer
 
-    def step(self, step: int, ranks: range) -> None:
-        """The micro-batches of this rank's rows, and the update."""
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of this rank's rows."""
         del ranks
+        for step in steps:
+            self._step(step)
+
+    def _step(self, step: int) -> None:
         kind = self.case["trained by"]
-        for batch in micro_batches(self.case, step, self.mesh.data_rank):
+        share = 1 / len(self.ranks)
+        for batch in (b for rank in self.ranks for b in micro_batches(self.case, step, rank)):
             if self.pipe is not None:
-                scale = getattr(self.optimizer, "loss_scale", 1.0)
-                self.pipe.step(batch.ids, batch.targets, loss_scale=scale * batch.factor)
+                scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
+                self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
             elif hasattr(self.optimizer, "scale"):
-                self.optimizer.scale(batch.loss(self.wrapped)).backward()
+                self.optimizer.scale(batch.loss(self.wrapped) * share).backward()
             else:
-                batch.loss(self.wrapped).backward()
+                (batch.loss(self.wrapped) * share).backward()
         if kind == "optimizer":
             expert.average_gradients(self.model, self.mesh.data)
         elif self.mesh.experts is not None and kind in ("DDP", "fully_shard"):
@@ -287,28 +347,87 @@ class Training:
     def whole_weights(self) -> dict[str, Tensor]:
         """On every rank. Collective."""
         own = whole(self.model.state_dict())
+        tied = {"head.weight": "embedding.weight"} if self.case["weights"] == "tied" else {}
+        names = [name for name in own if tied.get(name) not in own]
+        return self._whole({name: own[name] for name in names})
+
+    def _whole(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of all ranks' parts of weights, or of states."""
         found = own
         if self.mesh.tensor is not None:
             splits = {name: (s, m.group) for name, _, m, s in tensor.split_params(self.model)}
             found = {
-                name: tensor.whole_of(value, *splits[name]) if name in splits else value
+                name: tensor.whole_of(value, *splits[name])
+                if name in splits and value.dim()
+                else value
                 for name, value in own.items()
             }
-            if "embedding.weight" in splits and self.case["weights"] == "tied":
-                found["head.weight"] = found["embedding.weight"]
         for group in (self.mesh.experts, self.mesh.pipeline):
             if group is not None:
                 everyone: list[Any] = [None] * group.size()
                 dist.all_gather_object(everyone, found, group=group)
                 found = {name: value for part in everyone for name, value in part.items()}
+        if self.case["weights"] == "tied" and "embedding.weight" in found:
+            found["head.weight"] = found["embedding.weight"]
         return found
 
+    def _names(self) -> list[str]:
+        """Of the optimizer's parameters, as it numbers them."""
+        names = {param: name for name, param in self.model.named_parameters()}
+        return [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _state(self) -> dict[str, Any]:
+        """The optimizer's state, whole over data parallelism, but for DTensors."""
+        is_zero = isinstance(self.optimizer, zero.ZeroOptimizer)
+        return zero.full_state_dict(self.optimizer) if is_zero else self.optimizer.state_dict()
+
     def saved(self) -> Any:
-        """This rank's weights, and its optimizer's state. Collective."""
-        return whole(self.model.state_dict()), self.optimizer.state_dict()
+        """This rank's weights, and its optimizer's state; or both of all ranks. Collective."""
+        if self.case["resume"] == "same ranks":
+            return whole(self.model.state_dict()), self.optimizer.state_dict()
+        state, names = self._state(), self._names()
+        by_key: dict[str, dict[str, Tensor]] = {key: {} for key in STATES}
+        for number, values in state["state"].items():
+            for key, value in whole(values).items():
+                by_key[key][names[number]] = value
+        by_key = {key: self._whole(values) for key, values in by_key.items()}
+        return self.whole_weights(), (by_key, state["param_groups"])
 
     def load(self, saved: Any) -> None:
         """Goes on from what saved() has returned."""
         weights, state = saved
-        load_weights(self.model, weights)
-        self.optimizer.load_state_dict(state)
+        if self.case["resume"] == "same ranks":
+            load_weights(self.model, weights)
+            self.optimizer.load_state_dict(state)
+            return
+        splits = {name: split for name, _, _, split in tensor.split_params(self.model)}
+
+        def part_of(name: str, value: Tensor) -> Tensor:
+            return splits[name].cut(value) if name in splits and value.dim() else value
+
+        load_weights(self.model, {name: part_of(name, value) for name, value in weights.items()})
+        by_key, groups = state
+        template = self._state()
+        template["state"] = {
+            number: {key: part_of(name, of[name]) for key, of in by_key.items() if name in of}
+            for number, name in enumerate(self._names())
+        }
+        for mine, group in zip(template["param_groups"], groups, strict=True):
+            mine |= {key: value for key, value in group.items() if key != "params"}
+        if self.case["trained by"] == "fully_shard":
+            _distribute(template["state"], self.optimizer)
+        if isinstance(self.optimizer, zero.ZeroOptimizer):
+            zero.load_full_state_dict(self.optimizer, template)
+        else:
+            self.optimizer.load_state_dict(template)
+
+
+def _distribute(states: dict[int, dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """Cuts whole states as their weights are cut."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, state in states.items():
+        param = params[number]
+        for key, value in state.items():
+            if value.dim() and isinstance(param, DTensor):
+                mesh, places = param.device_mesh, param.placements
+                state[key] = distribute_tensor(value, mesh, places, src_data_rank=None)

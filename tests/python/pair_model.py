@@ -33,7 +33,7 @@ DTYPES = {
     "bfloat16 weights": torch.bfloat16,
 }
 # Of the change of all weights, as a share of its norm. A lost micro-batch or rank is 0.1 and more.
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
 class Block(nn.Module):
@@ -245,4 +245,6 @@ def tolerance(case: dict[str, str]) -> float:
         return 0.3
     if case["dtype"] == "bfloat16 weights" and _rounds_weights(case):
         return 0.1  # so are sums of gradients, and states
+    if "weights in" in case and case["dtype"] == "bfloat16 weights" and case["accumulation"] != "1":
+        return 4e-2  # LOMO adds micro-batches up in 16 bits
     return TOLERANCES[DTYPES[case["dtype"]]]

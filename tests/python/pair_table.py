@@ -2,20 +2,22 @@
 
 A table has axes (features) with values, the first of which is the plain one. A case takes a value
 of every axis. `covering` has cases that hold every pair of values that is not refused;
-`refusals` has cases for each pair that is.
+`refusals` has a plain case for each refusal, and cases for all pairs that are left.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-
-from allpairspy import AllPairs
 
 Case = dict[str, str]
 Condition = Mapping[str, tuple[str, ...]]
+Pair = frozenset[tuple[str, str]]
+# Cases of which the best is taken.
+NUM_DRAWS = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Refused:
         says: a regular expression of its text.
         instead: what to do, for the documentation.
         besides: what a case must have besides, to be refused for this and nothing else.
+        only_with: what a case must have for the error; with other values it ends in a time-out.
         is_late: raised in the first step, but after the backward pass has written weights.
     """
 
@@ -36,6 +39,7 @@ class Refused:
     says: str
     instead: str
     besides: Condition = dataclasses.field(default_factory=dict)
+    only_with: Condition = dataclasses.field(default_factory=dict)
     is_late: bool = False
 
 
@@ -48,11 +52,19 @@ class Meaningless:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The features of one part of the library."""
+    """The features of one part of the library.
+
+    Attributes:
+        axes: by feature its values.
+        refused: what does not go together.
+        meaningless: what says nothing together.
+        also: more than two values which were wrong together once.
+    """
 
     axes: Mapping[str, tuple[str, ...]]
     refused: tuple[Refused, ...]
     meaningless: tuple[Meaningless, ...]
+    also: tuple[Mapping[str, str], ...] = ()
 
     @property
     def plain(self) -> Case:
@@ -79,70 +91,101 @@ class Table:
 
     @cached_property
     def covering(self) -> list[Case]:
-        """Allowed cases which hold every pair that an allowed case can hold."""
-        names = list(self.axes)
-
-        def is_allowed(row: list[str]) -> bool:
-            return self.allows(dict(zip(names, row, strict=False)))
-
-        rows = AllPairs([list(values) for values in self.axes.values()], filter_func=is_allowed)
-        cases = [dict(zip(names, row, strict=True)) for row in rows]
-        for pair in self.pairs():  # what the greedy search has given up
-            if not any(pair.items() <= case.items() for case in cases):
-                case = self._complete(pair, self.allows)
-                if case is not None:
-                    cases.append(case)
-        return cases
+        """Allowed cases which hold every pair that an allowed case can hold, and `also`."""
+        never = [item.when for item in self.meaningless]
+        never += [refused.when for refused in self.refused]
+        also = [{**self.plain, **values} for values in self.also]
+        left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in also)]
+        return also + self._cover(left, never)
 
     @cached_property
     def refusals(self) -> list[Case]:
-        """Refused cases: for each refusal and its values a plain one, and some with all else."""
+        """Refused cases: for each refusal and its values a plain one; and for all pairs left."""
         found = []
         for refused in self.refused:
-            conditions = {**refused.besides, **refused.when}
+            conditions = {**refused.besides, **refused.only_with, **refused.when}
             for values in itertools.product(*conditions.values()):
                 case = {**self.plain, **dict(zip(conditions, values, strict=True))}
                 if self.makes_sense(case) and self.refusals_of(case) == [refused]:
                     found.append(case)
-            found += self._mixed({axis: values[0] for axis, values in conditions.items()})
         tried = [*self.covering, *found]
-        for pair in self.pairs():
-            if not any(pair.items() <= case.items() for case in tried):
-                other = self._complete(pair, self.makes_sense)
-                found += [] if other is None else [other]
-        return list({tuple(case.items()): case for case in found}.values())
+        left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in tried)]
+        never = [item.when for item in self.meaningless]
+        for refused in self.refused:  # and would end in a time-out
+            for axis, values in refused.only_with.items():
+                others = tuple(value for value in self.axes[axis] if value not in values)
+                never.append({**refused.when, axis: others})
+        return found + self._cover(left, never)
 
-    def _mixed(self, fixed: Case) -> Iterator[Case]:
-        """Cases with some values, and every value of other axes that can be beside them."""
-        seen: set[tuple[str, str]] = set()
-        for turn in range(1, max(map(len, self.axes.values()))):
-            case = dict(fixed)
-            for axis, values in self.axes.items():
-                turned = [values[(turn + i) % len(values)] for i in range(len(values))]
-                fitting = [v for v in turned if self.makes_sense({**case, axis: v})]
-                case.setdefault(axis, (fitting or turned)[0])
-            if self.makes_sense(case) and not case.items() <= seen:
-                seen |= case.items()
-                yield {axis: case[axis] for axis in self.axes}
+    def _cover(self, pairs: list[Case], never: list[Condition]) -> list[Case]:
+        """Few cases that hold the pairs that any case can hold which no condition is true of.
 
-    def _complete(self, pair: Case, fits: Callable[[Case], bool]) -> Case | None:
-        """A case with a pair that fits, as plain as can be; None where there is none."""
-        case = dict(pair)
-        if not self._fill(case, [axis for axis in self.axes if axis not in pair], fits):
+        Each is the best of several that are drawn and filled greedily; the same in every run.
+        """
+        draw = random.Random(0)
+        conditions = {axis: [when for when in never if axis in when] for axis in self.axes}
+        left = {frozenset(pair.items()): pair for pair in pairs}
+        cases = []
+        while left:
+            found: list[Case] = []
+            for pair in draw.sample(list(left.values()), min(len(left), NUM_DRAWS)):
+                names = draw.sample(list(self.axes), len(self.axes))
+                case = self._fill(pair, {axis: self.axes[axis] for axis in names}, conditions, left)
+                if case is None:  # no case holds it
+                    del left[frozenset(pair.items())]
+                else:
+                    found.append(case)
+            if found:
+                best = max(found, key=lambda case: len(_pairs_of(case) & left.keys()))
+                cases.append({axis: best[axis] for axis in self.axes})
+                for two in _pairs_of(best):
+                    left.pop(two, None)
+        return cases
+
+    def _fill(
+        self,
+        case: Case,
+        choices: Mapping[str, tuple[str, ...]],
+        conditions: Mapping[str, list[Condition]],
+        left: Mapping[Pair, Case],
+    ) -> Case | None:
+        """Completes a case by values that hold as many of the pairs that are left as can be.
+
+        Args:
+            case: some values.
+            choices: of each axis the values that may fit.
+            conditions: by axis those that must not be true.
+            left: pairs.
+        """
+
+        def fits(axis: str, value: str) -> bool:
+            tried = case | {axis: value}
+            return not any(_matches(when, tried) for when in conditions[axis])
+
+        choices = {
+            axis: tuple(value for value in values if fits(axis, value))
+            for axis, values in choices.items()
+            if axis not in case
+        }
+        if not all(fits(*item) for item in case.items()):
             return None
-        return {axis: case[axis] for axis in self.axes}
+        if not choices:
+            return case
+        axis = min(choices, key=lambda axis: len(choices[axis]))
 
-    def _fill(self, case: Case, rest: list[str], fits: Callable[[Case], bool]) -> bool:
-        if not fits(case):
-            return False
-        if not rest:
-            return True
-        for value in self.axes[rest[0]]:
-            case[rest[0]] = value
-            if self._fill(case, rest[1:], fits):
-                return True
-        del case[rest[0]]
-        return False
+        def gain(value: str) -> int:
+            return sum(frozenset([(axis, value), item]) in left for item in case.items())
+
+        for value in sorted(choices[axis], key=gain, reverse=True):
+            rest = {other: values for other, values in choices.items() if other != axis}
+            found = self._fill(case | {axis: value}, rest, conditions, left)
+            if found is not None:
+                return found
+        return None
+
+
+def _pairs_of(case: Case) -> set[Pair]:
+    return {frozenset(two) for two in itertools.combinations(case.items(), 2)}
 
 
 def _matches(when: Condition, case: Mapping[str, str]) -> bool:

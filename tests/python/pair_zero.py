@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pair_lomo import load_weights, whole
+from pair_loops import LOOPS, loop_of
 from pair_model import (
     CLIP_NORM,
     DTYPES,
@@ -44,7 +45,7 @@ TABLE = Table(
         "recompute": ("no", "yes", "reentrant"),
         "resume": ("no", "same ranks", "one rank", "torch's state dict"),
         "compile": ("no", "yes"),
-        "around": ("nothing", "DDP", "fully_shard before"),
+        "around": ("nothing", "DDP", "fully_shard before", *LOOPS),
         "backend": ("ringcomm", "gloo"),
     },
     refused=(
@@ -81,6 +82,12 @@ TABLE = Table(
             "loss_scale=",
             "the option loss_scale=, and optimizer.scale(loss).backward()",
             HOST_STATE,
+        ),
+        Refused(
+            {"around": LOOPS, "loss scale": ("GradScaler",)},
+            "ValueError",
+            'GradScaler.*loss_scale="dynamic"',
+            'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
             {"stage": ("infinity",), "state": ("device",)},
@@ -127,14 +134,15 @@ TABLE = Table(
             "MismatchError",
             "",
             "stage 1 or 2, or a loss that uses every weight on every rank",
-            {**HOST_STATE, "backend": ("ringcomm",)},
+            HOST_STATE,
+            {"backend": ("ringcomm",)},
         ),
         Refused(
             {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
             "RuntimeError",
             "unit",
             "stage 1 or 2, or a loss that uses every layer on every rank",
-            {"backend": ("ringcomm",)},
+            only_with={"backend": ("ringcomm",)},
         ),
     ),
     meaningless=(
@@ -186,6 +194,7 @@ class Training:
         model = Net(case["weights"], case["recompute"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
+        loop = loop_of(case, model, group.size(), folder)
         self.model: nn.Module = model
         if case["around"] == "fully_shard before":
             fully_shard(model)
@@ -199,9 +208,17 @@ class Training:
             DistributedDataParallel(model) if case["around"] == "DDP" else model
         )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.loop: Any = self
+        if loop is not None:
+            self.loop = loop
+            loop.take(self.optimizer)
 
-    def step(self, step: int, ranks: range) -> None:
-        """The micro-batches of some ranks, which this one stands for, and the update."""
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of some ranks, which this one stands for."""
+        for step in steps:
+            self._step(step, ranks)
+
+    def _step(self, step: int, ranks: range) -> None:
         for rank in ranks:
             for batch in micro_batches(self.case, step, rank):
                 loss = batch.loss(self.wrapped) / len(ranks)

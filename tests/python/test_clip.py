@@ -48,17 +48,16 @@ class Case(NamedTuple):
 class Attention(nn.Module):
     """Keys are copied where there are more ranks than their two heads."""
 
-    def __init__(self, tp: dist.ProcessGroup) -> None:
+    def __init__(self, tp: dist.ProcessGroup, dim: int | None) -> None:
         super().__init__()
         shares = tensor.share_heads(4, 2, tp.size())
         self.norm = nn.LayerNorm(DIM)
-        self.q = ColumnParallelLinear(DIM, 12, group=tp, shard_multiple=3 * shares.num_together)
+        unit = 3 * shares.num_together
+        self.q = ColumnParallelLinear(DIM, 12, group=tp, shard_multiple=unit)
         self.k = ColumnParallelLinear(
             DIM, 6, group=tp, shard_multiple=3, num_replicas=shares.num_replicas
         )
-        self.o = RowParallelLinear(
-            12, DIM, group=tp, shard_multiple=3 * shares.num_together, sequence_dim=0
-        )
+        self.o = RowParallelLinear(12, DIM, group=tp, shard_multiple=unit, sequence_dim=dim)
 
 
 class Expert(nn.Module):
@@ -84,7 +83,8 @@ def make_blocks(case: Case, groups: dict[str, Any]) -> dict[str, nn.Module]:
             replica_group=groups["dp"] if case.dp > 1 else None,
         ),
     )
-    blocks = {"embed": embed, "attention": Attention(tp), "mixture": mixture}
+    attention = Attention(tp, None if case.sharded else 0)  # fully_shard refuses shared tokens
+    blocks = {"embed": embed, "attention": attention, "mixture": mixture}
     return blocks | {"norm": nn.LayerNorm(DIM), "head": head}
 
 

@@ -165,6 +165,28 @@ def test_compiled_models_train() -> None:
     assert distance(model, sgd) < 1e-6
 
 
+def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
+    from torch._functorch import config
+
+    model, sgd = make("plain"), make("plain")
+    data = batches(2)
+    opt = Lomo(model, LR, clip_grad_norm=0.1, clip_mode="two_pass")
+    before = weights(model)
+    compiled: Any = torch.compile(model, backend="aot_eager", dynamic=True)
+    with pytest.raises(RuntimeError, match='take clip_mode="deferred"'):
+        opt.backward(compiled(data[0]))
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    opt.zero_grad()
+    torch.compiler.reset()
+    with config.patch(donated_buffer=False):
+        for ids in data:
+            opt.backward(compiled(ids))
+            opt.step()
+            opt.zero_grad()
+    train_sgd(sgd, data, LR, clip_norm=0.1)
+    assert distance(model, sgd) < 1e-6
+
+
 def test_parameters_alone_say_that_nothing_is_fused() -> None:
     model, sgd = make("plain"), make("plain")
     with pytest.warns(UserWarning, match="and no model"):
@@ -209,6 +231,26 @@ def test_groups_schedulers_and_hooks() -> None:
         reference.zero_grad()
     assert distance(model, sgd) < 1e-6
     assert calls == ["step"] * 5
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hooks_of_weights_see_their_gradients(is_late: bool) -> None:
+    """Of layers that are fused otherwise: what a hook returns is the gradient, as in torch."""
+    ours, theirs = make("plain"), make("plain")
+
+    def double(model: nn.Module) -> None:
+        for name in ("embed.weight", "up.weight"):
+            model.get_parameter(name).register_hook(lambda grad: 2 * grad)
+
+    double(theirs)
+    if not is_late:
+        double(ours)
+    opt = Lomo(ours, LR)
+    if is_late:
+        double(ours)
+    train(opt, ours, batches(2))
+    train_sgd(theirs, batches(2), LR)
+    assert distance(ours, theirs) < 1e-6
 
 
 def test_closures() -> None:

@@ -165,6 +165,10 @@ def check_errors(rank: int) -> None:
             duplicate(net.blocks[0].get_parameter("up.weight"))
     with pytest.raises(RuntimeError, match="sharded weights have no copy"):
         copy.deepcopy(net)
+    moves: list[Any] = [net.bfloat16, lambda: net.to(torch.device("cpu", 0)), net.head.double]
+    for move in moves:
+        with pytest.raises(RuntimeError, match="do that before WeightShards or offload_weights"):
+            move()
     with pytest.raises(RuntimeError, match="weights of this Linear are freed: call the whole"):
         net.head(torch.ones(1, DIM))
     other = nn.Parameter(torch.ones(2))
@@ -178,6 +182,8 @@ def check_errors(rank: int) -> None:
     with pytest.raises(RuntimeError, match="within a backward"):
         loss_of(net, 0, rank).backward()
     handle.remove()
+    shards.close()
+    assert net.double().head.weight.dtype == torch.float64
 
 
 def test_errors() -> None:

@@ -49,4 +49,6 @@ def prepare(trainer: Any) -> Any:
             " save_only_model=True, and save ringcomm.parallel.zero.full_state_dict() yourself"
         )
     adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
+    # Trainer would take norms itself where some gradients are DTensors and others used up.
+    trainer._mixed_mesh_grads = False
     return trainer

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 __all__ = ["Split", "SplitModule", "draw_part", "refuse_copy", "refuse_decisions", "split_params"]
 
@@ -69,12 +70,27 @@ class SplitModule(nn.Module):
     Attributes:
         group: whose ranks have the parts.
         splits: by the parameter's name in the module.
+        sequence_dim: the dimension that ranks share tokens along outside of such modules, if any.
+
+    Raises:
+        ValueError: torch's fully_shard shards it, and it has a sequence_dim.
     """
 
     group: dist.ProcessGroup
     splits: dict[str, Split]
+    sequence_dim: int | None = None
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:
+            # Hooks of parameters, which all_reduce_grad_() makes, are not those of its DTensors.
+            raise ValueError(
+                f"this {type(self).__name__} has a sequence_dim, and fully_shard drops the sums of"
+                " gradients that sequence parallelism needs: take DistributedDataParallel, or"
+                " zero.shard at stage 1 or 2"
+            )
+        super().__setattr__(name, value)
 
 
 def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitModule, Split]]:

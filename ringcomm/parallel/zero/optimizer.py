@@ -389,8 +389,8 @@ def _refuse_ddp(model: nn.Module, optimizer: ZeroOptimizer) -> None:
         if DistributedDataParallel._get_active_ddp_module() is not None and told() is not None:
             raise RuntimeError(
                 "the model is sharded by zero.shard() and runs in DistributedDataParallel, which"
-                " would reduce gradients again: call the model itself. With Accelerate, call"
-                " accelerator.prepare_model(model, evaluation_mode=True) before zero.shard()"
+                " would reduce gradients again: call the model itself. With Accelerate or Trainer,"
+                " call prepare() of ringcomm.integrations"
             )
 
     model.register_forward_pre_hook(check)

@@ -16,6 +16,7 @@ from ringcomm.parallel.zero.bucket_plan import peak_elems, plan_buckets
 from ringcomm.parallel.zero.inner import is_offloaded
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.stage3 import units_apart
+from ringcomm.parallel.zero.statistics import statistics_bytes
 
 
 class Memory(NamedTuple):
@@ -91,11 +92,13 @@ def predict_traffic(
 
     Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
     weight, and at stages 1 and 2 for each bucket and one more; at stage 2 in each backward pass,
-    too. With offload_weights it is 8 bytes for each trained weight, then and in each pass.
-    clip_grad_norm and loss_scale add an all_gather of 32 bytes a rank. Arguments as
-    predict_memory()'s, of which `rank` matters: the one with the longer shard sends less of
-    gradients and more of weights. `num_backwards` is the number of backward passes before step():
-    stages 2 and 3 reduce in each, and stage 3 gathers.
+    too. With offload_weights it is 8 bytes for each trained weight, then and in each pass. With
+    clip_grad_norm or loss_scale 32 bytes go to each other rank, and to those of each other
+    dimension of the model's mesh.
+
+    Arguments as predict_memory()'s, of which `rank` matters: the one with the longer shard sends
+    less of gradients and more of weights. `num_backwards` is the number of backward passes before
+    step(): stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
@@ -105,6 +108,7 @@ def predict_traffic(
     if stage == 0:
         raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
     grad_itemsize = chosen.grad_dtype.itemsize
+    looks = statistics_bytes(model, world_size) if chosen.looks_first else 0
     if chosen.offload_weights:
         total = 0
         for param in model.parameters():
@@ -113,7 +117,8 @@ def predict_traffic(
             gradient = param.numel() - mine if param.requires_grad else 0
             total += param.element_size() * 2 * (world_size - 1) * mine + grad_itemsize * gradient
         num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
-        return num_backwards * total + (num_backwards + 1) * 8 * (world_size - 1) * num_trained
+        facts = (num_backwards + 1) * 8 * (world_size - 1) * num_trained
+        return num_backwards * total + facts + looks
     if stage == 3:
         itemsize = (chosen.param_dtype or torch.float32).itemsize
         # Two gathers, and a gradient's way back.
@@ -122,11 +127,11 @@ def predict_traffic(
             for p in model.parameters()
         )
         num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
-        return (world_size - 1) * (num_backwards * sum(parts) + num_trained)
+        return (world_size - 1) * (num_backwards * sum(parts) + num_trained) + looks
     buckets = _buckets(model, optimizer, stage, chosen)
     # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
     facts = (world_size - 1) * (1 + sum(1 + len(params) for params in buckets))
-    total = facts * (1 + num_backwards if stage == 2 else 1)
+    total = looks + facts * (1 + num_backwards if stage == 2 else 1)
     for params in buckets:
         num_elems = sum(param.numel() for param in params)
         begin, end = shard_range(num_elems, world_size, rank)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held
+from ringcomm.parallel.clip import bytes_over_all_ranks, over_all_ranks
+from ringcomm.parallel.model_axes import Axes, Held, axes_of
 
 
 class Statistics(NamedTuple):
@@ -60,6 +60,16 @@ def reduce_statistics(
         num_not_finite=round(num_not_finite),
         param_norm=param_squares**0.5,
     )
+
+
+def statistics_bytes(model: nn.Module, world_size: int) -> int:
+    """What a rank sends in reduce_statistics().
+
+    Args:
+        model: before it is sharded.
+        world_size: of the data-parallel group to be.
+    """
+    return bytes_over_all_ranks(axes_of(model), 4 * torch.float64.itemsize, world_size)
 
 
 def _row_of(weights: Tensor, grad: Tensor) -> Tensor:
