@@ -17,11 +17,10 @@ from torch import Tensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.fused_layers import Uses
 from ringcomm.optim.gradients import DenseGradient, EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_facts import Groups, StepFacts, backward_of_two
 from ringcomm.optim.step_options import StepOptions
-from ringcomm.optim.turns import SameWeights, Turns
+from ringcomm.optim.turns import Replicas, SameWeights, Turns
 
 _engine: Any = torch.autograd.Variable._execution_engine
 

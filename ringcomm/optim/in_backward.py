@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.optim.gradient_path import GradientPath
-from ringcomm.optim.gradients import Gradient
+from ringcomm.optim.gradients import Gradient, rounding_seed
 from ringcomm.optim.layouts import overlap
 from ringcomm.optim.managed import (
     ModelWeights,
@@ -23,10 +23,9 @@ from ringcomm.optim.managed import (
     split_model,
     watch_units,
 )
-from ringcomm.optim.replicas import Replicas
-from ringcomm.optim.rounding import rounding_seed
 from ringcomm.optim.slot import Slot, refuse_ddp
 from ringcomm.optim.step_options import StepOptions
+from ringcomm.optim.turns import Replicas
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):

@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.replicas import Replicas
 from ringcomm.optim.slot import Slot
 from ringcomm.optim.step_options import StepArguments, StepOptions
+from ringcomm.optim.turns import Replicas
 
 _ops: Any = torch.ops.ringcomm
 

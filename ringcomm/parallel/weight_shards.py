@@ -18,8 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.materialize import check_can_materialize, materialize
-from ringcomm.parallel.model_units import check_params, default_units, params_of_units
+from ringcomm.parallel.model_units import (
+    check_can_materialize,
+    check_params,
+    default_units,
+    materialize,
+    params_of_units,
+)
 from ringcomm.parallel.sharded_unit import ShardedUnit, ShardHome
 from ringcomm.parallel.unit_hooks import UnitHooks, in_backward, refuse_copy
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.parallel.offload import FileStore, file_store, store_engine
-from ringcomm.parallel.offload.aligned_memory import empty_aligned, is_aligned
+from ringcomm.parallel.offload.buffer_pool import empty_aligned, is_aligned
 
 
 def has_uring() -> bool:

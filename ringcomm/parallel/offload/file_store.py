@@ -18,10 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned, is_aligned
+from ringcomm.parallel.offload.buffer_pool import aligned_size, empty_aligned, is_aligned
 from ringcomm.parallel.offload.store_engine import Transfer, find_engine
-from ringcomm.parallel.offload.store_file import lock_file, make_folder, open_file
-from ringcomm.parallel.offload.store_index import Entry, Index, IndexFiles
+from ringcomm.parallel.offload.store_index import (
+    Entry,
+    Index,
+    IndexFiles,
+    lock_file,
+    make_folder,
+    open_file,
+)
 
 __all__ = ["FileStore", "Transfer"]
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.aligned_memory import aligned_size, empty_aligned
-from ringcomm.parallel.offload.buffer_pool import BufferPool
+from ringcomm.parallel.offload.buffer_pool import BufferPool, aligned_size, empty_aligned
 from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.store_engine import Transfer
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.materialize import check_can_materialize, materialize
 from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.model_units import check_can_materialize, materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.materialize import materialize
+from ringcomm.parallel.model_units import materialize
 from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
 from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict

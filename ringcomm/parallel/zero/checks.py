@@ -14,8 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.materialize import check_can_materialize
 from ringcomm.parallel.model_axes import StagePart, axes_of
+from ringcomm.parallel.model_units import check_can_materialize
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.zero.inner import KINDS, is_offloaded

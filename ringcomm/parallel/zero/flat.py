@@ -15,8 +15,7 @@ from ringcomm.ops.updates.fused_update import Rule
 from ringcomm.parallel.flat_collectives import gather_parts, takes_uneven
 from ringcomm.parallel.model_axes import tied_over_stages
 from ringcomm.parallel.zero.backward_passes import BackwardPasses
-from ringcomm.parallel.zero.bucket import Bucket
-from ringcomm.parallel.zero.bucket_plan import plan_buckets
+from ringcomm.parallel.zero.bucket import Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.shard_updates import ShardUpdates

@@ -21,7 +21,7 @@ from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.weight_shards import WeightShards
-from ringcomm.parallel.zero.gradient_hooks import GradientHooks
+from ringcomm.parallel.zero.backward_passes import GradientHooks
 from ringcomm.parallel.zero.infinity_operands import FetchedOperands
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardOptions

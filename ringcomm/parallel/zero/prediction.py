@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.model_units import default_units, params_of_units
 from ringcomm.parallel.sharded_unit import PACKED_BYTES
-from ringcomm.parallel.zero.bucket_plan import peak_elems, plan_buckets
+from ringcomm.parallel.zero.bucket import peak_elems, plan_buckets
 from ringcomm.parallel.zero.inner import is_offloaded
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
 from ringcomm.parallel.zero.stage3 import units_apart

@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven
-from ringcomm.parallel.materialize import materialize
-from ringcomm.parallel.model_units import default_units
-from ringcomm.parallel.whole_weights import watch_whole_weights
+from ringcomm.parallel.model_units import default_units, materialize
+from ringcomm.parallel.same_gradients import watch_whole_weights
 from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
