@@ -116,6 +116,12 @@ def _lomo_bytes(num: int) -> Callable[["Systems", int], float]:
     return formula
 
 
+def _offloaded_bytes(systems: "Systems", num_params: int) -> float:
+    """Three parts; and 8 bytes a tensor to each other rank in the backward pass and in step()."""
+    told = 2 * 8 * (systems.world_size - 1) * (8 * systems.num_layers + 3)
+    return _parts(3)(systems, num_params) + told
+
+
 def _adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, ADAMW, fused=True)
 
@@ -268,7 +274,7 @@ SYSTEMS: dict[str, System] = {
     "zero-1": System(partial(_zero, 1), _parts(2), others=_PORTABLE),
     "zero-2": System(partial(_zero, 2), _parts(2), others=_PORTABLE),
     "zero-3": System(partial(_zero, 3), _parts(3), others=_PORTABLE),
-    "zero-3 in files": System(_offloaded, _parts(3)),
+    "zero-3 in files": System(_offloaded, _offloaded_bytes),
     "parameter server": System(_served, _parts(2), is_counted=False),
     "lomo": System(_lomo, _lomo_bytes(2), like=_sgd, others=_PORTABLE),
     "lomo on shards": System(_lomo_on_shards, _lomo_bytes(3), like=_sgd, others=_PORTABLE),

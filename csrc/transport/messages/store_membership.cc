@@ -83,7 +83,9 @@ bool StoreMembership::has_died(int rank) const {
 }
 
 bool StoreMembership::is_alive(int rank) const {
-  return processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
+  // Of a rank that is a thread of this process, the process tells nothing.
+  const bool is_another = pid_of(rank) != pid_of(rank_);
+  return is_another && processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
 }
 
 void StoreMembership::abort(const AbortReason& reason) {
