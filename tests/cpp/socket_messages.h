@@ -95,10 +95,13 @@ class SocketMessages final : public MessageTransport {
     int tag = 0;
     std::size_t num_bytes = 0;
   };
-  // Guarded by the mutex, but for the buffer of a send that is written.
+  // Guarded by the mutex, but for the bytes of a send that are written. They are a copy: what comes
+  // into the sender's buffer later comes after them, by way of other processes, which
+  // ThreadSanitizer does not see.
   struct Post {
     Head head;
     std::byte* data = nullptr;
+    std::vector<std::byte> sent;
     int source = -1;
     bool is_over = false;
     MessageEnd end = MessageEnd::kDone;
@@ -143,6 +146,7 @@ class SocketMessages final : public MessageTransport {
     } else if (is_aborted_ || peer.is_gone) {
       end(*post, is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed);
     } else if (is_send) {
+      post->sent.assign(data, data + head.num_bytes);
       peer.sends.push_back(post);
     } else {
       peer.receives.push_back(post);
@@ -222,7 +226,7 @@ class SocketMessages final : public MessageTransport {
       }
       bool is_written = write_all(peer.socket, &post->head, sizeof(post->head));
       RINGCOMM_STEP("in the middle of a message");
-      is_written = is_written && write_all(peer.socket, post->data, post->head.num_bytes);
+      is_written = is_written && write_all(peer.socket, post->sent.data(), post->sent.size());
       const std::lock_guard lock(mutex_);
       end(*post, is_written ? MessageEnd::kDone
                             : (is_aborted_ ? MessageEnd::kAborted : MessageEnd::kFailed));
