@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 # Model, sizes of the mesh, options.
-CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp": ("Llama", {}, {}),
     "dp, micro-batches": ("Phi", {}, {"num_microbatches": 2}),
     "dp, tp": ("Qwen3", {"tp": 2}, {"recompute": True}),
@@ -136,7 +136,7 @@ def own_model(group: Any = None) -> nn.Sequential:
     return nn.Sequential(*(Block(group) for _ in range(4)))
 
 
-def own_losses(rank: int, sizes: dict[str, int]) -> list[float]:
+def own_losses(rank: int, sizes: dict[str, Any]) -> list[float]:
     dims = ParallelDims(**sizes)
     model = own_model(dims.group("tp") if dims.tp > 1 else None)
     train = parallelize(model, dims, optimizer_of, loss_fn=nn.functional.mse_loss)
@@ -156,7 +156,7 @@ def own_losses(rank: int, sizes: dict[str, int]) -> list[float]:
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "tp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_a_model_with_parallel_layers_of_its_own(sizes: dict[str, int]) -> None:
+def test_a_model_with_parallel_layers_of_its_own(sizes: dict[str, Any]) -> None:
     model = own_model()
     optimizer = optimizer_of(model.parameters())
     torch.manual_seed(1)
@@ -179,7 +179,7 @@ def test_a_model_with_parallel_layers_of_its_own(sizes: dict[str, int]) -> None:
 def refusals(rank: int) -> list[str]:
     found = []
 
-    def refused(sizes: dict[str, int], model: Any, **options: Any) -> None:
+    def refused(sizes: dict[str, Any], model: Any, **options: Any) -> None:
         before = {name: param.clone() for name, param in model.named_parameters()}
         names = [type(module).__name__ for module in model.modules()]
         with pytest.raises((TypeError, ValueError)) as error:

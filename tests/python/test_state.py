@@ -21,7 +21,7 @@ assert KINDS, SIZES
 assert transformers
 
 # Sizes of the mesh, options.
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp": ({}, {}),
     "tp, sp": ({"tp": 2}, {"sequence_parallel": True}),
     "tp of copied heads": ({"tp": 4}, {}),
@@ -32,7 +32,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "zero 1, pp": ({"pp": 2}, {"zero_stage": 1}),
     "zero 2, tp": ({"tp": 2}, {"zero_stage": 2}),
 }
-EXPERTS = {
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep": ({"ep": 2}, {}),
     "ep, pp": ({"ep": 4, "pp": 1}, {}),
     "ep, tp": ({"ep": 2, "tp": 2}, {}),
@@ -42,7 +42,7 @@ EXPERTS = {
 def adamw(params: Any) -> torch.optim.Optimizer:
     """Two groups, one without decay; a large eps, so that roundings of small gradients stay so."""
     listed = list(params)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in listed if p.dim() > 1]},
         {"params": [p for p in listed if p.dim() < 2], "weight_decay": 0.0},
     ]
