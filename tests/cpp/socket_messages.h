@@ -101,7 +101,7 @@ class SocketMessages final : public MessageTransport {
   struct Post {
     Head head;
     std::byte* data = nullptr;
-    std::vector<std::byte> sent;
+    std::vector<std::byte> sent = {};
     int source = -1;
     bool is_over = false;
     MessageEnd end = MessageEnd::kDone;
