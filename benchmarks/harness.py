@@ -1,7 +1,7 @@
 """Where the scripts' records go, their options, and what must happen before they import torch.
 
-Import this before torch and ``training``, the main job's package, which it puts on the path: it
-allows one thread per rank. How they measure stands in ``ringcomm.bench``.
+Import this before torch and ``model``, the examples' model, which it puts on the path: it allows
+one thread per rank. How they measure stands in ``ringcomm.bench``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT / "examples"))  # last: scripts there have names of scripts here
 
 from ringcomm.bench.machine import RECORDS_FOLDER  # noqa: E402
 from ringcomm.bench.records import utc_now  # noqa: E402

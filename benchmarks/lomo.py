@@ -3,7 +3,7 @@
 
     python benchmarks/lomo.py --world 2
 
-The main job's model, forward, backward and update, each optimizer in turn. With one rank: what the
+The examples' model, forward, backward and update, each optimizer in turn. With one rank: what the
 update in the backward pass costs, and exact clipping by gradients held or a second backward. With
 more, over ringcomm: gradients reduced inside the backward pass beside DistributedDataParallel.
 Losses must be those of SGD, clipped or not. One JSON line per way is appended to
@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from model import PRESETS, Llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training.model import PRESETS, Llama, initial_weights
 
 from ringcomm.bench.gradient_watch import GradientWatch
 from ringcomm.bench.interleave import Contender, measure, open_default_group, records_of
@@ -93,7 +93,6 @@ class Trainer:
     def __init__(self, name: str, team: Team, options: argparse.Namespace) -> None:
         way = WAYS[name]
         model = Llama(PRESETS[options.size])
-        model.load_state_dict(initial_weights(PRESETS[options.size], seed=0))
         self._params = list(model.parameters())
         self.watch = GradientWatch(model)
         self.held_bytes = 0
@@ -203,11 +202,12 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     if options.world == 1:
         options.ways = [name for name in options.ways if "overlapped" not in name]
-    largest = max(t.nbytes for t in initial_weights(PRESETS[options.size], 0).values())
+    weights = list(Llama(PRESETS[options.size]).parameters())
+    num_params, largest = sum(p.numel() for p in weights), max(p.nbytes for p in weights)
     dimensions = {
         "world_size": options.world,
         "size": options.size,
-        "num_params": PRESETS[options.size].num_params,
+        "num_params": num_params,
         "largest_weight_bytes": largest,
         "rows_per_rank": options.rows,
         "tokens_per_row": options.context,

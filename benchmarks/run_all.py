@@ -40,7 +40,6 @@ JOBS: dict[str, list[str]] = {
     "operations": [f"all_reduce.py --world 2 --ops {APART}"],
     "floor": ["floor.py"],
     "algorithms": ["algorithms.py"],
-    "races": ["races.py"],
     "steps": ["steps.py"],
     "fused_update": ["fused_update.py"],
     "cross_entropy": [

@@ -3,7 +3,7 @@
 
     python benchmarks/steps.py --world 2 --size 0.8M
 
-Whole training steps (forward, backward, SGD) of the main job's model, in turn: over each backend,
+Whole training steps (forward, backward, SGD) of the examples' model, in turn: over each backend,
 and over torch's "fake" one, which moves nothing and so shows what a step costs without
 communication. The share of communication is what a step takes beyond that. DDP-blocking waits for
 each bucket, so that what it takes beyond DDP is what DDP hides behind the backward pass. Losses
@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 # isort: on
+from model import PRESETS, Llama
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - registers "fake"
-from training.model import PRESETS, Llama, initial_weights
 
 from ringcomm.bench.interleave import (
     Contender,
@@ -108,7 +108,6 @@ class Trainer:
         self, system: str, group: dist.ProcessGroup, rank: int, options: argparse.Namespace
     ) -> None:
         model = Llama(PRESETS[options.size])
-        model.load_state_dict(initial_weights(PRESETS[options.size], seed=0))
         self._model = SYSTEMS[system](model, group)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
         generator = torch.Generator().manual_seed(1 + rank)
@@ -209,10 +208,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Measures; returns the exit code, 3 when losses differ between the backends."""
     options = parse(argv)
+    num_params = sum(param.numel() for param in Llama(PRESETS[options.size]).parameters())
     dimensions = {
         "world_size": options.world,
         "size": options.size,
-        "num_params": PRESETS[options.size].num_params,
+        "num_params": num_params,
         "rows_per_rank": options.rows,
         "tokens_per_row": options.context,
     }
