@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,12 +137,10 @@ def with_a_wrong_weight(rank: int, words: list[str]) -> str:
             with torch.no_grad():
                 trainer.model.head.weight[0, 0] += 1e-3 if words[-1] == "1e-3" else float("nan")
 
-    train.Trainer.__init__ = make_wrong  # type: ignore[method-assign]
-    try:
-        with pytest.raises(SystemExit) as ended:
-            train.main(train.parser().parse_args(words[:-1]))
-    finally:
-        train.Trainer.__init__ = make  # type: ignore[method-assign]
+    options = train.parser().parse_args(words[:-1])
+    changed = mock.patch.object(train.Trainer, "__init__", make_wrong)
+    with changed, pytest.raises(SystemExit) as ended:
+        train.main(options)
     return str(ended.value)
 
 
@@ -163,11 +162,8 @@ def interrupted(rank: int, words: list[str], at: int) -> list[float]:
         if step == at and rank == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    train.Job.log = log_and_interrupt  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(train.Job, "log", log_and_interrupt):
         return train.main(train.parser().parse_args(words))
-    finally:
-        train.Job.log = log  # type: ignore[method-assign]
 
 
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
@@ -208,8 +204,8 @@ def killed(rank: int, words: list[str]) -> None:
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.dcp.save = write_and_die  # type: ignore[assignment]
-    train.main(train.parser().parse_args(words))
+    with mock.patch.object(checkpoint.dcp, "save", write_and_die):
+        train.main(train.parser().parse_args(words))
 
 
 def test_a_kill_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
