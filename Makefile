@@ -23,7 +23,7 @@ help:  ## list the targets
 
 RACED := --systems ddp,zero-1,lomo,tensor --width 256 --layers 5 --rows 4 --tokens 128
 train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 100" RACE="--seconds 8")
-	@$(PREPARE) --need train --extension -- -m torch.distributed.run --standalone \
+	@export OMP_NUM_THREADS=1; $(PREPARE) --need train --extension -- -m torch.distributed.run --standalone \
 	    --nproc-per-node $(RANKS) examples/train.py $(ARGS)
 	@$(PREPARE) --need train --extension -- -m ringcomm bench systems $(RACED) $(RACE)
 
