@@ -1,4 +1,4 @@
-"""ZeRO-R: under tensor parallelism, saved activations in shards over the ranks or in host memory.
+"""ZeRO-R: activation checkpoints, sharded over tensor-parallel ranks or in host memory.
 
 torchrun --nproc-per-node 2 examples/activations.py --keep shards
 torchrun --nproc-per-node 2 examples/activations.py --keep auto --limit-mib 1
@@ -24,18 +24,19 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--keep", choices=CHOICES, default="shards", help="how inputs of layers are kept")
-    add("--limit-mib", type=float, default=1.0, help="of auto: what a rank has room for")
+    add("--keep", choices=CHOICES, default="shards", help="where checkpoints are")
+    add("--limit-mib", type=float, default=1.0, help="of auto: memory for checkpoints")
     return parser
 
 
 def keep_less(model: Any, options: argparse.Namespace) -> list[activations.Partitioned]:
-    """Has a model of transformers keep of its layers the inputs, these as `options` has it.
+    """Checkpoints the layers of a model of transformers; their inputs are kept as `options` says.
 
-    Not of its head: what is kept in shards is alike on all ranks, and logits are not.
+    The context is around the layers alone: it wants tensors that are equal on all ranks, and the
+    logits of a vocabulary-parallel head are not.
 
     Returns:
-        counters, of one step after the other.
+        The counters of each forward pass.
     """
     recompute_layers(model)
     counters: list[activations.Partitioned] = []

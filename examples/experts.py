@@ -1,4 +1,4 @@
-"""A mixture of experts: each rank has some of them, and tokens travel to their experts and back.
+"""Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
 torchrun --nproc-per-node 2 examples/experts.py --experts 8 --top-k 2
 """
@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--experts", type=int, default=4, help="of each layer, on all ranks together")
     add("--top-k", type=int, default=2, help="experts of a token")
-    add("--capacity", type=float, help="drop tokens beyond so many times an expert's equal share")
+    add("--capacity", type=float, help="capacity factor; tokens beyond it are dropped")
     return parser
 
 

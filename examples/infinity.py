@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: weights, gradients and optimizer state in files; a unit at a time in memory.
+"""ZeRO-Infinity: weights, gradients and optimizer state in files; one unit at a time in memory.
 
 torchrun --nproc-per-node 2 examples/infinity.py --folder runs/infinity
 torchrun --nproc-per-node 2 examples/infinity.py --folder runs/infinity --resume  # once killed
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = make_parser(__doc__, steps=50)
     add = parser.add_argument
-    add("--folder", type=Path, default=Path("runs/infinity"), help="of the files")
+    add("--folder", type=Path, default=Path("runs/infinity"), help="folder of the files")
     add("--resume", action="store_true", help="go on after the last complete step")
     return parser
 

@@ -1,4 +1,4 @@
-"""LOMO and AdaLomo: weights are updated inside the backward pass, which keeps no gradients.
+"""LOMO and AdaLomo: the backward pass updates the weights and keeps no gradients.
 
 torchrun --nproc-per-node 2 examples/lomo.py
 torchrun --nproc-per-node 2 examples/lomo.py --optimizer adalomo --shards
@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
         default="lomo",
         help="take --lr 0.06 for the 2nd",
     )
-    add("--shards", action="store_true", help="a part of each weight on each rank, as ZeRO-3 does")
-    add("--clip", type=float, help="largest norm of a step's gradients, by a second backward pass")
+    add("--shards", action="store_true", help="shard the weights, as ZeRO-3 does")
+    add("--clip", type=float, help="maximum gradient norm, by a second backward pass")
     return parser
 
 
@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> list[float]:
 
     for step in range(options.steps):
         loss = model(*job.batch(step))  # this rank's rows
-        optimizer.backward(loss)  # the weights are new; without --clip loss.backward() does it, too
+        optimizer.backward(loss)  # updates; loss.backward() would, too, without --clip
         optimizer.step()
         optimizer.zero_grad()
         job.log(step, loss)

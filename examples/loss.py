@@ -1,4 +1,4 @@
-"""The loss over a vocabulary that ranks share: 65,536 classes, whose logits never exist at once.
+"""Vocabulary-parallel cross-entropy over 65,536 classes; the logits are never materialized.
 
     torchrun --nproc-per-node 2 examples/loss.py
 

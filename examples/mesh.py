@@ -1,7 +1,7 @@
 """A model on a mesh: pipeline, data, tensor and expert parallelism, and ZeRO, in one call.
 
 torchrun --nproc-per-node 8 examples/mesh.py --pp 2 --tp 2 --ep 2 --save runs/mesh
-torchrun --nproc-per-node 4 examples/mesh.py --tp 2 --resume runs/mesh --steps 200
+torchrun --nproc-per-node 4 examples/mesh.py --tp 2 --ep 2 --resume runs/mesh --steps 200
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ def parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="ranks that share each layer")
     add("--ep", type=int, default=1, help="ranks that share the experts")
     add("--experts", type=int, default=4, help="of each layer; 0: a dense model")
-    add("--sequence-parallel", action="store_true", help="share the tokens between layers, too")
+    add(
+        "--sequence-parallel", action="store_true", help="also shard the activations between layers"
+    )
     add("--zero-stage", type=int, choices=(0, 1, 2, 3))
     add("--schedule", default="1f1b", help="of the pipeline")
     add("--micro-batches", type=int)
-    add("--recompute", action="store_true", help="keep the inputs of layers only")
+    add("--recompute", action="store_true", help="activation checkpointing of each layer")
     add("--save", type=Path, help="a folder for the checkpoint")
     add("--resume", type=Path, help="a folder with a checkpoint, of any mesh")
     return parser

@@ -1,6 +1,6 @@
-"""A parameter server: workers pull weights and push gradients, in step, nearly so, or as they can.
+"""A parameter server: workers pull weights and push gradients, synchronously or not.
 
-torchrun --nproc-per-node 2 examples/parameter_server.py                # in step, as DDP
+torchrun --nproc-per-node 2 examples/parameter_server.py                # synchronous, as DDP
 torchrun --nproc-per-node 3 examples/parameter_server.py --dedicated --staleness 2
 torchrun --nproc-per-node 3 examples/parameter_server.py --dedicated --staleness -1
 """

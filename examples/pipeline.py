@@ -1,4 +1,4 @@
-"""A pipeline: layers on several ranks, micro-batches through all of them.
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches go through all ranks.
 
 torchrun --nproc-per-node 2 examples/pipeline.py --schedule zero-bubble
 """
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b")
     add("--micro-batches", type=int, default=4)
-    add("--recompute", action="store_true", help="keep the inputs of layers only")
+    add("--recompute", action="store_true", help="activation checkpointing of each layer")
     return parser
 
 

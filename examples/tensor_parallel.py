@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model of transformers whose layers are shared by the ranks.
+"""Tensor parallelism for a model of transformers: each rank has a part of every layer.
 
 torchrun --nproc-per-node 2 examples/tensor_parallel.py --sequence-parallel
 """
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--sequence-parallel", action="store_true", help="share the tokens between layers, too"
+        "--sequence-parallel", action="store_true", help="also shard the activations between layers"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 to 3: optimizer state, gradients and weights in shards, state also elsewhere.
+"""ZeRO stages 1 to 3: sharded optimizer state, gradients and weights, with offload of the state.
 
 torchrun --nproc-per-node 2 examples/zero.py --stage 2
 torchrun --nproc-per-node 2 examples/zero.py --stage 1 --offload nvme --folder /mnt/nvme
@@ -23,9 +23,14 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 2, 3), default=2)
     add("--offload", choices=("cpu", "nvme"), help="keep optimizer state in host memory or files")
-    add("--folder", type=Path, default=Path(tempfile.gettempdir()), help="of these files")
-    add("--bf16", action="store_true", help="weights of 16 bits, float32 ones in shards")
-    add("--clip", type=float, default=1.0, help="largest norm of a step's gradients")
+    add(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder of the offload files",
+    )
+    add("--bf16", action="store_true", help="16-bit weights and sharded float32 masters")
+    add("--clip", type=float, default=1.0, help="maximum gradient norm")
     return parser
 
 
