@@ -1,9 +1,12 @@
 # Every target prepares what it needs first (see tools/bootstrap.py) and skips what is up to date.
 # PYTHON=python3.12 names another Python; RINGCOMM_USE_ENV=1 uses the active environment and its
-# torch; ARGS="..." goes to the program; VERBOSE=1 shows what pip and the compilers say.
+# torch; ARGS="..." goes to the program; RANKS=4 and RACE="..." are for `make train`; VERBOSE=1 shows
+# what pip and the compilers say.
 
 PYTHON ?= python3
 ARGS ?=
+RANKS ?= 2
+RACE ?=
 ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
 PREPARE := cd "$(ROOT)" && "$(PYTHON)" tools/bootstrap.py
 CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
@@ -18,8 +21,11 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
 	    printf '  make %-13s %s\n' "$$name" "$$text"; done
 
-train: check-python  ## run the main job (ARGS="--steps 100 ...")
-	@$(PREPARE) --need train --extension -- examples/train.py $(ARGS)
+RACED := --systems ddp,zero-1,lomo,tensor --over gloo --width 256 --layers 5 --rows 4 --tokens 128
+train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 100" RACE="--seconds 8")
+	@export OMP_NUM_THREADS=1; $(PREPARE) --need train --extension -- -m torch.distributed.run --standalone \
+	    --nproc-per-node $(RANKS) examples/train.py $(ARGS)
+	@$(PREPARE) --need train --extension -- -m ringcomm bench systems $(RACED) $(RACE)
 
 build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension

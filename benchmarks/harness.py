@@ -1,7 +1,7 @@
 """Where the scripts' records go, their options, and what must happen before they import torch.
 
-Import this before torch and ``training``, the main job's package, which it puts on the path: it
-allows one thread per rank. How they measure is in ``ringcomm.measure``.
+Import this before torch and ``model``, the examples' model, which it puts on the path: it allows
+one thread per rank. How they measure is in ``ringcomm.measure``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+# Last: programs there have names of scripts here.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 from report import CHECKOUT as ROOT  # noqa: E402
 from report import RESULTS, default_path  # noqa: E402

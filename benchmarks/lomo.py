@@ -3,7 +3,7 @@
 
     python benchmarks/lomo.py --world 2
 
-The main job's model, forward, backward and update, each optimizer in turn. With one rank: what the
+The examples' model, forward, backward and update, each optimizer in turn. With one rank: what the
 update in the backward pass costs, and exact clipping by gradients held or a second backward. With
 more, over ringcomm: gradients reduced inside the backward pass beside DistributedDataParallel.
 Losses must be those of SGD, clipped or not. One JSON line per way is appended to
@@ -27,10 +27,10 @@ import torch.distributed as dist
 # isort: on
 from gradient_watch import GradientWatch
 from groups import run_ranks
+from model import PRESETS, Llama
 from report import Report, comparison, records_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training.model import PRESETS, Llama, initial_weights
 
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import as_option, table_of
@@ -116,7 +116,6 @@ class Trainer:
     def __init__(self, name: str, team: Team, options: argparse.Namespace) -> None:
         way = WAYS[name]
         model = Llama(PRESETS[options.size])
-        model.load_state_dict(initial_weights(PRESETS[options.size], seed=0))
         self._params = list(model.parameters())
         self.watch = GradientWatch(model)
         self.held_bytes = 0
@@ -231,11 +230,12 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     if options.world == 1:
         options.ways = [name for name in options.ways if "overlapped" not in name]
-    largest = max(t.nbytes for t in initial_weights(PRESETS[options.size], 0).values())
+    weights = list(Llama(PRESETS[options.size]).parameters())
+    num_params, largest = sum(p.numel() for p in weights), max(p.nbytes for p in weights)
     dimensions = {
         "world_size": options.world,
         "size": options.size,
-        "num_params": PRESETS[options.size].num_params,
+        "num_params": num_params,
         "largest_weight_bytes": largest,
         "rows_per_rank": options.rows,
         "tokens_per_row": options.context,

@@ -3,7 +3,7 @@
 
     python benchmarks/tensor_parallel.py
 
-The main job's model, the same on both ranks: by the layers of ringcomm.nn, with and without
+The examples' model, the same on both ranks: by the layers of ringcomm.nn, with and without
 sequence parallelism; by torch's parallelize_module over the same backend, plain, and with the
 backward all_reduces of layers that share an input joined to one; and by ringcomm's layers that send
 nothing. Losses must agree. One JSON line per way and batch is appended to benchmarks/results.
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 # isort: on
 from groups import run_ranks
+from model import PRESETS, Llama
 from report import Report, comparison, records_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,14 +37,18 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from training import tensor_parallel
-from training.model import PRESETS, Llama, initial_weights
 
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.measure.weather import WeatherWatch
-from ringcomm.nn import CrossEntropyLoss
+from ringcomm.nn import (
+    ColumnParallelLinear,
+    CrossEntropyLoss,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from ringcomm.parallel import tensor
 from ringcomm.parallel.tensor import SplitModule
 
 # Rows and tokens of the batch that both ranks see.
@@ -52,14 +57,48 @@ TOLERANCE = 1e-4
 WORLD_SIZE = 2
 
 
-def by_ringcomm(model: Llama, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
+def by_ringcomm(model: Any, group: dist.ProcessGroup, *, shares_tokens: bool = False) -> None:
     """Two all_reduces a layer each way, or as many halves of them twice."""
-    tensor_parallel.split(model, group, shares_tokens=shares_tokens)
+    config, dim = model.config, 1 if shares_tokens else None
+    head_dim = config.dim // config.num_heads
+    heads = tensor.share_heads(config.num_heads, config.num_kv_heads, group.size())
+    unit = heads.num_together * head_dim
+
+    def columns(linear: Any, unit: int = 1, num_copies: int = 1) -> ColumnParallelLinear:
+        return ColumnParallelLinear.from_linear(
+            linear, group=group, shard_multiple=unit, num_replicas=num_copies, copy_input=False
+        )
+
+    def rows(linear: Any, unit: int = 1) -> RowParallelLinear:
+        return RowParallelLinear.from_linear(
+            linear, group=group, shard_multiple=unit, sequence_dim=dim
+        )
+
+    def enter(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return tensor.copy_to_tp(output, group, sequence_dim=dim, inplace=True)
+
+    for layer in model.layers:
+        layer.wq = columns(layer.wq, unit)
+        layer.wk = columns(layer.wk, head_dim, heads.num_replicas)
+        layer.wv = columns(layer.wv, head_dim, heads.num_replicas)
+        layer.wo = rows(layer.wo, unit)
+        ffn = layer.ffn
+        ffn.w1, ffn.w3, ffn.w2 = columns(ffn.w1), columns(ffn.w3), rows(ffn.w2)
+    model.tok = VocabParallelEmbedding.from_embedding(model.tok, group=group, sequence_dim=dim)
+    model.head = columns(model.head)
+    model.loss = CrossEntropyLoss(
+        group=group, vocab_start=model.head.features[0], vocab_size=config.vocab_size
+    )
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.register_forward_hook(enter)
+            if shares_tokens:
+                tensor.all_reduce_grad_(module.weight, group)
 
 
 def by_ringcomm_alone(model: Llama, group: dist.ProcessGroup) -> None:
     """The same layers, which send nothing; of the classes this rank's alone."""
-    tensor_parallel.split(model, group)
+    by_ringcomm(model, group)
     alone, _ = dist.new_subgroups(1)
     for module in model.modules():
         if isinstance(module, SplitModule):
@@ -123,7 +162,6 @@ class Pass:
         group = dist.group.WORLD
         assert group is not None
         model = Llama(PRESETS[size])
-        model.load_state_dict(initial_weights(PRESETS[size], seed=0))
         way.split(model, group)
         self._model, self._way = model, way
         ids = torch.randint(256, (rows, tokens + 1), generator=torch.Generator().manual_seed(1))

@@ -1,32 +1,117 @@
-#!/usr/bin/env python3
-"""Train a small Llama-style model over two c10d backends, side by side.
+"""Trains a small Llama with DistributedDataParallel over ringcomm, and checks it against Gloo.
 
-Run it as ``python examples/train.py`` (it forks the ranks itself) or under a launcher:
-``torchrun --nproc-per-node 2 examples/train.py`` (it then finds RANK and WORLD_SIZE and does not).
+    torchrun --nproc-per-node 2 examples/train.py --out runs
+    torchrun --nproc-per-node 4 examples/train.py --out runs --resume  # on any number of ranks
+
+Ctrl-C saves a checkpoint and ends. Afterwards the first steps are made again over Gloo and in one
+process: on two ranks the losses over both backends are equal to the last bit, or the run fails.
 """
 
-import os
+from __future__ import annotations
+
+import argparse
+import signal
 import sys
+from pathlib import Path
+from typing import Any
 
-# Before torch is imported: one thread per rank. The ranks share the cores, and a parent that had
-# started OpenMP threads could not be forked safely.
-for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_name, "1")
+import torch
+import torch.distributed as dist
+from checkpoint import load, save
+from common import Job, make_parser, run
+from model import PRESETS, Llama
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKED_STEPS = 20
+TOLERANCE = 1e-5  # one process sums the rows in another order; so do backends on 3 or more ranks
+WARM_UP = 20
+EXIT_CHECK_FAILED = 3
 
 
-def main() -> int:
-    """Imports late, so that Ctrl-C during the import of torch ends quietly as well."""
-    try:
-        from training.cli import main as run
-    except KeyboardInterrupt:
-        return 130
-    return run(sys.argv[1:])
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = make_parser(__doc__, steps=400)
+    add = parser.add_argument
+    add("--size", choices=PRESETS, default="0.8M", help="parameters of the model")
+    add("--out", type=Path, default=Path("runs"), help="folder of the checkpoint")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    return parser
+
+
+class Trainer:
+    """A replica of the model over the ranks of a group; without one, the model of one process."""
+
+    def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
+        self.job, self.place = job, () if group else (0, 1)
+        self.model = Llama(PRESETS[job.options.size]).to(job.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), fused=True)
+        self.call: Any = (
+            DistributedDataParallel(self.model, process_group=group) if group else self.model
+        )
+
+    def step(self, step: int) -> Tensor:
+        """Trains on the rows of a step; this rank's loss before it."""
+        options = self.job.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = options.lr * min((step + 1) / WARM_UP, 1.05 - step / options.steps)
+        loss: Tensor = self.call(*self.job.batch(step, *self.place))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def check(job: Job, losses: list[Tensor]) -> bool:
+    """Makes the first steps again, over Gloo and in one process; whether all losses agree."""
+    gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup)
+    again, alone = Trainer(job, gloo), Trainer(job, None)
+    allowed = 0.0 if job.world_size <= 2 else TOLERANCE
+    wrong = torch.zeros(2, dtype=torch.float64)  # losses that differ; a NaN does, too
+    for step, loss in enumerate(losses):
+        wrong[0] += not abs(float(again.step(step) - loss)) <= allowed
+        wrong[1] += not abs(float(alone.step(step)) - job.mean(loss)) <= TOLERANCE
+    dist.all_reduce(wrong, group=gloo)
+    how = "to the last bit" if allowed == 0 else f"within {TOLERANCE:.0e}"
+    for num, text in zip(
+        wrong.int().tolist(),
+        (f"over ringcomm and over Gloo, {how}", f"on {job.world_size} ranks and in one process"),
+        strict=True,
+    ):
+        found = f"{num} losses differ" if num else "all losses are equal"
+        job.say(f"the first {len(losses)} steps {text}: {found}")
+    return not wrong.any()
+
+
+def main(options: argparse.Namespace) -> list[float]:
+    """Trains, saves, checks; the losses."""
+    job = Job(options)
+    trainer = Trainer(job, dist.group.WORLD)
+    state = trainer.model, trainer.optimizer
+    first_step = load(options.out, *state) if options.resume else 0
+    stop = torch.zeros(1, device=job.device)  # 1 on a rank that was asked to end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.fill_(1))
+    own: list[Tensor] = []
+    for step in range(first_step, options.steps):
+        own.append(trainer.step(step))
+        job.log(step, own[-1])
+        asked = stop.clone()
+        dist.all_reduce(asked, dist.ReduceOp.MAX)  # all ranks end after the same step
+        if asked or (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            save(options.out, step + 1, *state)
+        if asked:
+            job.say(f"interrupted after step {step}; --resume goes on from {options.out}")
+            return job.losses
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    job.finish(trainer.model)
+    if first_step == 0 and not check(job, own[:CHECKED_STEPS]):
+        sys.exit(EXIT_CHECK_FAILED)
+    return job.losses
 
 
 if __name__ == "__main__":
-    _code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Without the interpreter's clean-up, which takes up to a second with torch loaded: Ctrl-C is
-    # to be over in 2 s. Nothing is left to clean; the ranks have ended.
-    os._exit(_code)
+    run(main, parser())

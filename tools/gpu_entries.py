@@ -142,7 +142,11 @@ ENTRIES = (
         300.0,
         ("triton", "transformers"),
     ),
-    Entry("main-job", "examples/train.py --device cuda --backend nccl --world 1 --steps 20", 180.0),
+    Entry(
+        "main-job",
+        "-m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py --steps 20",
+        180.0,
+    ),
     Entry("cpu-tests", "make test-python \"ARGS=-m 'not gpu and not slow'\"", 540.0),
     # ---- what no script does yet
     Entry("vocab-parallel", not_scripted="two ranks of cpu:ringcomm,cuda:nccl want two GPUs"),
