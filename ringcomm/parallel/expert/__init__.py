@@ -11,7 +11,6 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
-from ringcomm.parallel.expert.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.expert.gradients import average_gradients
 from ringcomm.parallel.expert.local_experts import (
     LocalExperts,
@@ -27,9 +26,7 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_parameters",
-    "full_state_dict",
     "ignore_in_ddp",
-    "load_full_state_dict",
     "plan_dispatch",
     "rows_of_tokens",
     "split_experts",

@@ -15,7 +15,6 @@ from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
-from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.zero.infinity import ZeroInfinity
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
@@ -31,8 +30,6 @@ __all__ = [
     "ZeroInfinity",
     "ZeroOptimizer",
     "ZeroSGD",
-    "full_state_dict",
-    "load_full_state_dict",
     "predict_memory",
     "predict_traffic",
     "shard",
@@ -147,5 +144,5 @@ def shard(
         made = kind(model, optimizer, stage, resolved, found)
     mark_sharded(made)
     if state["state"]:
-        load_full_state_dict(made, state)
+        made.load_state_dict(state)
     return made

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.materialize import materialize
 from ringcomm.parallel.model_units import default_units
-from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
+from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.state_rows import check_rows
@@ -185,13 +185,45 @@ class Zero3(ZeroOptimizer):
     def _row_state(self, param: Any) -> dict[str, Any]:
         return self._state_of(param)  # fully_shard cuts between rows as well
 
-    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
+    def range_of(self, param: Any) -> None:
+        """See ZeroOptimizer."""
+
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """See ZeroOptimizer."""
+        if not is_offloaded(self._inner):
+            return {}
+        state = self._inner.new_state_of(param, _local(param.detach()))
+        return {key: _spread(value, param) for key, value in state.items()}
+
+    def forget_steps(self) -> None:
+        """See ZeroOptimizer."""
+        for state in self._inner.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
+        """This rank's rows of a whole state, or the rows that it has already."""
+        if isinstance(value, DTensor):
+            return self._taken(value.to_local(), param)
+        whole = value.to(device=param.device, dtype=self._state_dtype(param))
+        # None: every rank has the whole value, and nothing is sent.
+        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+    def _taken(self, local: Tensor, param: Any) -> Any:
+        """A copy of a state of this rank's shard, as the optimizer keeps it."""
+        dtype = self._state_dtype(param)
+        return _spread(local.to(device=param.device, dtype=dtype, copy=True), param)
+
+    def _state_dtype(self, param: Any) -> torch.dtype:
+        return torch.float32 if is_offloaded(self._inner) else param.dtype
+
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         mine = {}
         for key, value in state.items():
             if key == "step" or not isinstance(value, Tensor):
                 mine[key] = value
-            elif key != "master":  # which are the weights themselves
-                mine[key] = _cut(value, param)
+            elif key != "master" or is_offloaded(self._inner):  # else the weights themselves
+                mine[key] = value if isinstance(value, DTensor) else self._taken(value, param)
         set_state_of(self._inner, param, mine)
 
 
@@ -250,13 +282,3 @@ def _spread(value: Any, param: Any) -> Any:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def _cut(value: Tensor, param: Any) -> Any:
-    """This rank's rows of a whole state, or the rows that it has already."""
-    if isinstance(value, DTensor):
-        local = value.to_local().to(device=param.device, dtype=param.dtype, copy=True)
-        return _spread(local, param)
-    whole = value.to(device=param.device, dtype=param.dtype)
-    # None: every rank has the whole value, and nothing is sent.
-    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
