@@ -113,7 +113,7 @@ def get_state_dict(
 def set_state_dict(
     model: Any,
     optimizer: Any,
-    values: Mapping[str, Any],
+    values: Mapping[str, Any] | None,
     state: Mapping[str, Any] | None = None,
     *,
     rank0_only: bool = False,
@@ -133,7 +133,8 @@ def set_state_dict(
             step; its servers take the weights as well.
         values: of the model. Each tensor is whole, or this rank's part as get_state_dict() has it;
             keys of other ranks' stages and experts are left out. A file that was loaded with
-            torch.load(mmap=True) is read where this rank's parts are.
+            torch.load(mmap=True) is read where this rank's parts are. None for the optimizer's
+            state alone.
         state: of the optimizer, likewise. A weight without any has not been updated; "master" may
             be missing.
         rank0_only: whether only rank 0 has the states, whole; the others give empty dicts.
@@ -152,14 +153,15 @@ def set_state_dict(
     group = _group_of(optimizer, group)
     parts = ModelParts(_module_of(model))
     server = optimizer if isinstance(optimizer, ParameterServer) else None
-    mine = {name: parts.of_value(value, is_stored=True) for name, value in parts.values.items()}
+    mine = {} if values is None else parts.values
+    mine = {name: parts.of_value(value, is_stored=True) for name, value in mine.items()}
     found = None
     if optimizer is not None and state is not None and server is None:
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = _flat(mine, {} if found is None else {"state": found.named})
     # Servers take whole states: theirs travel as one object.
-    given, more = _flat(values, {} if server else state or {}), (state or {}).get("param_groups")
-    more = state if server else more
+    given = _flat(values or {}, {} if server else state or {})
+    more: Any = state if server else (state or {}).get("param_groups")
     if rank0_only and group is not None:
         given, more = scatter_whole(given, more, wanted, group)
     groups = None if found is None or more is None else (found.groups, more)
@@ -172,9 +174,9 @@ def set_state_dict(
     with torch.no_grad(), ExitStack() as stack:
         for shards in parts.shards:
             stack.enter_context(shards.writing())
-        for name, value in parts.values.items():
+        for name, part in mine.items():
             if ("model", name) in given:
-                _write(value, mine[name], given["model", name], device)
+                _write(parts.values[name], part, given["model", name], device)
     if found is not None:
         found.load(given, more)
     if server is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any
@@ -193,11 +193,15 @@ class OptimizerParts:
         read = lru_cache(1)(self._state_of)
         self.named: dict[str, State] = {}
         for param in self._params:
-            state = {key: value for key, value in self._state_of(param).items() if value is not None}
+            state = {
+                key: value for key, value in self._state_of(param).items() if value is not None
+            }
             name = model.name_of[param]
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
+                    span = (
+                        optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
+                    )
                     part = model.of_state(value, param, key, span)
                     if is_stored and part.dim():
                         part = _stored(part, lambda p=param, k=key: local_of(read(p)[k]))

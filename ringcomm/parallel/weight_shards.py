@@ -7,7 +7,7 @@ memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.p
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.materialize import check_can_materialize, materialize
@@ -248,6 +249,9 @@ class WeightShards:
         self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts
+
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
         """shard_of(), or a copy of a piece that is elsewhere: see `home`."""

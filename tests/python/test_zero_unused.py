@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -125,7 +126,7 @@ def train(
             backward(model, step, part, rank, reentrant)
         sharded.step()
         sharded.zero_grad()
-    return weights(model), zero.full_state_dict(sharded)["state"]
+    return weights(model), full_state(sharded)["state"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 The layer is ringcomm.nn.MixtureOfExperts.
 """
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
     combine,
@@ -32,3 +35,6 @@ __all__ = [
     "split_experts",
     "sums_of_rows",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.parameter_server.keys import (
@@ -243,6 +244,9 @@ class ParameterServer:
         return 0 if self._serving is None else self._serving.shard.num_skipped
 
     # ---- states, for get_state_dict() and set_state_dict()
+
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
     def named_state(self) -> dict[str, Any]:
         """The state of one torch optimizer over all parameters, on the CPU, by their names.

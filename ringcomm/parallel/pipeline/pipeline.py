@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.materialize import check_can_materialize, materialize
@@ -176,6 +177,9 @@ class Pipeline:
                 " backwards are in halves: average them after step(), or call zero.shard() on"
                 " Pipeline.module"
             )
+
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
     # ---- this rank's part
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm._renamed import object_getattr
 from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.offload.buffer_pool import BufferPool
@@ -240,6 +241,9 @@ class ZeroInfinity(ZeroOptimizer):
         return [unit.packed_row.numel() for unit in self._weights.units]
 
     # ---- state
+
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
     @property
     def state(self) -> Any:

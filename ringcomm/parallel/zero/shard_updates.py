@@ -257,7 +257,7 @@ class ShardUpdates:
 
     def new_state_of(self, param: nn.Parameter) -> dict[str, Any]:
         """What state_of() is before the first step, where states are elsewhere; otherwise {}."""
-        bucket, part = self._bucket_of[param], self._parts[param]
+        part = self._parts[param]
         return self.inner.new_state_of(part, part) if self.is_offloaded else {}
 
     def set_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
