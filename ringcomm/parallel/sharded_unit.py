@@ -113,21 +113,19 @@ class ShardedUnit:
 
     def is_away(self, param: nn.Parameter) -> bool:
         """Whether this rank's piece has a home elsewhere, for read_shard() and write_shard()."""
-        return self._home is not None and param in self.large
+        return self._home is not None and any(param is large for large in self.large)
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
         """This rank's piece: itself, or a copy of one that is elsewhere."""
         shard = self.shards[param]
-        if self._home is None or param not in self.large:
-            return shard
-        return self._home.read(shard)
+        return self._home.read(shard) if self._home and self.is_away(param) else shard
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
         """Replaces this rank's piece, wherever it is."""
-        if self._home is None or param not in self.large:
-            self.shards[param].copy_(value)
-        else:
+        if self._home is not None and self.is_away(param):
             self._home.write(self.shards[param], value)
+        else:
+            self.shards[param].copy_(value)
 
     @property
     def params(self) -> list[nn.Parameter]:

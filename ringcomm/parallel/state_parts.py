@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -189,25 +189,11 @@ class OptimizerParts:
             self._native = torch.optim.Optimizer.state_dict(optimizer)
         else:
             self._native = optimizer.state_dict()
+        self._model = model
+        self._cache: dict[Any, State] = {}
         is_stored = is_stored and _is_elsewhere(optimizer)
-        read = lru_cache(1)(self._state_of)
-        self.named: dict[str, State] = {}
-        for param in self._params:
-            state = {
-                key: value for key, value in self._state_of(param).items() if value is not None
-            }
-            name = model.name_of[param]
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    span = (
-                        optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
-                    )
-                    part = model.of_state(value, param, key, span)
-                    if is_stored and part.dim():
-                        part = _stored(part, lambda p=param, k=key: local_of(read(p)[k]))
-                    state[key] = part
-            if state:
-                self.named[name] = state
+        found = {model.name_of[param]: self._parts_of(param, is_stored) for param in self._params}
+        self.named: dict[str, State] = {name: state for name, state in found.items() if state}
         names = {param: model.name_of[param] for param in self._params}
         own_names = [[names[param] for param in own["params"]] for own in optimizer.param_groups]
         self._names = names
@@ -222,6 +208,26 @@ class OptimizerParts:
             }
             for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
         ]
+
+    def _parts_of(self, param: Any, is_stored: bool) -> State:
+        optimizer, found = self._optimizer, {}
+        span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
+        for key, value in self._state_of(param).items():
+            part = value
+            if isinstance(value, Tensor):
+                part = self._model.of_state(value, param, key, span)
+                if is_stored and part.dim():
+                    part = _stored(part, partial(self._read, param, key))
+            if value is not None:
+                found[key] = part
+        return found
+
+    def _read(self, param: Any, key: str) -> Tensor:
+        """A value that is stored elsewhere; its neighbours are kept until the next parameter's."""
+        if param not in self._cache:
+            self._cache.clear()
+            self._cache[param] = self._state_of(param)
+        return local_of(self._cache[param][key])
 
     def _state_of(self, param: Any) -> State:
         """This rank's values."""

@@ -383,7 +383,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def part_state_of(self, param: Any) -> dict[str, Any]:
         """This rank's part of a weight's state, also before its first step where that can be."""
-        return {**self.new_state_of(param), **self._state_of(param)}
+        state = self._state_of(param)
+        return {**self.new_state_of(param), **state} if state.keys() <= {"master"} else state
 
     @abstractmethod
     def new_state_of(self, param: Any) -> dict[str, Any]:
