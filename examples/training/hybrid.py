@@ -132,13 +132,21 @@ class Hybrid(System):
     def _cut(self, name: str, whole: Tensor) -> Tensor:
         return self._splits[name].cut(whole) if name in self._splits else whole
 
+    def _joined(self, part: Tensor, split: tensor.Split) -> Tensor:
+        everyone: list[Tensor] = [part] * self.mesh.tp.size()
+        dist.all_gather_object(everyone, part, group=self.mesh.tp)
+        shape = [*part.shape]
+        shape[split.dim] = split.total
+        whole = part.new_empty(shape)
+        for (begin, end), one in zip(split.ranges, everyone, strict=True):
+            whole.narrow(split.dim, begin, end - begin).copy_(one)
+        return whole
+
     def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         assert self.wire is not None
         with self.wire.aside():
             found = {
-                name: tensor.whole_of(part, self._splits[name], self.mesh.tp)
-                if name in self._splits
-                else part
+                name: self._joined(part, self._splits[name]) if name in self._splits else part
                 for name, part in parts.items()
             }
             found = super()._whole(found)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel import zero
+from ringcomm.parallel import get_state_dict, zero
 from training.updaters import Moments, Offload, live_bytes, make_optimizer, set_lr
 from training.wire import Wire
 
@@ -72,18 +72,17 @@ class Zero:
         """See ``Updater``. Collective at stage 3."""
         with self._wire.aside():
             if isinstance(self._optimizer, zero.ZeroInfinity):
-                return self._optimizer.full_model_state_dict()
+                return get_state_dict(self._model, full=True)[0]
             return {name: _whole(param) for name, param in self._model.named_parameters()}
 
     def moments(self) -> Moments:
         """The state of ALL weights, gathered from the ranks. Collective."""
         found: Moments = {}
         with self._wire.aside():
-            full = zero.full_state_dict(self._optimizer)
-        for number, state in full["state"].items():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and key != "step":
-                    found.setdefault(key, {})[self._names[number]] = value
+            for name, param in zip(self._names, self._optimizer.all_params(), strict=True):
+                for key, value in self._optimizer.whole_state(param):
+                    if isinstance(value, Tensor) and key != "step":
+                        found.setdefault(key, {})[name] = value.cpu()
         return found
 
     def load_moments(self, moments: Moments, num_updates: int) -> None:
@@ -95,8 +94,8 @@ class Zero:
             state[number] = {key: by_name[name] for key, by_name in moments.items()}
             if "exp_avg" in moments:
                 state[number]["step"] = torch.tensor(float(num_updates))
-        full = zero.full_state_dict(self._optimizer)
-        zero.load_full_state_dict(self._optimizer, {**full, "state": state})
+        groups = self._optimizer.numbered_groups()
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def close(self) -> None:
         """See ``Updater``. Collective at stage 3."""

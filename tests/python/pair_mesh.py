@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from pair_lomo import load_weights, whole
 from pair_model import CLIP_NORM, DTYPES, SCALE, Net, local_of, micro_batches, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
@@ -23,7 +24,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.optim import Lomo
-from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor, zero
+from ringcomm.parallel import clip_grad_norm_, expert, pipeline, zero
 
 WORLD_SIZE = 4
 # The ranks of a row share a model; those of a column have the same part of it.
@@ -286,22 +287,7 @@ class Training:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """On every rank. Collective."""
-        own = whole(self.model.state_dict())
-        found = own
-        if self.mesh.tensor is not None:
-            splits = {name: (s, m.group) for name, _, m, s in tensor.split_params(self.model)}
-            found = {
-                name: tensor.whole_of(value, *splits[name]) if name in splits else value
-                for name, value in own.items()
-            }
-            if "embedding.weight" in splits and self.case["weights"] == "tied":
-                found["head.weight"] = found["embedding.weight"]
-        for group in (self.mesh.experts, self.mesh.pipeline):
-            if group is not None:
-                everyone: list[Any] = [None] * group.size()
-                dist.all_gather_object(everyone, found, group=group)
-                found = {name: value for part in everyone for name, value in part.items()}
-        return found
+        return full_weights(self.model)
 
     def saved(self) -> Any:
         """This rank's weights, and its optimizer's state. Collective."""
