@@ -75,7 +75,15 @@ class ModelParts:
             return _stored(part, partial(shards.read_shard, value))
         return part
 
-    def of_state(self, value: Tensor, param: Any, key: str, span: tuple[int, int] | None) -> Tensor:
+    def of_state(
+        self,
+        value: Tensor,
+        param: Any,
+        key: str,
+        span: tuple[int, int] | None,
+        *,
+        is_flat: bool = False,
+    ) -> Tensor:
         """A value of an optimizer's state for a parameter as a part.
 
         Args:
@@ -84,6 +92,8 @@ class ModelParts:
             key: in its state.
             span: the elements [begin, end) of the flat parameter that the optimizer updates, where
                 it is neither a DTensor nor whole.
+            is_flat: whether the value of a whole weight has one dimension, as AdaLomo's moments of
+                what is no matrix.
 
         Raises:
             ValueError: AdaLomo's moments are of this rank's part of a weight alone.
@@ -98,13 +108,12 @@ class ModelParts:
             self._check_factor(value, param, key)
             return value
         shape = param.shape
-        # AdaLomo keeps moments of what is no matrix in one dimension.
-        is_flat = value.dim() == 1 and key == "exp_avg_sq" and param.dim() > 2 and span is None
-        if is_flat and isinstance(param, DTensor):
-            box = part_of(param.detach()).boxes
-            begin = box[0].offsets[0] * shape[1:].numel() if box else 0
-            return TensorPart(value, [Box((begin,), (value.numel(),))], (shape.numel(),))
-        return value if is_flat else self._placed(value, param, span, shape)
+        if not is_flat or param.dim() == 1:
+            return self._placed(value, param, span, shape)
+        begin = 0 if span is None else span[0]
+        if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
+            begin = boxes[0].offsets[0] * shape[1:].numel()
+        return TensorPart(value, [Box((begin,), (value.numel(),))], (shape.numel(),))
 
     def _placed(
         self, value: Tensor, param: Any, span: tuple[int, int] | None, shape: Sequence[int]
@@ -212,10 +221,12 @@ class OptimizerParts:
     def _parts_of(self, param: Any, is_stored: bool) -> State:
         optimizer, found = self._optimizer, {}
         span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
-        for key, value in self._state_of(param).items():
+        state = self._state_of(param)
+        for key, value in state.items():
             part = value
             if isinstance(value, Tensor):
-                part = self._model.of_state(value, param, key, span)
+                is_flat = key == "exp_avg_sq" and "exp_avg" not in state
+                part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if is_stored and part.dim():
                     part = _stored(part, partial(self._read, param, key))
             if value is not None:
@@ -235,8 +246,9 @@ class OptimizerParts:
         if isinstance(optimizer, ZeroOptimizer):
             return optimizer.part_state_of(param)
         if isinstance(optimizer, OFFLOADED):
-            weight = local_of(param.detach())
-            return {**optimizer.new_state_of(param, weight), **optimizer.state_of(param)}
+            if optimizer.steps:
+                return optimizer.state_of(param)
+            return optimizer.new_state_of(param, local_of(param.detach()))
         found: State = self._native["state"].get(self._numbers[param], {})
         return found
 

@@ -382,9 +382,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The elements [begin, end) of a flat weight that this rank updates; None of DTensors."""
 
     def part_state_of(self, param: Any) -> dict[str, Any]:
-        """This rank's part of a weight's state, also before its first step where that can be."""
+        """This rank's part of a weight's state; before the first step what it will be."""
         state = self._state_of(param)
-        return {**self.new_state_of(param), **state} if state.keys() <= {"master"} else state
+        if state.keys() - {"master"} or any(map(self._has_stepped, self.all_params())):
+            return state
+        return {**self.new_state_of(param), **state}
 
     @abstractmethod
     def new_state_of(self, param: Any) -> dict[str, Any]:
