@@ -270,7 +270,7 @@ def _group_of(optimizer: Any, group: dist.ProcessGroup | None) -> dist.ProcessGr
         return group
     if isinstance(optimizer, ParameterServer):
         return optimizer.group
-    return dist.group.WORLD if dist.is_initialized() else None  # type: ignore[return-value]
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _flat(values: Mapping[str, Any], state: Mapping[str, Any]) -> dict[Path, Any]:

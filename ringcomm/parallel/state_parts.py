@@ -72,7 +72,7 @@ class ModelParts:
         local = shards.read_shard(value)  # type: ignore[arg-type]
         part = self._placed(local, value, shards.range_of(value), value.shape)
         if is_stored and shards.is_away(value):  # type: ignore[arg-type]
-            return _stored(part, partial(shards.read_shard, value))
+            return _stored(part, partial(shards.read_shard, value))  # type: ignore[arg-type]
         return part
 
     def of_state(

@@ -36,7 +36,7 @@ assert KINDS, SIZES
 assert transformers
 
 # Sizes of the mesh, options.
-MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+MESHES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dp": ({}, {}),
     "tp, sp": ({"tp": 2}, {"sequence_parallel": True}),
     "tp of copied heads": ({"tp": 4}, {}),
@@ -47,7 +47,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "zero 1, pp": ({"pp": 2}, {"zero_stage": 1}),
     "zero 2, tp": ({"tp": 2}, {"zero_stage": 2}),
 }
-EXPERTS = {
+EXPERTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "ep": ({"ep": 2}, {}),
     "ep, pp": ({"ep": 4, "pp": 1}, {}),
     "ep, tp": ({"ep": 2, "tp": 2}, {}),
@@ -57,7 +57,7 @@ EXPERTS = {
 def adamw(params: Any) -> torch.optim.Optimizer:
     """Two groups, one without decay; a large eps, so that roundings of small gradients stay so."""
     listed = list(params)
-    groups = [
+    groups: Any = [
         {"params": [p for p in listed if p.dim() > 1]},
         {"params": [p for p in listed if p.dim() < 2], "weight_decay": 0.0},
     ]
@@ -320,7 +320,7 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any, Any]:
     dtype = torch.bfloat16 if "16 bits" in name else torch.float32
     # Pieces above 64 KiB are elsewhere; a convolution has moments of AdaLomo in one dimension.
     wide = 260 if "Infinity" in name else 13
-    model: nn.Module = nn.Sequential(
+    model: Any = nn.Sequential(
         nn.Linear(7, wide), nn.Tanh(), nn.Linear(wide, 131), nn.Unflatten(1, (1, 131))
     )
     model.extend([nn.Conv1d(1, 2, 5), nn.Flatten(), nn.Linear(254, 3)])
@@ -411,7 +411,7 @@ def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
 def load_file(rank: int, folder: Path) -> None:
     """Parts of a file, for a model on the meta device; names that the state lacks."""
     with torch.device("meta"):
-        model = nn.Sequential(ColumnParallelLinear(32, 64), RowParallelLinear(64, 32))
+        model: Any = nn.Sequential(ColumnParallelLinear(32, 64), RowParallelLinear(64, 32))
     state = torch.load(folder / "model.pt", mmap=True)
     with LiveElems() as count:
         set_state_dict(model, None, state)
@@ -453,12 +453,13 @@ def test_getting_a_state_changes_no_step() -> None:
     weights = []
     for gets in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         for step in range(3):
             if gets:
                 values, state = get_state_dict(model, optimizer, full=True)
-            model[step > 0 :](torch.ones(1, 3 + (step > 0))).sum().backward()
+            layers: Any = model[step > 0 :]
+            layers(torch.ones(1, 3 + (step > 0))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         weights.append([param.detach() for param in model.parameters()])

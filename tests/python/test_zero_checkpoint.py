@@ -240,7 +240,7 @@ def test_each_weight_has_its_number_of_steps() -> None:
     for found, full in results.values():
         check(found, weights(model), is_exact=False)
         steps = {name: float(s["step"]) for name, s in full["state"].items()}
-        expected = get_state_dict(model, optimizer)[1]["state"]
+        expected: Any = get_state_dict(model, optimizer)[1]["state"]
         assert steps == {name: float(s["step"]) for name, s in expected.items()}
         assert set(steps.values()) == {2.0, 5.0}
 
