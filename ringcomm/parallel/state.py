@@ -151,12 +151,14 @@ def set_state_dict(
     Collective.
     """
     group = _group_of(optimizer, group)
+    if len(set(all_gathered((values is None, state is None), group))) > 1:
+        raise ValueError("values and state are None on all ranks or on none: give empty dicts")
     parts = ModelParts(_module_of(model))
     server = optimizer if isinstance(optimizer, ParameterServer) else None
     mine = {} if values is None else parts.values
     mine = {name: parts.of_value(value, is_stored=True) for name, value in mine.items()}
     found = None
-    if optimizer is not None and state is not None and server is None:
+    if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
         found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = _flat(mine, {} if found is None else {"state": found.named})
     # Servers take whole states: theirs travel as one object.
@@ -235,11 +237,12 @@ def _problem_of(
         ours, theirs = ([len(of["params"]) for of in own] for own in groups)
         if ours != theirs:
             return f"the state has parameter groups of {theirs}, and the optimizer of {ours}"
-    for path in wanted.keys() & given.keys():
-        problem = _misfit(".".join(path[1:]), wanted[path], given[path])
-        if problem is not None:
-            return problem
-    return None
+    problems = (
+        _misfit(".".join(path[1:]), part, given[path])
+        for path, part in wanted.items()
+        if path in given
+    )
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _misfit(name: str, part: Any, value: Any) -> str | None:

@@ -189,10 +189,12 @@ class OptimizerParts:
         _init_state(optimizer)
         self._optimizer = optimizer
         self._params = [param for own in optimizer.param_groups for param in own["params"]]
+        self._numbers = {param: number for number, param in enumerate(self._params)}
         strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
         if strangers:
             raise ValueError(f"the optimizer has a weight of shape {strangers[0]}, no model's")
         if isinstance(optimizer, ZeroOptimizer):
+            self._is_new = not any(map(optimizer.has_stepped, self._params))
             self._native: State = {"param_groups": optimizer.numbered_groups()}
         elif isinstance(optimizer, OFFLOADED):  # whose state_dict() has copies
             self._native = torch.optim.Optimizer.state_dict(optimizer)
@@ -244,17 +246,13 @@ class OptimizerParts:
         """This rank's values."""
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
-            return optimizer.part_state_of(param)
+            return optimizer.part_state_of(param, is_new=self._is_new)
         if isinstance(optimizer, OFFLOADED):
             if optimizer.steps:
                 return optimizer.state_of(param)
             return optimizer.new_state_of(param, local_of(param.detach()))
         found: State = self._native["state"].get(self._numbers[param], {})
         return found
-
-    @property
-    def _numbers(self) -> dict[Any, int]:
-        return {param: number for number, param in enumerate(self._params)}
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
         """Goes on from a state that fits.
@@ -281,8 +279,7 @@ class OptimizerParts:
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.load_parts(own_groups, states)
             return
-        numbers = self._numbers
-        state = {numbers[param]: state for param, state in states.items() if state}
+        state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
             scale = {key: own_groups[0].get(name) for key, name in _SCALE.items()}
@@ -330,8 +327,8 @@ def _init_state(optimizer: torch.optim.Optimizer) -> None:
     if _is_elsewhere(optimizer) or any(param.grad is not None for param in params):
         return
     if isinstance(optimizer, ZeroOptimizer):
-        has_state = any(optimizer.part_state_of(param).keys() - {MASTER} for param in params)
-        if has_state or optimizer.gradient_tensors():
+        states = (optimizer.part_state_of(param, is_new=False) for param in params)
+        if any(state.keys() - {MASTER} for state in states) or optimizer.gradient_tensors():
             return
     elif optimizer.state:
         return

@@ -262,6 +262,8 @@ def refused(rank: int) -> list[str]:
     attempt({**values, "stranger": values[name]}, state)
     attempt(values, {**state, "param_groups": state["param_groups"][:1]})
     attempt(parts, own)
+    with pytest.raises(ValueError, match="None on all ranks or on none"):
+        set_state_dict(other, None, values if rank == 0 else None, rank0_only=True)
     with pytest.raises(ValueError, match="rank0_only is for full=True"):
         get_state_dict(train, rank0_only=True)
     assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())

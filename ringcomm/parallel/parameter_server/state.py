@@ -129,18 +129,19 @@ def merged(
 
 def misfit(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> str | None:
     """Why a whole state by names does not fit the keys; None if it does."""
-    sizes = [len(group["params"]) for group in state["param_groups"]]
+    sizes = [len(group["params"]) for group in state.get("param_groups", ())]
     ours = [len(group["params"]) for group in groups]
     if sizes != ours:
         return (
             f"the state has parameter groups of {sizes} parameters, and the parameter server of"
             f" {ours}"
         )
+    of_names = state.get("state", {})
     shapes = {key.name: key.shape for key in keys}
-    strangers = sorted(state["state"].keys() - shapes.keys())
+    strangers = sorted(of_names.keys() - shapes.keys())
     if strangers:
         return f"the state has {strangers[:3]}, which the parameter server does not train"
-    for name, values in state["state"].items():
+    for name, values in of_names.items():
         for key, value in values.items():
             if isinstance(value, Tensor) and value.dim() and value.shape != shapes[name]:
                 return f"{key} of {name} is {tuple(value.shape)}, and {name} {tuple(shapes[name])}"

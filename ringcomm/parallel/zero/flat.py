@@ -163,7 +163,8 @@ class FlatZeroOptimizer(ZeroOptimizer):
     def _state_of(self, param: Any) -> dict[str, Any]:
         return self._updates.state_of(param)
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return self._updates.num_steps[param] > 0
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:

@@ -265,7 +265,8 @@ class ZeroInfinity(ZeroOptimizer):
         found: dict[str, Any] = self._inner.state_of(self._shard_of[param])
         return found
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return self._shard_of[param] in self._inner.steps
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:

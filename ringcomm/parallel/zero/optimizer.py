@@ -237,7 +237,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """This rank's part of each weight's state, by weight; to be read."""
-        return StatesView(self.all_params, self._has_stepped, self._state_of)
+        return StatesView(self.all_params, self.has_stepped, self._state_of)
 
     @state.setter
     def state(self, _: Any) -> None:
@@ -381,12 +381,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def range_of(self, param: Any) -> tuple[int, int] | None:
         """The elements [begin, end) of a flat weight that this rank updates; None of DTensors."""
 
-    def part_state_of(self, param: Any) -> dict[str, Any]:
-        """This rank's part of a weight's state; before the first step what it will be."""
+    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
+        """This rank's part of a weight's state; with `is_new` what it is before the first step."""
         state = self._state_of(param)
-        if state.keys() - {"master"} or any(map(self._has_stepped, self.all_params())):
-            return state
-        return {**self.new_state_of(param), **state}
+        return {**self.new_state_of(param), **state} if is_new else state
 
     @abstractmethod
     def new_state_of(self, param: Any) -> dict[str, Any]:
@@ -396,7 +394,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Steps count from 0 again; states stay."""
 
     @abstractmethod
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
         """Whether a weight has been updated."""
 
     def _states_come(self) -> None:

@@ -165,7 +165,8 @@ class Zero3(ZeroOptimizer):
         state = state_of(self._inner, param)
         return {key: _spread(value, param) for key, value in state.items() if value is not None}
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return bool(state_of(self._inner, param))
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
