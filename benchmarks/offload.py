@@ -45,7 +45,7 @@ from ringcomm.measure.ranks import run_main
 from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import median, percentiles
 from ringcomm.measure.weather import Weather
-from ringcomm.parallel import activations, offload, zero
+from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import HostMemory
 
 MIN_ROUNDS = 5
@@ -295,7 +295,7 @@ def measure_steps(options: argparse.Namespace, folder: Path) -> list[dict[str, A
                     "verified": all(
                         torch.allclose(mine, theirs, rtol=1e-3, atol=1e-5)
                         for mine, theirs in zip(
-                            optimizer.full_model_state_dict().values(),
+                            get_state_dict(model, full=True)[0].values(),
                             plain.state_dict().values(),
                             strict=True,
                         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from common import Job, make_parser, run
 from model import PRESETS, Llama
 
-from ringcomm.parallel import offload, zero
+from ringcomm.parallel import get_state_dict, offload, zero
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def main(options: argparse.Namespace) -> list[float]:
         optimizer.zero_grad()
         job.log(step, loss)
     losses = job.finish(model)
-    whole = optimizer.full_model_state_dict()
+    whole, _ = get_state_dict(model, full=True)
     job.say(f"the whole model: {sum(value.numel() for value in whole.values()):,} parameters")
     optimizer.close()
     return losses

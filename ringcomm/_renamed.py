@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
-__all__ = ["getattr_of"]
+__all__ = ["getattr_of", "object_getattr"]
 
 _SNAPSHOT = "it was removed; torch.cuda.memory._record_memory_history() records allocations"
 _CUDA_STATS = "it was removed; use torch.cuda.memory_stats()"
@@ -22,6 +22,12 @@ _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
 
 _EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
 
+_STATES = {
+    "full_state_dict": "it was removed; use ringcomm.parallel.get_state_dict(full=True)",
+    "load_full_state_dict": "it was removed; use ringcomm.parallel.set_state_dict(), which takes"
+    " what ringcomm.parallel.get_state_dict() has returned",
+}
+
 _GONE = {
     "ringcomm": {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
@@ -32,7 +38,10 @@ _GONE = {
         "join": "it is gather_from_tp now",
         "leave": "it is reduce_from_tp now",
         "sum_gradients": "it is all_reduce_grad_ now",
+        "whole_of": _STATES["full_state_dict"],
+        **_STATES,
     },
+    "ringcomm.parallel.expert": _STATES,
     "ringcomm.integrations.transformers": {"apply": "it is patch_loss now"},
     "ringcomm.optim": {
         "ClipProposal": _CLIP_MODE,
@@ -57,6 +66,7 @@ _GONE = {
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
         "explain": _EXPLAIN,
+        **_STATES,
     },
     "ringcomm.parallel.offload": {
         "checkpoint_intensity": _EFFICIENCY,
@@ -69,12 +79,32 @@ _GONE = {
 }
 
 
+_GONE_METHODS = {
+    "ParameterServer": _STATES,
+    "Pipeline": _STATES,
+    "WeightShards": _STATES,
+    "ZeroInfinity": {
+        "full_model_state_dict": _STATES["full_state_dict"],
+        "load_full_model_state_dict": _STATES["load_full_state_dict"],
+    },
+}
+
+
 def getattr_of(module: str) -> Callable[[str], NoReturn]:
     """A module's __getattr__: AttributeError, which for a removed name says what to use."""
 
     def module_getattr(name: str) -> NoReturn:
-        message = f"module {module!r} has no attribute {name!r}"
-        instead = _GONE.get(module, {}).get(name)
-        raise AttributeError(f"{message}: {instead}" if instead else message)
+        _raise(f"module {module!r}", name, _GONE.get(module, {}))
 
     return module_getattr
+
+
+def object_getattr(owner: Any, name: str) -> NoReturn:
+    """A class's __getattr__, likewise for removed methods."""
+    kind = type(owner).__name__
+    _raise(f"{kind!r} object", name, _GONE_METHODS.get(kind, {}))
+
+
+def _raise(owner: str, name: str, gone: Mapping[str, str]) -> NoReturn:
+    message = f"{owner} has no attribute {name!r}"
+    raise AttributeError(f"{message}: {gone[name]}" if name in gone else message)

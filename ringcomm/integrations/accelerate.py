@@ -174,5 +174,5 @@ def _check_whole(optimizer: Any, parameters: Iterable[Tensor] | Tensor) -> None:
 def _refuse_save(*_: Any, **__: Any) -> None:
     raise ValueError(
         "save_state() keeps the optimizer of process 0, which has its own shards alone: save"
-        " ringcomm.parallel.zero.full_state_dict()"
+        " ringcomm.parallel.get_state_dict(model, optimizer)"
     )

@@ -35,8 +35,14 @@ class ShardHome(Protocol):
     def bring(self, unit: ShardedUnit) -> None:
         """Puts them into memory: `unit.shards` have their values."""
 
-    def let_go(self, unit: ShardedUnit, *, is_written: bool) -> None:
-        """Takes them back."""
+    def let_go(self, unit: ShardedUnit) -> None:
+        """Takes them back, as they were."""
+
+    def read(self, shard: Tensor) -> Tensor:
+        """A copy of one."""
+
+    def write(self, shard: Tensor, value: Tensor) -> None:
+        """Replaces the values of one."""
 
 
 class ShardedUnit:
@@ -94,8 +100,8 @@ class ShardedUnit:
         return self._packed.row
 
     @contextmanager
-    def shards_in_memory(self, *, is_written: bool = False) -> Iterator[None]:
-        """All shards have their values inside, and keep what is written if that is said."""
+    def shards_in_memory(self) -> Iterator[None]:
+        """All shards have their values inside, to be read."""
         if self._home is None:
             yield
             return
@@ -103,7 +109,23 @@ class ShardedUnit:
         try:
             yield
         finally:
-            self._home.let_go(self, is_written=is_written)
+            self._home.let_go(self)
+
+    def is_away(self, param: nn.Parameter) -> bool:
+        """Whether this rank's piece has a home elsewhere, for read_shard() and write_shard()."""
+        return self._home is not None and any(param is large for large in self.large)
+
+    def read_shard(self, param: nn.Parameter) -> Tensor:
+        """This rank's piece: itself, or a copy of one that is elsewhere."""
+        shard = self.shards[param]
+        return self._home.read(shard) if self._home and self.is_away(param) else shard
+
+    def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
+        """Replaces this rank's piece, wherever it is."""
+        if self._home is not None and self.is_away(param):
+            self._home.write(self.shards[param], value)
+        else:
+            self.shards[param].copy_(value)
 
     @property
     def params(self) -> list[nn.Parameter]:

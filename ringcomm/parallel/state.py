@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ringcomm.parallel.tensor.splits import Split, split_params
+from ringcomm.parallel.parameter_server import ParameterServer
+from ringcomm.parallel.state_parts import (
+    MASTER,
+    ModelParts,
+    OptimizerParts,
+    Path,
+    State,
+    all_gathered,
+    fill,
+    own_elements,
+)
+from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
 from ringcomm.parallel.tensor_part import TensorPart
-from ringcomm.parallel.whole_tensors import box_of, gather_whole, local_of, scatter_whole
+from ringcomm.parallel.weight_shards import find_shards
+from ringcomm.parallel.whole_tensors import SameAs, gather_whole, part_of, scatter_whole
 
 __all__ = ["get_state_dict", "set_state_dict"]
-
-State = dict[str, Any]
 
 
 def get_state_dict(
@@ -27,71 +37,89 @@ def get_state_dict(
     full: bool = False,
     rank0_only: bool = False,
     cpu: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[State, State]:
     """The state of a model and of its optimizer, under the names of the whole model.
 
         values, state = get_state_dict(train.model, train.optimizer)
         dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)   # or dcp.async_save
 
-    Layers in tensor parallelism, stages of a pipeline, experts, DTensors, and shards of ZeRO are
-    parts of whole tensors: torch.distributed.checkpoint saves each element once, and loads it on
-    any other mesh, by torch.distributed.checkpoint.state_dict into plain torch too.
+    Layers in tensor parallelism, stages of a pipeline, experts, DTensors, and shards of ZeRO and
+    WeightShards are parts of whole tensors: torch.distributed.checkpoint saves each element once,
+    and loads it on any other mesh, by torch.distributed.checkpoint.state_dict into plain torch too.
 
     Args:
         model: an nn.Module, a pipeline.Pipeline, or what parallelize() returned.
-        optimizer: over its parameters: of torch, zero.shard(), ringcomm.optim or offload. State
-            that it does not have yet is made, of zeros, as torch's get_state_dict() does.
-        full: whether tensors are whole, as in a model of one process. Otherwise each rank has its
-            part: TensorPart, DTensor, or a tensor that all ranks have.
+        optimizer: over its parameters: of torch, zero.shard(), ringcomm.optim or offload, or a
+            ParameterServer. State that it does not have yet is made, of zeros. 16-bit weights with
+            float32 values have these under "master".
+        full: whether tensors are whole, as in a model of one process, in memory of the CPU.
+            Otherwise each rank has its part: TensorPart, DTensor, or a tensor that all ranks have.
         rank0_only: with `full`: ranks other than 0 get two empty dicts, and hold one tensor at a
             time.
         cpu: whether tensors are copied to memory of the CPU; those of `full` are anyway.
+        group: the ranks that have the model, all of which call this. Default: all ranks.
 
     Returns:
         The model's {name: tensor} and the optimizer's {"state": {name: {key: value}},
         "param_groups": [{"params": [names], ...}]}, as torch.distributed.checkpoint.state_dict has
-        them. Tensors in parts share memory with the model, unless `cpu` is set.
+        them. Tensors in parts share memory with the model, unless `cpu` is set or they are kept in
+        files or by an optimizer of offload.
 
     Raises:
-        ValueError: rank0_only without full; the optimizer has other parameters than the model.
+        ValueError: rank0_only without full; the optimizer has other parameters than the model, or
+            moments of AdaLomo that are of one rank's part of a weight alone.
+        RuntimeError: the optimizer is a ParameterServer, and this rank is no worker.
 
-    Collective over the default group with `full`, and for the parameter groups.
+    Collective with `full`, and for the parameter groups; not with a ParameterServer, whose workers
+    have whole states.
     """
     if rank0_only and not full:
         raise ValueError("rank0_only is for full=True: parts are every rank's own")
-    module = _module_of(model)
-    boxes = _Boxes(module)
-    values = {name: boxes.part_of(value, value) for name, value in _entries(module)}
+    group = _group_of(optimizer, group)
+    has_state = not rank0_only or group is None or group.rank() == 0
+    server = optimizer if isinstance(optimizer, ParameterServer) else None
+    if server is not None and not has_state:
+        return {}, {}
+    parts = ModelParts(_module_of(model))
+    first: dict[Tensor, Path] = {}
+    flat: dict[Path, Any] = {}
+    for name, value in parts.values.items():
+        path = ("model", name)
+        is_again = full and first.setdefault(value, path) != path
+        flat[path] = SameAs(first[value]) if is_again else parts.of_value(value, is_stored=full)
     state: State = {}
-    if optimizer is not None:
-        found = _OptimizerState(optimizer, boxes)
-        state = {"state": found.named, "param_groups": found.groups}
-    flat = _flat(values, state)
+    if server is not None:
+        state = server.named_state()
+    elif optimizer is not None:
+        found = OptimizerParts(optimizer, parts, group, is_stored=full)
+        state = {"state": {}, "param_groups": found.groups}
+        flat |= _flat({}, {"state": found.named})
     if full:
-        flat = gather_whole(flat, rank0_only=rank0_only)
-        if rank0_only and dist.is_initialized() and dist.get_rank():
-            return {}, {}
+        everyone = None if server is not None else group
+        flat = gather_whole(flat, rank0_only=rank0_only, group=everyone)
     elif cpu:
         flat = {
-            path: value.to("cpu", copy=True) if _is_tensor(value) else value
+            path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
             for path, value in flat.items()
         }
     values = {path[1]: value for path, value in flat.items() if path[0] == "model"}
-    if state:
-        state["state"] = {}
-        for kind, name, *keys in flat:
-            if kind == "optimizer":
-                state["state"].setdefault(name, {})[keys[0]] = flat[kind, name, keys[0]]
-    return values, state
+    for kind, name, *keys in flat:
+        if kind == "optimizer":
+            state["state"].setdefault(name, {})[keys[0]] = flat[kind, name, keys[0]]
+    return (values, state) if has_state else ({}, {})
 
 
 def set_state_dict(
     model: Any,
     optimizer: Any,
-    values: Mapping[str, Any],
+    values: Mapping[str, Any] | None,
     state: Mapping[str, Any] | None = None,
     *,
     rank0_only: bool = False,
+    strict: bool = True,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Goes on from get_state_dict(), or from whole states of plain torch.
 
@@ -100,125 +128,137 @@ def set_state_dict(
         set_state_dict(train.model, train.optimizer, values, state)
 
     Args:
-        model: as get_state_dict()'s.
-        optimizer: likewise; None for the model's state alone.
+        model: as get_state_dict()'s. Parameters on the meta device get memory.
+        optimizer: likewise; None for the model's state alone. A ParameterServer before its first
+            step; its servers take the weights as well.
         values: of the model. Each tensor is whole, or this rank's part as get_state_dict() has it;
-            keys of other ranks' stages and experts are left out.
-        state: of the optimizer, likewise.
+            keys of other ranks' stages and experts are left out. A file that was loaded with
+            torch.load(mmap=True) is read where this rank's parts are. None for the optimizer's
+            state alone.
+        state: of the optimizer, likewise. A weight without any has not been updated; "master" may
+            be missing.
         rank0_only: whether only rank 0 has the states, whole; the others give empty dicts.
+        strict: whether names must be those of the model.
+        device: where parameters that are on the meta device get memory. Default: where their values
+            are.
+        group: as get_state_dict()'s.
 
     Raises:
         ValueError: a name or a shape is another model's, or parts are those of another mesh, on any
             rank. Nothing has been written.
+        RuntimeError: inside of WeightShards.gather().
 
-    Collective over the default group.
+    Collective.
     """
-    module = _module_of(model)
-    boxes = _Boxes(module)
-    mine = {name: boxes.part_of(value, value) for name, value in _entries(module)}
-    found = None if optimizer is None or state is None else _OptimizerState(optimizer, boxes)
+    group = _group_of(optimizer, group)
+    if len(set(all_gathered((values is None, state is None), group))) > 1:
+        raise ValueError("values and state are None on all ranks or on none: give empty dicts")
+    parts = ModelParts(_module_of(model))
+    server = optimizer if isinstance(optimizer, ParameterServer) else None
+    mine = {} if values is None else parts.values
+    mine = {name: parts.of_value(value, is_stored=True) for name, value in mine.items()}
+    found = None
+    if optimizer is not None and server is None and (state or (state is not None and rank0_only)):
+        found = OptimizerParts(optimizer, parts, group, is_stored=True)
     wanted = _flat(mine, {} if found is None else {"state": found.named})
-    given, groups = _flat(values, state or {}), (state or {}).get("param_groups")
-    if rank0_only:
-        given, groups = scatter_whole(given, groups, wanted)
-    names = None if found is None else [group["params"] for group in found.groups]
-    problem = _problem_of(wanted, given, names, groups)
-    for rank, text in enumerate(_all_gathered(problem)):
+    # Servers take whole states: theirs travel as one object.
+    given = _flat(values or {}, {} if server else state or {})
+    more: Any = state if server else (state or {}).get("param_groups")
+    if rank0_only and group is not None:
+        given, more = scatter_whole(given, more, wanted, group)
+    groups = None if found is None or more is None else (found.groups, more)
+    problem = _problem_of(wanted, given, groups, group, strict=strict)
+    if server is not None and more:
+        problem = problem or server.problem_of(more)
+    for rank, text in enumerate(all_gathered(problem, group)):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
-    with torch.no_grad():
-        for path, part in wanted.items():
-            if _is_tensor(part):
-                _fill(part, given[path])
+    with torch.no_grad(), ExitStack() as stack:
+        for shards in parts.shards:
+            stack.enter_context(shards.writing())
+        for name, part in mine.items():
+            if ("model", name) in given:
+                _write(parts.values[name], part, given["model", name], device)
     if found is not None:
-        for number, of_param in found.native["state"].items():
-            for key, value in of_param.items():
-                if not _is_tensor(value):
-                    of_param[key] = given["optimizer", found.names[number], key]
-        found.load(optimizer, groups)
+        found.load(given, more)
+    if server is not None:
+        server.load_named(more or {})
+
+
+def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str | None) -> None:
+    """Writes what was given into a parameter or buffer, of which `part` is this rank's part."""
+    shards = find_shards(value)
+    if value.is_meta:
+        _give_memory(value, own_elements(part, given), device)
+    elif shards is not None:
+        shards.write_shard(value, own_elements(part, given))  # type: ignore[arg-type]
+    else:
+        fill(part, given)
+
+
+def _give_memory(param: Tensor, value: Tensor, device: torch.device | str | None) -> None:
+    """The parameter stays the object that it is; its hook does not stay by itself."""
+    summed = summed_over(param)
+    made = torch.empty_like(param, device=device or value.device).copy_(value)
+    is_param = isinstance(param, nn.Parameter)
+    torch.utils.swap_tensors(
+        param, nn.Parameter(made, requires_grad=param.requires_grad) if is_param else made
+    )
+    if summed is not None:
+        param._backward_hooks = None  # of the memory before
+        all_reduce_grad_(param, summed)
 
 
 def _problem_of(
-    wanted: Mapping[tuple[str, ...], Any],
-    given: Mapping[tuple[str, ...], Any],
-    names: list[list[str]] | None,
-    groups: list[State] | None,
+    wanted: Mapping[Path, Any],
+    given: Mapping[Path, Any],
+    groups: tuple[list[State], list[State]] | None,
+    group: dist.ProcessGroup | None,
+    *,
+    strict: bool,
 ) -> str | None:
-    """What is wrong with a state for this rank, in words."""
-    known = {path for paths in _all_gathered([*wanted]) for path in paths}
-    missing = sorted(".".join(path[1:]) for path in wanted.keys() - given.keys())
-    strangers = sorted(".".join(path[1:]) for path in given.keys() - known)
-    if missing or strangers:
-        return f"the state lacks {missing[:3]} and has {strangers[:3]} besides"
-    if names is not None and groups is not None:
-        sizes = [len(own) for own in names], [len(group["params"]) for group in groups]
-        if sizes[0] != sizes[1]:
-            return f"the state has parameter groups of {sizes[1]}, and the optimizer of {sizes[0]}"
-    for path, part in wanted.items():
-        value, name = given[path], ".".join(path[1:])
-        if not _is_tensor(part):
-            continue
-        if not isinstance(value, Tensor) and part.dim():
-            return f"{name} is a tensor, got a {type(value).__name__}"
-        if isinstance(value, Tensor) and value.shape != part.shape:
-            return f"{name} is {tuple(value.shape)} in the state, and {tuple(part.shape)} here"
-        is_part = isinstance(value, TensorPart | DTensor)
-        if is_part and not box_of(part).is_box_of(box_of(value)):
-            return (
-                f"{name} is another part than this rank's: load a state of another mesh by"
-                " torch.distributed.checkpoint into get_state_dict(), or take full=True"
-            )
+    """What is wrong with a state for this rank, in words. Collective."""
+    known = {path for paths in all_gathered([*wanted], group) for path in paths}
+    if strict:
+        updated = {path[:2] for path in given}
+        missing = sorted(
+            ".".join(path[1:])
+            for path in wanted.keys() - given.keys()
+            if path[0] == "model" or (path[:2] in updated and path[2] != MASTER)
+        )
+        strangers = sorted(
+            ".".join(path[1:])
+            for path in given.keys() - known
+            if path[-1] != MASTER or ("model", path[1]) not in known
+        )
+        if missing or strangers:
+            return f"the state lacks {missing[:3]} and has {strangers[:3]} besides"
+    if groups is not None:
+        ours, theirs = ([len(of["params"]) for of in own] for own in groups)
+        if ours != theirs:
+            return f"the state has parameter groups of {theirs}, and the optimizer of {ours}"
+    problems = (
+        _misfit(".".join(path[1:]), part, given[path])
+        for path, part in wanted.items()
+        if path in given
+    )
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _misfit(name: str, part: Any, value: Any) -> str | None:
+    if not isinstance(part, Tensor):
+        return None
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        return f"{name} is a tensor, got a {kind}" if part.dim() else None
+    if value.shape != part.shape:
+        return f"{name} is {tuple(value.shape)} in the state, and {tuple(part.shape)} here"
+    if isinstance(value, TensorPart | DTensor) and not part_of(part).is_part_of(part_of(value)):
+        return (
+            f"{name} is another part than this rank's: load a state of another mesh by"
+            " torch.distributed.checkpoint into get_state_dict(), or take full=True"
+        )
     return None
-
-
-def _fill(part: Tensor, value: Any) -> None:
-    """Writes a value, whole or this rank's part, into a part."""
-    if not isinstance(value, TensorPart | DTensor):
-        value = box_of(part).cut(torch.as_tensor(value))
-    local, value = local_of(part), local_of(value)
-    if local.data_ptr() != value.data_ptr():
-        local.copy_(value)
-
-
-# ---- names and boxes
-
-
-class _Boxes:
-    """Which elements of whole tensors a rank has, and the names of parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._splits = {param: split for _, param, _, split in split_params(module)}
-        self.name_of: dict[Any, str] = {}
-        for name, param in module.named_parameters():
-            self.name_of.setdefault(param, name)
-
-    def part_of(self, value: Tensor, param: Any, key: str = "") -> Tensor:
-        """A value of a parameter, or of its state, as a part of the whole one."""
-        value = value.detach()
-        split = self._splits.get(param)
-        if split is None or not value.dim():
-            return value
-        dim = _dim_in_state(split, param, value, key)
-        if dim is None:
-            return value
-        shape, offsets = list(value.shape), [0] * value.dim()
-        if isinstance(value, DTensor):
-            found = compute_local_shape_and_global_offset(
-                value.shape, value.device_mesh, value.placements
-            )
-            offsets = list(found[1])
-            value = value.to_local()
-        shape[dim] = split.total
-        offsets[dim] += split.begin
-        return TensorPart(value, offsets, shape)
-
-
-def _dim_in_state(split: Split, param: Tensor, value: Tensor, key: str) -> int | None:
-    """The dimension that is split, of a value as large as the parameter, or of a factor of it."""
-    if value.dim() == param.dim():
-        return split.dim
-    is_split = key.endswith("_row") if split.dim == 0 else key.endswith("_col")
-    return 0 if is_split else None
 
 
 def _module_of(model: Any) -> nn.Module:
@@ -228,84 +268,18 @@ def _module_of(model: Any) -> nn.Module:
     raise TypeError(f"wants a model, a Pipeline, or what parallelize() made; got {type(model)}")
 
 
-def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers by name; tied ones under each of their names."""
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            yield name, value
+def _group_of(optimizer: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is not None:
+        return group
+    if isinstance(optimizer, ParameterServer):
+        return optimizer.group
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
-class _OptimizerState:
-    """An optimizer's state_dict(), and the same in parts under the names of parameters.
-
-    The parts share memory with the tensors of the state_dict(). Collective.
-    """
-
-    def __init__(self, optimizer: Any, boxes: _Boxes) -> None:
-        _init_state(optimizer)
-        self.native = optimizer.state_dict()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        strangers = [tuple(p.shape) for p in params if p not in boxes.name_of]
-        if strangers:
-            raise ValueError(f"the optimizer has a weight of shape {strangers[0]}, no model's")
-        self.names = [boxes.name_of[param] for param in params]
-        self.named = {
-            self.names[number]: {
-                key: boxes.part_of(value, params[number], key) if _is_tensor(value) else value
-                for key, value in of_param.items()
-            }
-            for number, of_param in self.native["state"].items()
-        }
-        self.own_names = [
-            [self.names[number] for number in group["params"]]
-            for group in self.native["param_groups"]
-        ]
-        # Stages and experts of other ranks have other parameters.
-        everyone = [*zip(*_all_gathered(self.own_names), strict=True)]
-        self.groups = [
-            {**group, "params": list(dict.fromkeys(name for names in of_ranks for name in names))}
-            for group, of_ranks in zip(self.native["param_groups"], everyone, strict=True)
-        ]
-
-    def load(self, optimizer: Any, groups: list[State] | None) -> None:
-        """Has the optimizer take what was written into the parts, and options of groups."""
-        for own, given in zip(self.native["param_groups"], groups or (), strict=groups is not None):
-            own.update({key: value for key, value in given.items() if key != "params"})
-        optimizer.load_state_dict(self.native)
-
-
-def _flat(values: Mapping[str, Any], state: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Both states in one dict, without the parameter groups."""
-    flat: dict[tuple[str, ...], Any] = {("model", name): value for name, value in values.items()}
+def _flat(values: Mapping[str, Any], state: Mapping[str, Any]) -> dict[Path, Any]:
+    """Both states in one dict, without the parameter groups, and keys that have no value."""
+    flat: dict[Path, Any] = {("model", name): value for name, value in values.items()}
     for name, of_param in state.get("state", {}).items():
-        flat |= {("optimizer", name, key): value for key, value in of_param.items()}
+        found = {("optimizer", name, key): value for key, value in of_param.items()}
+        flat |= {path: value for path, value in found.items() if value is not None}
     return flat
-
-
-def _init_state(optimizer: Any) -> None:
-    """Makes state that an optimizer of torch has only after its first step."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if optimizer.state or any(param.grad is not None for param in params):
-        return
-    for param in params:
-        param.grad = torch.zeros_like(param) if param.requires_grad else None
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _all_gathered(mine: Any) -> list[Any]:
-    """Everybody's objects; this rank's alone where there is no group. Collective."""
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -5,9 +5,9 @@ memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.p
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.local_experts import refuse_experts
@@ -77,6 +78,7 @@ class WeightShards:
     Attributes:
         group: as resolved.
         units: what is gathered together; the model itself first, if it has parameters of its own.
+        home_writing: around what replaces pieces outside of a step; set by who keeps the home.
 
     Raises:
         TypeError: a parameter is no plain tensor, a unit no module.
@@ -105,6 +107,7 @@ class WeightShards:
         found = params_of_units(model, default_units(model) if units is None else units)
         self.group = resolved
         self._model = model
+        self.home_writing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         units_made = []
@@ -249,84 +252,44 @@ class WeightShards:
 
     # ---- state dicts
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state_dict() of the model with whole weights, in memory of the CPU.
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
-        Gathers one unit at a time. Tied weights are one tensor, under all of their names.
+    def read_shard(self, param: nn.Parameter) -> Tensor:
+        """shard_of(), or a copy of a piece that is elsewhere: see `home`."""
+        return self._hooks_of(param).unit.read_shard(param)
 
-        Args:
-            rank0_only: rank 0 of the group has it, the others return {}.
+    def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
+        """Replaces this rank's piece, wherever it is; inside of writing()."""
+        self._hooks_of(param).unit.write_shard(param, value)
 
-        Collective: one call for each unit.
-        """
-        is_kept = not rank0_only or self.group.rank() == 0
-        state = self._freed_state_dict()
-        copies: dict[nn.Parameter, Tensor] = {}
-        for unit in self.units:
-            was_full = unit.is_full
-            unit.gather()
-            if is_kept:
-                copies.update((param, _cpu_copy(param)) for param in unit.params)
-            if not was_full:
-                unit.free()
-        if not is_kept:
-            return {}
-        return {name: self._copied(value, copies) for name, value in state.items()}
-
-    @staticmethod
-    def _copied(value: Any, copies: Mapping[nn.Parameter, Tensor]) -> Any:
-        if isinstance(value, nn.Parameter) and value in copies:
-            return copies[value]
-        return _cpu_copy(value) if isinstance(value, Tensor) else value
-
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's pieces of whole weights, and all buffers.
-
-        Args:
-            state: as full_state_dict() gives it; values of any dtype and device; the same on all
-                ranks.
-
-        Raises:
-            ValueError: names are missing or unknown, or a shape is another one. Nothing has been
-                written.
-            RuntimeError: inside of gather().
-
-        Not collective.
-        """
-        if any(unit.is_held for unit in self.units):
-            raise RuntimeError("load_full_state_dict() inside of gather(), which holds the weights")
-        ours = self._freed_state_dict()
-        missing, unknown = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
-        if missing or unknown:
-            raise ValueError(f"names do not fit the model: missing {missing}, unknown {unknown}")
-        for name, value in ours.items():
-            if isinstance(value, Tensor) and value.shape != state[name].shape:
-                raise ValueError(f"{name} is {tuple(value.shape)}, got {tuple(state[name].shape)}")
-        self.release_all()
-        others = {}
-        for name, value in ours.items():
-            if isinstance(value, nn.Parameter) and value in self._hooks:
-                unit = self._hooks[value].unit
-                piece = state[name].detach().reshape(-1)[slice(*unit.range_of(value))]
-                with unit.shards_in_memory(is_written=True):
-                    unit.shards[value].copy_(piece)
-            else:
-                others[name] = state[name]
-        with self._reading_freed():
-            self._model.load_state_dict(others, strict=False)
-
-    def _freed_state_dict(self) -> dict[str, Any]:
-        """The parameters themselves by their names, and what else a state_dict() has."""
-        with self._reading_freed():
-            return self._model.state_dict(keep_vars=True)
+    def is_away(self, param: nn.Parameter) -> bool:
+        """Whether this rank's piece is elsewhere."""
+        return self._hooks_of(param).unit.is_away(param)
 
     @contextmanager
-    def _reading_freed(self) -> Iterator[None]:
+    def reading_freed(self) -> Iterator[None]:
+        """state_dict() of the model returns parameters inside, although they are freed."""
         self._reads_freed = True
         try:
             yield
         finally:
             self._reads_freed = False
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Pieces may be replaced inside.
+
+        Raises:
+            RuntimeError: inside of gather(), which holds whole weights.
+
+        Collective where a home keeps pieces in files.
+        """
+        if any(unit.is_held for unit in self.units):
+            raise RuntimeError("set_state_dict() inside of gather(), which holds the weights")
+        self.release_all()
+        with self.home_writing():
+            yield
 
     def _guard_state_dicts(self) -> list[RemovableHandle]:
         """state_dict() of freed weights would hand out memory that is not there."""
@@ -336,14 +299,14 @@ class WeightShards:
             is_full = all(self._hooks[p].unit.is_full for p in params if p in self._hooks)
             if not is_full and not self._reads_freed:
                 raise RuntimeError(
-                    "the weights are sharded and freed: call WeightShards.full_state_dict(), or "
-                    "state_dict() inside of gather()"
+                    "the weights are sharded and freed: call "
+                    "ringcomm.parallel.get_state_dict(), or state_dict() inside of gather()"
                 )
 
         def check_write(module: nn.Module, *_: Any) -> None:
             if not self._reads_freed:
                 raise RuntimeError(
-                    "the weights are sharded: call WeightShards.load_full_state_dict()"
+                    "the weights are sharded: call ringcomm.parallel.set_state_dict()"
                 )
 
         handles = []
@@ -361,7 +324,3 @@ def _refuse_move(*_: Any) -> NoReturn:
         " before WeightShards or offload_weights. transformers' Trainer moves its model when it is"
         " made: make it first"
     )
-
-
-def _cpu_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

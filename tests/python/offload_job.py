@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo  # torch imports it at first use: not a part of training's memory
 import torch.distributed as dist
+from full_states import full_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,9 +68,7 @@ def make(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 def digest_of(model: nn.Module, optimizer: Any) -> str:
     whole = (
-        optimizer.full_model_state_dict()
-        if isinstance(optimizer, zero.ZeroInfinity)
-        else model.state_dict()
+        full_weights(optimizer) if isinstance(optimizer, zero.ZeroInfinity) else model.state_dict()
     )
     digest = hashlib.sha256()
     for value in whole.values():

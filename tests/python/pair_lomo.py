@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from full_states import full_weights, load_full_weights
 from pair_loops import LOOPS, loop_of
 from pair_model import (
     CLIP_NORM,
@@ -240,7 +241,7 @@ class Training:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """On every rank. Collective."""
-        state = self.model.state_dict() if self.shards is None else self.shards.full_state_dict()
+        state = self.model.state_dict() if self.shards is None else full_weights(self.shards)
         return whole(state)
 
     def saved(self) -> Any:
@@ -251,7 +252,7 @@ class Training:
         """Goes on from what saved() has returned."""
         weights, state = saved
         if self.shards is not None:
-            self.shards.load_full_state_dict(weights)
+            load_full_weights(self.shards, weights)
         else:
             load_weights(self.model, weights)
         self.optimizer.load_state_dict(state)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from pair_lomo import load_weights, whole
 from pair_model import CLIP_NORM, DTYPES, SCALE, Net, local_of, micro_batches, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
@@ -14,7 +15,6 @@ from pair_zero import torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.nn import (
@@ -24,7 +24,15 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.optim import Lomo
-from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor, zero
+from ringcomm.parallel import (
+    clip_grad_norm_,
+    expert,
+    get_state_dict,
+    pipeline,
+    set_state_dict,
+    tensor,
+    zero,
+)
 
 WORLD_SIZE = 4
 # The ranks of a row share a model; those of a column have the same part of it.
@@ -52,7 +60,6 @@ SEQUENCE = ("sequence 2 x data 2", "pipeline 2 x sequence 2")
 TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2", *SEQUENCE)
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 EXPERTS = ("experts 2 x data 4", "experts 4 x data 4")
-STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "step", "master")
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -346,88 +353,18 @@ class Training:
 
     def whole_weights(self) -> dict[str, Tensor]:
         """On every rank. Collective."""
-        own = whole(self.model.state_dict())
-        tied = {"head.weight": "embedding.weight"} if self.case["weights"] == "tied" else {}
-        names = [name for name in own if tied.get(name) not in own]
-        return self._whole({name: own[name] for name in names})
-
-    def _whole(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of all ranks' parts of weights, or of states."""
-        found = own
-        if self.mesh.tensor is not None:
-            splits = {name: (s, m.group) for name, _, m, s in tensor.split_params(self.model)}
-            found = {
-                name: tensor.whole_of(value, *splits[name])
-                if name in splits and value.dim()
-                else value
-                for name, value in own.items()
-            }
-        for group in (self.mesh.experts, self.mesh.pipeline):
-            if group is not None:
-                everyone: list[Any] = [None] * group.size()
-                dist.all_gather_object(everyone, found, group=group)
-                found = {name: value for part in everyone for name, value in part.items()}
-        if self.case["weights"] == "tied" and "embedding.weight" in found:
-            found["head.weight"] = found["embedding.weight"]
-        return found
-
-    def _names(self) -> list[str]:
-        """Of the optimizer's parameters, as it numbers them."""
-        names = {param: name for name, param in self.model.named_parameters()}
-        return [names[p] for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _state(self) -> dict[str, Any]:
-        """The optimizer's state, whole over data parallelism, but for DTensors."""
-        is_zero = isinstance(self.optimizer, zero.ZeroOptimizer)
-        return zero.full_state_dict(self.optimizer) if is_zero else self.optimizer.state_dict()
+        return full_weights(self.model)
 
     def saved(self) -> Any:
         """This rank's weights, and its optimizer's state; or both of all ranks. Collective."""
         if self.case["resume"] == "same ranks":
             return whole(self.model.state_dict()), self.optimizer.state_dict()
-        state, names = self._state(), self._names()
-        by_key: dict[str, dict[str, Tensor]] = {key: {} for key in STATES}
-        for number, values in state["state"].items():
-            for key, value in whole(values).items():
-                by_key[key][names[number]] = value
-        by_key = {key: self._whole(values) for key, values in by_key.items()}
-        return self.whole_weights(), (by_key, state["param_groups"])
+        return get_state_dict(self.model, self.optimizer, full=True)
 
     def load(self, saved: Any) -> None:
         """Goes on from what saved() has returned."""
-        weights, state = saved
         if self.case["resume"] == "same ranks":
-            load_weights(self.model, weights)
-            self.optimizer.load_state_dict(state)
+            load_weights(self.model, saved[0])
+            self.optimizer.load_state_dict(saved[1])
             return
-        splits = {name: split for name, _, _, split in tensor.split_params(self.model)}
-
-        def part_of(name: str, value: Tensor) -> Tensor:
-            return splits[name].cut(value) if name in splits and value.dim() else value
-
-        load_weights(self.model, {name: part_of(name, value) for name, value in weights.items()})
-        by_key, groups = state
-        template = self._state()
-        template["state"] = {
-            number: {key: part_of(name, of[name]) for key, of in by_key.items() if name in of}
-            for number, name in enumerate(self._names())
-        }
-        for mine, group in zip(template["param_groups"], groups, strict=True):
-            mine |= {key: value for key, value in group.items() if key != "params"}
-        if self.case["trained by"] == "fully_shard":
-            _distribute(template["state"], self.optimizer)
-        if isinstance(self.optimizer, zero.ZeroOptimizer):
-            zero.load_full_state_dict(self.optimizer, template)
-        else:
-            self.optimizer.load_state_dict(template)
-
-
-def _distribute(states: dict[int, dict[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Cuts whole states as their weights are cut."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, state in states.items():
-        param = params[number]
-        for key, value in state.items():
-            if value.dim() and isinstance(param, DTensor):
-                mesh, places = param.device_mesh, param.placements
-                state[key] = distribute_tensor(value, mesh, places, src_data_rank=None)
+        set_state_dict(self.model, self.optimizer, *saved)

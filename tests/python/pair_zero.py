@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from full_states import full_state, full_weights, load_full_state, load_full_weights
 from pair_lomo import load_weights, whole
 from pair_loops import LOOPS, loop_of
 from pair_model import (
@@ -252,23 +253,23 @@ class Training:
     def whole_weights(self) -> dict[str, Tensor]:
         """On every rank. Collective."""
         if isinstance(self.optimizer, zero.ZeroInfinity):
-            return whole(self.optimizer.full_model_state_dict())
+            return whole(full_weights(self.optimizer))
         return whole(self.model.state_dict())
 
     def saved(self) -> Any:
         """Whole weights, and a state of the optimizer. Collective."""
         if self.case["resume"] == "same ranks":
             return self.whole_weights(), self.optimizer.state_dict()
-        return self.whole_weights(), zero.full_state_dict(self.optimizer)
+        return self.whole_weights(), full_state(self.optimizer)
 
     def load(self, saved: Any) -> None:
         """Goes on from what saved() has returned."""
         weights, state = saved
         if isinstance(self.optimizer, zero.ZeroInfinity):
-            self.optimizer.load_full_model_state_dict(weights)
+            load_full_weights(self.optimizer, weights)
         else:
             load_weights(self.model, weights)
         if self.case["resume"] == "same ranks":
             self.optimizer.load_state_dict(state)
         else:
-            zero.load_full_state_dict(self.optimizer, state)
+            load_full_state(self.optimizer, state)

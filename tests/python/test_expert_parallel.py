@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from full_states import full_weights, load_full_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import (
@@ -156,7 +157,7 @@ def train_mesh(rank: int, case: Case, sizes: list[int], num_replicas: int, syste
         expert.average_gradients(model)
         descend(net)
         losses.append(float(loss.detach()))
-    return losses, expert.full_state_dict(net)
+    return losses, full_weights(net)
 
 
 @pytest.mark.parametrize("system", ["none", "ddp", "fully_shard"])
@@ -352,7 +353,7 @@ def save(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     loss_of(net, *batch(0, rank, 4)).backward()
     expert.average_gradients(net)
     optimizer.step()
-    whole = expert.full_state_dict(net)
+    whole = full_weights(net)
     model_state, optimizer_state = get_state_dict(net, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     return whole, moments_of(net, optimizer)
@@ -362,7 +363,7 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
     for is_whole in (False, True):
         net = expert_net(Case(5, 2))
         if is_whole:
-            expert.load_full_state_dict(net, whole)
+            load_full_weights(net, whole)
         else:
             optimizer = adamw_of(net)
             model_state, optimizer_state = get_state_dict(net, optimizer)
@@ -373,20 +374,19 @@ def load(rank: int, folder: Path, whole: dict[str, Tensor], moments: dict[str, T
             )
             for name, moment in moments_of(net, optimizer).items():
                 assert torch.equal(moment, moments[name])
-        found = expert.full_state_dict(net)
+        found = full_weights(net)
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], value) for name, value in whole.items())
     rest = {name: value for name, value in whole.items() if name != "first.bias"}
     with pytest.raises(ValueError, match=r"lacks \['first.bias'\] and has \[\] besides"):
-        expert.load_full_state_dict(net, rest)
+        load_full_weights(net, rest)
     with pytest.raises(ValueError, match=r"has \['moe.experts.5.0.bias'\] besides"):
-        expert.load_full_state_dict(net, {**whole, "moe.experts.5.0.bias": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"last.bias is \(1,\) in the state, and \(3,\) in"):
-        expert.load_full_state_dict(net, {**whole, "last.bias": torch.zeros(1)})
-    names = {name for name in whole if rank == 0 or "experts" not in name}
-    assert expert.full_state_dict(net, rank0_only=True).keys() == names
-    with pytest.raises(ValueError, match=r"first.weight is on the meta device: call model"):
-        expert.load_full_state_dict(net.to("meta"), whole)
+        load_full_weights(net, {**whole, "moe.experts.5.0.bias": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"last.bias is \(1,\) in the state, and \(3,\) here"):
+        load_full_weights(net, {**whole, "last.bias": torch.zeros(1)})
+    assert full_weights(net, rank0_only=True).keys() == (whole.keys() if rank == 0 else set())
+    load_full_weights(net.to("meta"), whole)  # which gives it memory
+    assert all(torch.equal(full_weights(net)[name], value) for name, value in whole.items())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -411,16 +411,16 @@ def check_buffers(rank: int) -> None:
         return module
 
     layer = MixtureOfExperts(DIM, make, 3, 1)
-    whole = expert.full_state_dict(layer)
+    whole = full_weights(layer)
     assert [int(whole[f"experts.{idx}.steps"]) for idx in range(3)] == [0, 0, 1]
     assert set(expert.expert_parameters(layer)) == {
         f"experts.{name}" for name, _ in layer.experts.named_parameters()
     }
-    state = expert.full_state_dict(layer.experts)
+    state = full_weights(layer.experts)
     assert sorted(f"experts.{key}" for key in state) == sorted(set(whole) - {"router.weight"})
-    expert.load_full_state_dict(layer.experts, state)
+    load_full_weights(layer.experts, state)
     dense = DenseMixture(Case(3, 1))
-    assert expert.full_state_dict(dense).keys() == dense.state_dict().keys()  # without split ones
+    assert full_weights(dense).keys() == dense.state_dict().keys()  # without split ones
 
 
 def test_buffers() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from lomo_models import VOCAB, batches, train_sgd, weights
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def train_by_hand(rank: int, case: str) -> dict[str, Tensor]:
                 param.grad = None
         shards.release_all()
         assert live_bytes(model) == 0
-    state = shards.full_state_dict()
+    state = full_weights(shards)
     shards.close()
     assert all(torch.equal(param, state[name]) for name, param in model.named_parameters())
     return {name: state[name] for name, _ in model.named_parameters()}
@@ -150,7 +151,7 @@ def train_sharded(rank: int, case: str, kind: str, options: dict[str, Any]) -> A
     assert live_bytes(model) == 0
     assert peak <= root + 2 * unit
     assert peak < whole
-    state = shards.full_state_dict()
+    state = full_weights(shards)
     return {name: state[name] for name, _ in model.named_parameters()}, opt.grad_norm
 
 
@@ -249,7 +250,7 @@ def check_coming_and_going(rank: int) -> None:
     model(parts(rank, 2)[0]).backward()
     opt.step()
     del opt
-    trained = shards.full_state_dict()
+    trained = full_weights(shards)
     shards.close()
     assert find_shards(model.embed.weight) is None
     assert all(torch.equal(param, trained[name]) for name, param in model.named_parameters())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from lomo_models import VOCAB, Net, batches, make, weights
 from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
@@ -235,7 +236,7 @@ def use_shards_unevenly(rank: int, sharded_by: str, how: str) -> None:
 
     def whole() -> dict[str, Any]:
         if shards is not None:
-            return shards.full_state_dict()
+            return full_weights(shards)
         return {name: param.full_tensor() for name, param in model.state_dict().items()}
 
     before = whole()

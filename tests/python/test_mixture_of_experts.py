@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_states import full_weights
 from moe_models import (
     DIM,
     STEPS,
@@ -37,7 +38,7 @@ def train_ranks(
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     net = expert_net(case)
     losses = train(net, rank, sizes)
-    return losses, net.state_dict(), expert.full_state_dict(net)
+    return losses, net.state_dict(), full_weights(net)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -115,7 +116,7 @@ def train_without_mean(rank: int, case: Case, sizes: list[int]) -> dict[str, Ten
                 torch.distributed.all_reduce(param.grad)
                 param.grad /= len(sizes)
         descend(net)
-    return expert.full_state_dict(net)
+    return full_weights(net)
 
 
 def test_a_missing_mean_would_be_seen() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import (
@@ -40,7 +41,7 @@ from ringcomm.parallel import expert
 def dense_like(layer: MixtureOfExperts, case: Case) -> DenseMixture:
     """The oracle with a layer's values. Collective."""
     dense = DenseMixture(case)
-    dense.load_state_dict(expert.full_state_dict(layer))
+    dense.load_state_dict(full_weights(layer))
     return dense.to(next(layer.parameters()).dtype)
 
 
@@ -354,7 +355,7 @@ def check_accumulation(rank: int, world_size: int) -> dict[str, Tensor]:
         (loss_of(net, *batch(micro, rank, 4)) / 3).backward()
     expert.average_gradients(net)
     descend(net)
-    return expert.full_state_dict(net)
+    return full_weights(net)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_states import full_state, load_full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from zero_models import BUCKET_BYTES, STEPS, Net, batch, loss_of, make_optimizer, train, weights
@@ -146,7 +147,7 @@ def train_sharded(
     own = offloaded(model, kind, chunk_elems=40, **where) if where else make_optimizer(model, kind)
     optimizer = zero.shard(model, own, stage, bucket_bytes=BUCKET_BYTES, **options)
     losses = train(model, optimizer, rank, world_size)
-    full = zero.full_state_dict(optimizer)
+    full = full_state(optimizer)
     return weights(model), losses, full
 
 
@@ -189,7 +190,7 @@ def resume(rank: int, stage: int, where: dict[str, Any]) -> None:
     model = Net()
     optimizer = zero.shard(model, offloaded(model, "adamw", **where), stage)
     train(model, optimizer, rank, 2, range(2))
-    full, saved = zero.full_state_dict(optimizer), optimizer.state_dict()
+    full, saved = full_state(optimizer), optimizer.state_dict()
     values = weights(model)
     train(model, optimizer, rank, 2, range(2, 4))
     expected = weights(model)
@@ -202,7 +203,7 @@ def resume(rank: int, stage: int, where: dict[str, Any]) -> None:
         if mine:
             new.load_state_dict(saved)
         else:
-            zero.load_full_state_dict(new, full)
+            load_full_state(new, full)
         train(again, new, rank, 2, range(2, 4))
         for name, value in expected.items():
             assert torch.equal(weights(again)[name], value)

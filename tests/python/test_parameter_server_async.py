@@ -15,6 +15,8 @@ from ranks import run_ranks
 from torch import Tensor
 from zero_models import Net, batch, loss_of, weights
 
+from ringcomm.parallel import get_state_dict
+
 # ---- the bound
 
 
@@ -79,7 +81,7 @@ def test_the_log_can_fail() -> None:
 def in_order(
     rank: int, world_size: int, layout: str, schedule: list[tuple[str, int]]
 ) -> tuple[dict[str, Tensor], dict[int, int]]:
-    """Pulls and pushes one after the other; full_state_dict() waits until a push is served."""
+    """Pulls and pushes one after the other; get_state_dict() waits until a push is served."""
     model = Net()
     num_pushes = 0
     with make_server(model, layout, "momentum", staleness=None) as server:
@@ -90,7 +92,7 @@ def in_order(
                 loss_of(model, *batch(num_pushes, rank, world_size)).backward()
                 server.push()
                 num_pushes += 1
-                server.full_state_dict()
+                get_state_dict(model, server)
             dist.barrier()
     return weights(model), dict(server.staleness_histogram)
 

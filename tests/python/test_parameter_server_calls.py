@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from zero_models import Net, batch, loss_of, weights
 
-from ringcomm.parallel import ParameterServer
+from ringcomm.parallel import ParameterServer, get_state_dict, set_state_dict
 
 # ---- states
 
@@ -24,22 +24,21 @@ from ringcomm.parallel import ParameterServer
 def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Half of the steps, and the others by other servers, of a state and the weights."""
     workers = workers_of(layout, 3)
-    model = Net()
     saved: list[Any] = [None, None]
     for begin in (0, STEPS // 2):
+        model = Net()
         if begin:
             dist.broadcast_object_list(saved, src=workers[0])
-            model.load_state_dict(saved[0])
         with make_server(model, layout, "momentum") as server:
             if begin:
-                server.load_full_state_dict(saved[1])
+                set_state_dict(model, server, *saved)
             if rank not in workers:
                 server.serve()
                 continue
             for step in range(begin, begin + STEPS // 2):
                 step_once(server, model, step, workers.index(rank), len(workers))
             server.pull()
-            saved = [weights(model), server.full_state_dict()]
+            saved = list(get_state_dict(model, server, full=True))
     return (weights(model), saved[1]) if rank in workers else None
 
 
@@ -53,22 +52,17 @@ def test_a_state_resumes(layout: str, tmp_path: Path) -> None:
     for found, state in (results[rank] for rank in workers_of(layout, 3)):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
-        optimizer.load_state_dict(state)
-        for param in model.parameters():
-            assert optimizer.state[param]["momentum_buffer"].shape == param.shape
         assert state["param_groups"][1]["lr"] == 0.02
-        assert "master" not in state["state"][0]
+        assert "master" not in state["state"]["scale"]
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        checkpoint.save({"optimizer": state}, checkpoint_id=folder)
-        loaded = optimizer.state_dict()
-        for number in loaded["state"]:
-            loaded["state"][number]["momentum_buffer"] = torch.zeros_like(
-                state["state"][number]["momentum_buffer"]
-            )
-        checkpoint.load({"optimizer": loaded}, checkpoint_id=folder)
-        for number, values in state["state"].items():
-            buffer = loaded["state"][number]["momentum_buffer"]
-            assert torch.equal(buffer, values["momentum_buffer"])
+        checkpoint.save({"model": found, "optimizer": state}, checkpoint_id=folder)
+        values, loaded = get_state_dict(model, optimizer)
+        checkpoint.load({"model": values, "optimizer": loaded}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, values, loaded)
+        for name, param in model.named_parameters():
+            assert torch.equal(param, found[name])
+            buffer = optimizer.state[param]["momentum_buffer"]
+            assert torch.equal(buffer, state["state"][name]["momentum_buffer"])
 
 
 def keep_masters(rank: int) -> None:
@@ -81,22 +75,30 @@ def keep_masters(rank: int) -> None:
             model(torch.ones(1, 3)).sum().backward()
             server.push()
         server.pull()
-        state = server.full_state_dict()
-    for number, param in enumerate(model.parameters()):
-        master = state["state"][number]["master"]
+        state = get_state_dict(model, server)[1]
+    for name, param in model.named_parameters():
+        master = state["state"][name]["master"]
         assert master.dtype == torch.float32
         assert torch.equal(param, master.bfloat16().float())
         assert not torch.equal(param, master)
     with ParameterServer(model, make, wire_dtype=torch.bfloat16) as server:
-        server.load_full_state_dict(state)
-        again = server.full_state_dict()
-        for number in range(2):
-            assert torch.equal(again["state"][number]["master"], state["state"][number]["master"])
-        with pytest.raises(ValueError, match=r"parameter groups of \[1\] parameters"):
-            server.load_full_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
-        wrong = {"state": {1: {"master": torch.ones(4)}}, "param_groups": [{"params": [0, 1]}]}
-        with pytest.raises(ValueError, match=r"master of parameter 1 is \(4,\), and bias \(5,\)"):
-            server.load_full_state_dict(wrong)
+        set_state_dict(model, server, None, state if rank == 0 else {}, rank0_only=True)
+        again = get_state_dict(model, server)[1]
+        for name in ("weight", "bias"):
+            assert torch.equal(again["state"][name]["master"], state["state"][name]["master"])
+        first = get_state_dict(model, server, full=True, rank0_only=True)
+        assert (first == ({}, {})) == (rank > 0)
+        groups = [{"params": ["weight", "bias"]}]
+        for wrong, text in (
+            ({"state": {}, "param_groups": [{"params": ["weight"]}]}, r"parameter groups of \[1\]"),
+            (
+                {"state": {"bias": {"master": torch.ones(4)}}, "param_groups": groups},
+                r"rank 0: master of bias is \(4,\), and bias \(5,\)",
+            ),
+            ({"state": {"other": {}}, "param_groups": groups}, r"has \['other'\], which the param"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                set_state_dict(model, server, None, wrong)
 
 
 def test_masters_are_kept() -> None:
@@ -118,7 +120,7 @@ def train_small(rank: int, num_params: int) -> None:
             torch.stack([(param * rank).sum() for param in model]).sum().backward()
             server.push()
         server.pull()
-        assert len(server.full_state_dict()["param_groups"]) == 3
+        assert len(get_state_dict(model, server)[1]["param_groups"]) == 3
     for i, param in enumerate(model):
         value = float(i)
         for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import Run, assert_weights, batch, sgd
+from full_states import full_weights
 from pipeline_models import M, Tied, accumulate, make_deep, make_tied, token_batch, tokens_loss
 from ranks import RankFailure, run_ranks
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def train(rank: int, schedule: str, options: dict[str, Any], autocast: bool = Fa
             losses.append(float(pipe.step(*batch(step))))
         optimizer.step()
         optimizer.zero_grad()
-    return Run(losses, pipe.full_state_dict())
+    return Run(losses, full_weights(pipe))
 
 
 def assert_same_bits(runs: list[Run], expected: Run) -> None:
@@ -182,7 +183,7 @@ def train_lengths(rank: int, is_autocast: bool) -> tuple[list[float], dict[str, 
             pipe.step(*wrong)
     pipe.evaluate(*of_length(4))
     counts = [block.num_calls for block in pipe.module.children() if isinstance(block, Positions)]
-    return losses, pipe.full_state_dict(), counts
+    return losses, full_weights(pipe), counts
 
 
 LENGTHS = [*range(3, 19)]
@@ -222,7 +223,7 @@ def train_tied(rank: int, schedule: str, max_norm: float) -> tuple[Run, list[flo
         norms.append(float(clip_grad_norm_(pipe, max_norm)))
         optimizer.step()
         optimizer.zero_grad()
-    return Run(losses, pipe.full_state_dict()), norms
+    return Run(losses, full_weights(pipe)), norms
 
 
 def reference_tied(max_norm: float) -> tuple[Run, list[float]]:
@@ -295,7 +296,7 @@ def train_on_mesh(rank: int, way: str, schedule: str) -> Run:
                 dist.all_reduce(param.grad, dist.ReduceOp.AVG, group=dp_group)
         optimizer.step()
         optimizer.zero_grad()
-    return Run(losses, pipe.full_state_dict())
+    return Run(losses, full_weights(pipe))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])

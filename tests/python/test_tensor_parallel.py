@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from full_states import load_full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -293,9 +294,9 @@ def draw_parts(rank: int, dtype: torch.dtype) -> None:
             assert largest.num_elems <= max(47 * 7, num_rows * 4)
         part = ColumnParallelLinear(7, 5, device="meta")
         whole_state = nn.Linear(7, 5, device="meta").state_dict()
-        tensor.load_full_state_dict(part, whole_state)  # memory where the state is
+        load_full_weights(part, whole_state)  # memory where the state is
         assert part.weight.is_meta
-        tensor.load_full_state_dict(part, nn.Linear(7, 5).state_dict())
+        load_full_weights(part, nn.Linear(7, 5).state_dict())
         assert part.weight.device.type == "cpu"
     finally:
         splits.BLOCK_ELEMS = 1 << 22

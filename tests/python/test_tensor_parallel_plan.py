@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from full_states import full_weights, load_full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import ringcomm
 from ringcomm.integrations.transformers import patch_loss, tensor_parallelize
-from ringcomm.parallel import clip_grad_norm_, tensor
+from ringcomm.parallel import clip_grad_norm_
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,7 +76,7 @@ def train_split(rank: int, name: str, options: dict[str, Any]) -> Any:
     model = tensor_parallelize(make(name), **options)
     losses = train(model)
     num_elems = sum(param.numel() for param in model.parameters())
-    return losses, tensor.full_state_dict(model), num_elems
+    return losses, full_weights(model), num_elems
 
 
 @pytest.mark.parametrize("is_sequence_split", [False, True], ids=["rows", "tokens"])
@@ -215,15 +216,15 @@ def checkpoint_round_trip(rank: int, state: dict[str, Tensor]) -> Any:
         model = make("grouped, tied")
     tensor_parallelize(model, sequence_parallel=True)
     model.model.rotary_emb = make("grouped, tied").model.rotary_emb  # no part of checkpoints
-    tensor.load_full_state_dict(model, state)
-    found = tensor.full_state_dict(model, rank0_only=True)
+    load_full_weights(model, state)
+    found = full_weights(model, rank0_only=True)
     losses = train(model)
     before = {name: param.clone() for name, param in model.named_parameters()}
     with pytest.raises(ValueError, match=r"lacks \['lm_head.weight'"):
-        tensor.load_full_state_dict(model, {"other": torch.zeros(1)})
+        load_full_weights(model, {"other": torch.zeros(1)})
     wrong = {**state, "model.norm.weight": torch.zeros(3)}
     with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\) in the state"):
-        tensor.load_full_state_dict(model, wrong)
+        load_full_weights(model, wrong)
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
     return found, losses
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_state, load_full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -205,12 +206,11 @@ def train_16_bits(rank: int, stage: int, dtype: torch.dtype) -> tuple[list[float
         sharded.step()
         sharded.zero_grad()
         losses.append(float(loss.detach()))
-    state = zero.full_state_dict(sharded)["state"]
+    state = full_state(sharded)["state"]
     if stage < 3:
-        params = [param for group in sharded.param_groups for param in group["params"]]
-        for number, param in enumerate(params):
+        for name, param in model.named_parameters():
             assert param.dtype == dtype
-            assert torch.equal(state[number]["master"].to(dtype), param.detach())
+            assert torch.equal(state[name]["master"].to(dtype), param.detach())
     return losses, {name: value.dtype for name, value in weights(model).items()}
 
 
@@ -318,12 +318,12 @@ def shard_again(rank: int) -> None:
     """What has lost its optimizer can have another; hooks of the first are mute."""
     model, first = make(2)
     train(model, first, rank, 2, range(1))
-    state = zero.full_state_dict(first)
+    state = full_state(first)
     del first
     gc.collect()
     optimizer = make_optimizer(model, "momentum")
     second = zero.shard(model, optimizer, 1, bucket_bytes=BUCKET_BYTES)
-    zero.load_full_state_dict(second, state)
+    load_full_state(second, state)
     train(model, second, rank, 2, range(1, STEPS))
     expected = train_alone("momentum")
     for name, value in weights(model).items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from full_states import full_state, load_full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -217,9 +218,9 @@ def load_unequal_steps(rank: int, stage: int, state: Any, values: dict[str, Tens
     model = Net()
     model.load_state_dict(values)
     _, optimizer = make(stage, "adamw", model=model)
-    zero.load_full_state_dict(optimizer, state)
+    load_full_state(optimizer, state)
     train(model, optimizer, rank, 2, range(1))
-    return weights(model), zero.full_state_dict(optimizer)
+    return weights(model), full_state(optimizer)
 
 
 def test_each_weight_has_its_number_of_steps() -> None:
@@ -232,14 +233,15 @@ def test_each_weight_has_its_number_of_steps() -> None:
             model.blocks[1].weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
-    state, values = optimizer.state_dict(), weights(model)
+    state, values = get_state_dict(model, optimizer)[1], weights(model)
     results = {s: run_ranks(2, load_unequal_steps, s, state, values)[0] for s in STAGES}
     loss_of(model, *batch(0)).backward()
     optimizer.step()
     for found, full in results.values():
         check(found, weights(model), is_exact=False)
-        steps = {number: float(s["step"]) for number, s in full["state"].items()}
-        assert steps == {n: float(s["step"]) for n, s in optimizer.state_dict()["state"].items()}
+        steps = {name: float(s["step"]) for name, s in full["state"].items()}
+        expected: Any = get_state_dict(model, optimizer)[1]["state"]
+        assert steps == {name: float(s["step"]) for name, s in expected.items()}
         assert set(steps.values()) == {2.0, 5.0}
 
 
@@ -284,8 +286,8 @@ def gather_to_rank0(rank: int, stage: int) -> Any:
     model(torch.randn(2, 64)).sum().backward()
     sharded.step()
     with LiveElems() as count:
-        found = zero.full_state_dict(sharded, rank0_only=True)
-    everywhere = zero.full_state_dict(sharded)
+        found = full_state(sharded, rank0_only=True)
+    everywhere = full_state(sharded)
     if rank != 0:
         assert found == {}
         assert count.most <= 3 * 64 * 64  # a weight, its padded rows, this rank's part

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_states import full_state, full_weights, load_full_state, load_full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -140,7 +141,7 @@ def train_ranks(
         *(rank, world_size, num_micro_batches),
         checkpoints=checkpoints,
     )
-    found = optimizer.full_model_state_dict()
+    found = full_weights(optimizer)
     optimizer.close()
     for name, param in model.named_parameters():
         assert torch.equal(param.detach(), found[name])
@@ -175,11 +176,11 @@ def train_half(rank: int, to: str, folder: Path) -> None:
     model = make_model(torch.bfloat16)
     optimizer = infinity(model, make_optimizer(model, "momentum", place_of(to, folder)))
     train(model, optimizer, range(STEPS), rank, 2)
-    whole = optimizer.full_model_state_dict()
-    states = zero.full_state_dict(optimizer)["state"]
-    for i, value in enumerate(whole.values()):
+    whole = full_weights(optimizer)
+    states = full_state(optimizer)["state"]
+    for name, value in whole.items():
         assert value.dtype == torch.bfloat16
-        assert torch.equal(states[i]["master"].to(torch.bfloat16), value)
+        assert torch.equal(states[name]["master"].to(torch.bfloat16), value)
     expected = run_alone_half()
     for name, value in whole.items():
         torch.testing.assert_close(value.float(), expected[name], rtol=0.02, atol=0.01)
@@ -213,7 +214,7 @@ def begin_on_meta(rank: int) -> dict[str, Tensor]:
     optimizer = infinity(model, make_optimizer(model, "sgd", {"to": "cpu"}))
     assert all(param.device.type == "cpu" for param in model.parameters())
     train(model, optimizer, range(1), rank, 2)
-    return optimizer.full_model_state_dict()
+    return full_weights(optimizer)
 
 
 def test_a_model_on_the_meta_device_gets_its_values_by_units() -> None:
@@ -245,15 +246,15 @@ def overflow(rank: int, folder: Path) -> None:
     own = make_optimizer(model, "adamw", {"to": "nvme", "path": folder})
     optimizer = infinity(model, own, loss_scale="dynamic")
     train(model, optimizer, range(2), rank, 2)
-    before, states = optimizer.full_model_state_dict(), zero.full_state_dict(optimizer)
+    before, states = full_weights(optimizer), full_state(optimizer)
     scale = optimizer.loss_scale
     x, y = batch(2, rank, 2)
     optimizer.scale(loss_of(model, x, y * (float("inf") if rank == 1 else 1))).backward()
     optimizer.step()
     assert (optimizer.loss_scale, optimizer.num_steps) == (scale / 2, 2)
-    for name, value in optimizer.full_model_state_dict().items():
+    for name, value in full_weights(optimizer).items():
         assert torch.equal(value, before[name])
-    assert str(zero.full_state_dict(optimizer)["state"]) == str(states["state"])
+    assert str(full_state(optimizer)["state"]) == str(states["state"])
     train(model, optimizer, range(3, 4), rank, 2)
     assert optimizer.num_steps == 3
 
@@ -315,29 +316,29 @@ def states_travel(rank: int, folder: Path) -> None:
     model = make_model()
     optimizer = infinity(model, make_optimizer(model, "adamw", {"to": "nvme", "path": folder}))
     train(model, optimizer, range(2), rank, 2)
-    full, values = zero.full_state_dict(optimizer), optimizer.full_model_state_dict()
-    kept = optimizer.full_model_state_dict(rank0_only=True)
+    full, values = full_state(optimizer), full_weights(optimizer)
+    kept = full_weights(optimizer, rank0_only=True)
     assert kept.keys() == (values.keys() if rank == 0 else set())
     assert all(torch.equal(value, values[name]) for name, value in kept.items())
     own = optimizer.state_dict()
     train(model, optimizer, range(2, 4), rank, 2)
-    expected = optimizer.full_model_state_dict()
+    expected = full_weights(optimizer)
     for stage in (1, 3):  # zero's other stages
         other = make_model()
         other.load_state_dict(values)
         theirs = zero.shard(other, make_optimizer(other, "adamw"), stage)
-        zero.load_full_state_dict(theirs, full)
+        load_full_state(theirs, full)
         train(other, theirs, range(2, 4), rank, 2)
         whole = zero_weights(other)
         for name, value in expected.items():
             torch.testing.assert_close(whole[name], value, rtol=0, atol=2e-3)
     again = make_model()
     mine = infinity(again, make_optimizer(again, "adamw", {"to": "cpu"}))
-    mine.load_full_model_state_dict(values)
+    load_full_weights(mine, values)
     mine.load_state_dict(own)
     train(again, mine, range(2, 4), rank, 2)
     for name, value in expected.items():
-        assert torch.equal(mine.full_model_state_dict()[name], value)
+        assert torch.equal(full_weights(mine)[name], value)
 
 
 def half_states_travel(rank: int, folder: Path) -> None:
@@ -345,15 +346,15 @@ def half_states_travel(rank: int, folder: Path) -> None:
     own = make_optimizer(model, "adamw", {"to": "nvme", "path": folder})
     optimizer = infinity(model, own)
     train(model, optimizer, range(2), rank, 2)
-    full, values = zero.full_state_dict(optimizer), optimizer.full_model_state_dict()
+    full, values = full_state(optimizer), full_weights(optimizer)
     train(model, optimizer, range(2, 4), rank, 2)
     again = make_model(torch.bfloat16)
     mine = infinity(again, make_optimizer(again, "adamw", {"to": "cpu"}))
-    mine.load_full_model_state_dict(values)
-    zero.load_full_state_dict(mine, full)
+    load_full_weights(mine, values)
+    load_full_state(mine, full)
     train(again, mine, range(2, 4), rank, 2)
-    expected = optimizer.full_model_state_dict()
-    for name, value in mine.full_model_state_dict().items():
+    expected = full_weights(optimizer)
+    for name, value in full_weights(mine).items():
         assert torch.equal(value, expected[name])
 
 
@@ -440,7 +441,7 @@ def train_odd(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
     train(model, optimizer, range(STEPS), rank, world_size)
     with pytest.raises(ValueError, match=r"before zero\.shard"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    found = optimizer.full_model_state_dict()
+    found = full_weights(optimizer)
     model.added = nn.Linear(2, 2)
     loss_of(model, *batch(9, rank, world_size)).backward()
     with pytest.raises(ValueError, match=r"added.weight was added"):
@@ -481,7 +482,7 @@ def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
     """By rank, by micro-batch: what is used; then a step that is right."""
     model = Towers()
     sharded = infinity(model, offload.SGD(model.parameters(), 0.1), units=[])
-    before = sharded.full_model_state_dict()
+    before = full_weights(sharded)
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
 
     def step() -> None:
@@ -492,11 +493,11 @@ def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
     with pytest.raises(RuntimeError, match=r"(scales|stem)\.\w+ gets a gradient on some ranks"):
         step()
     sharded.zero_grad()
-    after = sharded.full_model_state_dict()
+    after = full_weights(sharded)
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     model(x, [0, 1]).backward()
     sharded.step()
-    after = sharded.full_model_state_dict()
+    after = full_weights(sharded)
     assert not any(torch.equal(value, before[name]) for name, value in after.items())
 
 

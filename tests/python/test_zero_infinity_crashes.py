@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crashing_disk import Disk, crashes
+from full_states import full_state, full_weights, load_full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -31,8 +32,8 @@ def step(model: nn.Module, optimizer: zero.ZeroInfinity) -> None:
 
 
 def values(optimizer: zero.ZeroInfinity) -> list[Tensor]:
-    states = zero.full_state_dict(optimizer)["state"]
-    found = [*optimizer.full_model_state_dict().values()]
+    states = full_state(optimizer)["state"]
+    found = [*full_weights(optimizer).values()]
     return found + [value for number in states for value in states[number].values()]
 
 
@@ -51,8 +52,8 @@ def job(folder: Path, disk: Disk | None) -> dict[int, list[Tensor]]:
 
     model, optimizer = make(folder, 0)
     commit_done()
-    loaded = {key: value + 1 for key, value in optimizer.full_model_state_dict().items()}
-    optimizer.load_full_model_state_dict(loaded)
+    loaded = {key: value + 1 for key, value in full_weights(optimizer).items()}
+    load_full_weights(optimizer, loaded)
     commit_done()
     step(model, optimizer)
     commit_done()
@@ -138,7 +139,7 @@ def begin_again(rank: int, folder: Path) -> list[Tensor]:
     own = offload.SGD(model.parameters(), to="nvme", path=folder)
     optimizer = zero.shard(model, own, 3, offload_weights=True)
     assert isinstance(optimizer, zero.ZeroInfinity)
-    found = [*optimizer.full_model_state_dict().values()]
+    found = [*full_weights(optimizer).values()]
     optimizer.close()
     return found
 

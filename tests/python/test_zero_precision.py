@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_states import full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from zero_models import weights
@@ -34,7 +35,7 @@ def accumulate(rank: int, stage: int, reduce_dtype: torch.dtype | None, how: str
     sharded.step()
     if how == "param_dtype" and stage == 3:
         return [float(value) for value in -weights(model)["weight"].flatten()]
-    state = zero.full_state_dict(sharded)["state"][0]
+    state = full_state(sharded)["state"]["weight"]
     return [float(value) for value in -state["master"].flatten()]
 
 
@@ -84,7 +85,7 @@ def tiny_gradients(rank: int, stage: int, how: str) -> tuple[Tensor, Tensor]:
         sharded.scale(model(x).float().sum() * 1e-4).backward()
         sharded.step()
         sharded.zero_grad()
-    state = zero.full_state_dict(sharded)["state"][0]
+    state = full_state(sharded)["state"]["weight"]
     return state["exp_avg"].flatten(), state["master"].flatten()
 
 

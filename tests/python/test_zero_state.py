@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from full_states import full_state, load_full_state
 from ranks import run_ranks
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from zero_models import (
     BUCKET_BYTES,
@@ -61,7 +63,7 @@ def test_a_resumed_run_has_the_same_bits(stage: int, kind: str, options: dict[st
 def save_full(rank: int, world_size: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, optimizer = make(stage)
     train(model, optimizer, rank, world_size, range(2))
-    return weights(model), zero.full_state_dict(optimizer)
+    return weights(model), full_state(optimizer)
 
 
 def load_full(
@@ -70,7 +72,7 @@ def load_full(
     model = Net()
     model.load_state_dict(values)
     _, optimizer = make(stage, model=model)
-    zero.load_full_state_dict(optimizer, state)
+    load_full_state(optimizer, state)
     train(model, optimizer, rank, world_size, range(2, STEPS))
     return weights(model)
 
@@ -88,7 +90,7 @@ def test_runs_go_on_with_other_ranks_and_stages(stages: tuple[int, int]) -> None
     model = Net()
     model.load_state_dict(values)
     optimizer = make_optimizer(model, "momentum")
-    optimizer.load_state_dict(state)
+    set_optimizer_state_dict(model, optimizer, state)
     for step in range(2, 3):
         loss_of(model, *batch(step)).backward()
         optimizer.step()
@@ -121,7 +123,7 @@ def load_weights(rank: int, stage: int) -> None:
         group["lr"] = 0.0
     train(model, optimizer, rank, 2, range(1))
     assert all(torch.equal(value, loaded[name]) for name, value in weights(model).items())
-    masters = [state["master"] for state in zero.full_state_dict(optimizer)["state"].values()]
+    masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)
 

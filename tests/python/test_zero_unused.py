@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from full_states import full_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_models import live_bytes, weights
 
 import ringcomm
-from ringcomm.parallel import offload, zero
+from ringcomm.parallel import get_state_dict, offload, zero
 
 WIDTH, NUM_TOWERS, STEPS, NUM_MICRO_BATCHES = 6, 4, 4, 3
 BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
@@ -109,7 +110,7 @@ def train_alone(
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return weights(model), optimizer.state_dict()["state"]
+    return weights(model), get_state_dict(model, optimizer)[1]["state"]
 
 
 def model_for(stage: int) -> Towers:
@@ -135,7 +136,7 @@ def train(
             backward(model, step, part, rank, reentrant, has_empty=stage < 3)
         sharded.step()
         sharded.zero_grad()
-    return weights(model), zero.full_state_dict(sharded)["state"]
+    return weights(model), full_state(sharded)["state"]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,10 @@ def test_as_one_process_that_averages(
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-5)
         # What no rank has ever had a gradient of has no state; the others' steps are their own.
         assert state.keys() == expected_state.keys()
-        for number, wanted in expected_state.items():
-            assert state[number].keys() == wanted.keys()
+        for name, wanted in expected_state.items():
+            assert state[name].keys() == wanted.keys()
             if "step" in wanted:
-                assert state[number]["step"] == wanted["step"]
+                assert state[name]["step"] == wanted["step"]
     assert f"towers.{NEVER}.weight" in expected
 
 

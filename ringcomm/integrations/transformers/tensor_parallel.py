@@ -45,7 +45,7 @@ def tensor_parallelize(
     Args:
         model: of transformers, with a plan in its config (Llama, Mistral, Qwen, ...): whole, the
             same on all ranks, and changed in place. The parameters of its layers may be on the meta
-            device, for ringcomm.parallel.tensor.load_full_state_dict. Make optimizers after it.
+            device, for ringcomm.parallel.set_state_dict(). Make optimizers after it.
         group: None for the default group.
         sequence_parallel: have the ranks share the tokens between split layers (Korthikanti et al.
             2022): the same bytes, and 1/N of those activations. Wants input_ids, of a length that

@@ -46,7 +46,7 @@ def prepare(trainer: Any) -> Any:
     elif args.save_strategy != "no" and not args.save_only_model:
         raise ValueError(
             "Trainer saves the optimizer of process 0, which has its own shards alone: set"
-            " save_only_model=True, and save ringcomm.parallel.zero.full_state_dict() yourself"
+            " save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
         )
     adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
     # Trainer would take norms itself where some gradients are DTensors and others used up.

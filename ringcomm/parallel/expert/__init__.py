@@ -3,6 +3,9 @@
 The layer is ringcomm.nn.MixtureOfExperts.
 """
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.parallel.expert.dispatch import (
     DispatchPlan,
     combine,
@@ -11,7 +14,6 @@ from ringcomm.parallel.expert.dispatch import (
     rows_of_tokens,
     sums_of_rows,
 )
-from ringcomm.parallel.expert.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.expert.gradients import average_gradients
 from ringcomm.parallel.expert.local_experts import (
     LocalExperts,
@@ -27,11 +29,12 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_parameters",
-    "full_state_dict",
     "ignore_in_ddp",
-    "load_full_state_dict",
     "plan_dispatch",
     "rows_of_tokens",
     "split_experts",
     "sums_of_rows",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

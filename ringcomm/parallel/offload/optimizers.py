@@ -205,6 +205,20 @@ class _Offloaded(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(step))
         return state
 
+    def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
+        """What state_of() is before the first step of a parameter that has values `weight`."""
+        shape = self._operands.shape(param)
+        names = _state_names(self._rule_for(param)[1], param)
+        state: dict[str, Any] = {
+            name: weight.detach().float().reshape(shape)
+            if name == "master"
+            else torch.zeros(shape, dtype=torch.float32)
+            for name in names
+        }
+        if isinstance(self, torch.optim.AdamW):
+            state["step"] = torch.tensor(0.0)
+        return state
+
     def set_state_of(self, param: Tensor, state: dict[str, Any]) -> None:
         """Takes a parameter's state; the inverse of state_of()."""
         if not state:

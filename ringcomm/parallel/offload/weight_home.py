@@ -68,11 +68,26 @@ class WeightHome:
             if following not in self._lent:
                 self._ahead = following, self._fetch(following)
 
-    def let_go(self, unit: ShardedUnit, *, is_written: bool) -> None:
+    def let_go(self, unit: ShardedUnit) -> None:
         """See ShardHome."""
         for shard, loan in self._lent.pop(unit).items():
-            self._tier.give_back(loan, is_written=is_written)
+            self._tier.give_back(loan, is_written=False)
             _empty(shard)
+
+    def read(self, shard: Tensor) -> Tensor:
+        """See ShardHome."""
+        self.forget_ahead()
+        loan = self._tier.fetch(self._keys[shard])
+        value = loan.wait().clone()
+        self._tier.give_back(loan, is_written=False)
+        return value
+
+    def write(self, shard: Tensor, value: Tensor) -> None:
+        """See ShardHome."""
+        self.forget_ahead()
+        loan = self._tier.fetch(self._keys[shard])
+        loan.wait().copy_(value)
+        self._tier.give_back(loan, is_written=True)
 
     def step_begins(self) -> None:
         """Weights are going to be written, and then the model does again what it did."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.parameter_server.keys import (
@@ -19,13 +20,14 @@ from ringcomm.parallel.parameter_server.keys import (
     Packing,
     groups_of_keys,
     keys_of,
+    trainable,
 )
 from ringcomm.parallel.parameter_server.messages import Channel, Options, meet, owned_keys
 from ringcomm.parallel.parameter_server.server import Serving, Shard
 from ringcomm.parallel.parameter_server.state import (
     ServerOptimizer,
-    check_state,
     merged,
+    misfit,
     unpacked,
 )
 from ringcomm.parallel.parameter_server.worker import LocalPort, Port, RemotePort, Worker
@@ -111,7 +113,7 @@ class ParameterServer:
         self._options = Options.checked(
             resolved.size(), servers, dedicated, staleness, wire_dtype, loss_scale
         )
-        self._keys = keys_of(model, wire_dtype)
+        self._model, self._keys = model, keys_of(model, wire_dtype)
         self._groups = groups_of_keys(param_groups, model, self._keys)
         owned = owned_keys(self._keys, self._options.servers)
         self.group = meet(resolved, model, self._options, self._keys, self._groups)
@@ -241,38 +243,37 @@ class ParameterServer:
         """Updates that this rank's server has skipped, since a gradient was not finite."""
         return 0 if self._serving is None else self._serving.shard.num_skipped
 
-    # ---- states
+    # ---- states, for get_state_dict() and set_state_dict()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state_dict() that one torch optimizer over all parameters would have, on the CPU.
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
-        With a wire_dtype a parameter's state also has "master", its value at its server. Load it
-        with load_full_state_dict(), or without masters with torch's optimizer; a plain dict, so
-        torch.distributed.checkpoint saves it as well. Not collective; asks the servers.
+    def named_state(self) -> dict[str, Any]:
+        """The state of one torch optimizer over all parameters, on the CPU, by their names.
+
+        With a wire_dtype a parameter's state also has "master", its value at its server. Not
+        collective; asks the servers.
 
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        worker = self._checked_worker("full_state_dict()")
-        return merged([unpacked(state) for state in worker.states()], self._groups)
+        worker = self._checked_worker("get_state_dict()")
+        names = [key.name for key in self._keys]
+        return merged([unpacked(state) for state in worker.states()], self._groups, names)
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes a whole state, of any number of servers or of torch's optimizer; before step 0.
+    def problem_of(self, state: Mapping[str, Any]) -> str | None:
+        """Why a whole state by names does not fit the keys; None if it does."""
+        return misfit(state, self._groups, self._keys)
 
-        The weights are the model's: load them before the ParameterServer is made.
-
-        Args:
-            state: the same on all ranks.
-
-        Raises:
-            ValueError: the groups or a shape do not fit; nothing has been written.
+    def load_named(self, state: Mapping[str, Any]) -> None:
+        """Takes the model's weights, and a whole state that fits, or none; before step 0.
 
         Collective: a barrier, also of dedicated servers, before they serve().
         """
-        check_state(state, self._groups, self._keys)
         if self._serving is not None:
+            names = [key.name for key in self._keys]
             with self._serving.lock:
-                self._serving.shard.optimizer.load_state_dict(state)
+                self._serving.shard.optimizer.load(trainable(self._model), state, names)
         dist.barrier(self.group)
 
     # ---- the end

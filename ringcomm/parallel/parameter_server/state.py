@@ -1,4 +1,4 @@
-"""The optimizer of a server's keys, and whole optimizer states in torch's format."""
+"""The optimizer of a server's keys, and whole optimizer states by the names of parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.parameter_server.keys import Key, MakeOptimizer, optimizer_of
 
-__all__ = ["ServerOptimizer", "check_state", "merged", "packed", "unpacked"]
+__all__ = ["ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
 
 Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are indices of keys
 
@@ -35,7 +35,7 @@ class ServerOptimizer:
         keeps_master: bool,
     ) -> None:
         self._keeps_master = keeps_master
-        self._groups, self._numbers = groups, _number_params(groups)
+        self._groups = groups
         self._params = {
             index: nn.Parameter(value.detach().to("cpu", copy=True))
             for index, value in values.items()
@@ -55,7 +55,7 @@ class ServerOptimizer:
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, but with the parameters' numbers among those of all servers."""
+        """As torch's, but by the parameters' keys, and groups without parameters."""
         own = self._optimizer.state_dict()
         index_of = {param: index for index, param in self._params.items()}
         state: dict[int, dict[str, Any]] = {}
@@ -65,35 +65,38 @@ class ServerOptimizer:
                 if self._keeps_master:
                     values["master"] = param.detach()
                 if values:
-                    state[self._numbers[index_of[param]]] = values
+                    state[index_of[param]] = values
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in own["param_groups"]
         ]
         return {"state": state, "param_groups": groups}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this server's part of a whole state that check_state() has accepted."""
-        of_params: dict[int, Mapping[str, Any]] = {}
+    def load(
+        self, weights: Mapping[str, Tensor], state: Mapping[str, Any], names: Sequence[str]
+    ) -> None:
+        """Takes its keys of weights, and of a whole state that misfit() has accepted, if any.
+
+        Args:
+            weights: by name. A state's "master" comes first.
+            state: by names of parameters; empty to keep the optimizer's.
+            names: by key.
+        """
+        of_names = state.get("state", {})
+        with torch.no_grad():
+            for index, param in self._params.items():
+                param.copy_(of_names.get(names[index], {}).get("master", weights[names[index]]))
+        of_params: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        for saved, group in zip(state["param_groups"], self._groups, strict=True):
+        for saved, group in zip(state.get("param_groups", ()), self._groups, strict=False):
             begin = len(of_params)
             for index in (index for index in group["params"] if index in self._params):
-                values = dict(state["state"].get(self._numbers[index], {}))
-                master = values.pop("master", None)
-                if master is not None:
-                    with torch.no_grad():
-                        self._params[index].copy_(master)
-                of_params[len(of_params)] = values
+                given = of_names.get(names[index], {})
+                of_params[len(of_params)] = {k: v for k, v in given.items() if k != "master"}
             groups.append({**saved, "params": list(range(begin, len(of_params)))})
-        used = {number: values for number, values in of_params.items() if values}
-        self._optimizer.load_state_dict({"state": used, "param_groups": groups})
-
-
-def _number_params(groups: Groups) -> dict[int, int]:
-    """By key, its number in an optimizer's state_dict()."""
-    keys = [key for group in groups for key in group["params"]]
-    return {key: number for number, key in enumerate(keys)}
+        if groups:
+            used = {number: values for number, values in of_params.items() if values}
+            self._optimizer.load_state_dict({"state": used, "param_groups": groups})
 
 
 def packed(state: Mapping[str, Any]) -> Tensor:
@@ -109,30 +112,37 @@ def unpacked(message: Tensor) -> dict[str, Any]:
     return state
 
 
-def merged(parts: Sequence[Mapping[str, Any]], groups: Groups) -> dict[str, Any]:
-    """The whole state, of the servers' parts."""
-    numbers = _number_params(groups)
-    states = {number: values for part in parts for number, values in part["state"].items()}
+def merged(
+    parts: Sequence[Mapping[str, Any]], groups: Groups, names: Sequence[str]
+) -> dict[str, Any]:
+    """The whole state by names of parameters, of the servers' parts by key."""
+    states = {index: values for part in parts for index, values in part["state"].items()}
     whole = [
-        {**hyper, "params": [numbers[index] for index in group["params"]]}
+        {**hyper, "params": [names[index] for index in group["params"]]}
         for hyper, group in zip(parts[0]["param_groups"], groups, strict=True)
     ]
-    return {"state": dict(sorted(states.items())), "param_groups": whole}
+    return {
+        "state": {names[index]: states[index] for index in sorted(states)},
+        "param_groups": whole,
+    }
 
 
-def check_state(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> None:
-    """Raises ValueError if a whole state does not fit the keys."""
-    sizes = [len(group["params"]) for group in state["param_groups"]]
+def misfit(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> str | None:
+    """Why a whole state by names does not fit the keys; None if it does."""
+    sizes = [len(group["params"]) for group in state.get("param_groups", ())]
     ours = [len(group["params"]) for group in groups]
     if sizes != ours:
-        raise ValueError(
+        return (
             f"the state has parameter groups of {sizes} parameters, and the parameter server of"
             f" {ours}"
         )
-    for index, number in _number_params(groups).items():
-        for name, value in state["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != keys[index].shape:
-                raise ValueError(
-                    f"{name} of parameter {number} is {tuple(value.shape)}, and"
-                    f" {keys[index].name} {tuple(keys[index].shape)}"
-                )
+    of_names = state.get("state", {})
+    shapes = {key.name: key.shape for key in keys}
+    strangers = sorted(of_names.keys() - shapes.keys())
+    if strangers:
+        return f"the state has {strangers[:3]}, which the parameter server does not train"
+    for name, values in of_names.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != shapes[name]:
+                return f"{key} of {name} is {tuple(value.shape)}, and {name} {tuple(shapes[name])}"
+    return None

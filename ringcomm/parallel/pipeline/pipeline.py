@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model_axes import StagePart
@@ -23,7 +24,6 @@ from ringcomm.parallel.pipeline.blocks import (
     default_costs,
     named_blocks,
 )
-from ringcomm.parallel.pipeline.full_state import gather_state, load_state
 from ringcomm.parallel.pipeline.running import Runner
 from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.parallel.pipeline.stage import Log
@@ -178,6 +178,9 @@ class Pipeline:
                 " Pipeline.module"
             )
 
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
+
     # ---- this rank's part
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -258,33 +261,6 @@ class Pipeline:
                 f"the model was cut when its blocks were {known}, and they have been changed: make"
                 " a new Pipeline of it"
             )
-
-    # ---- the whole model
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state_dict() of the whole model, in memory of the CPU.
-
-        Args:
-            rank0_only: whether the group's other ranks get an empty dict.
-
-        Collective: one object, and one call for each tensor.
-        """
-        names = [name for stage in self.stages for name in stage]
-        return gather_state(self._own, names, self.group, rank0_only)
-
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what this rank's stages need of a whole model's state.
-
-        Args:
-            state_dict: as full_state_dict() gives it, or the whole model's state_dict(); a file
-                that was loaded with torch.load(mmap=True) is read where this rank's blocks are.
-
-        Raises:
-            ValueError: names or shapes do not fit. Nothing has been written on this rank.
-
-        Not collective.
-        """
-        load_state(self._own, [name for stage in self.stages for name in stage], state_dict)
 
 
 def _problem_of(module: nn.Module) -> str:

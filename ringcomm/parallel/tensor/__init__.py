@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.parallel.tensor.full_state import full_state_dict, load_full_state_dict, whole_of
 from ringcomm.parallel.tensor.heads import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
@@ -20,14 +19,11 @@ __all__ = [
     "SplitModule",
     "all_reduce_grad_",
     "copy_to_tp",
-    "full_state_dict",
     "gather_from_tp",
-    "load_full_state_dict",
     "reduce_from_tp",
     "share_heads",
     "split_params",
     "summed_over",
-    "whole_of",
 ]
 
 if not TYPE_CHECKING:

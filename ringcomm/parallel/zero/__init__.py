@@ -17,7 +17,6 @@ from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.model_units import materialize
 from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
 from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
-from ringcomm.parallel.zero.full_state import full_state_dict, load_full_state_dict
 from ringcomm.parallel.zero.infinity import ZeroInfinity
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer
 from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
@@ -33,8 +32,6 @@ __all__ = [
     "ZeroInfinity",
     "ZeroOptimizer",
     "ZeroSGD",
-    "full_state_dict",
-    "load_full_state_dict",
     "predict_memory",
     "predict_traffic",
     "shard",
@@ -150,5 +147,5 @@ def shard(
         made = kind(model, optimizer, stage, resolved, found)
     mark_sharded(made)
     if state["state"]:
-        load_full_state_dict(made, state)
+        made.load_state_dict(state)
     return made

@@ -157,7 +157,8 @@ class FlatZeroOptimizer(ZeroOptimizer):
     def _state_of(self, param: Any) -> dict[str, Any]:
         return self._updates.state_of(param)
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return self._updates.num_steps[param] > 0
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
@@ -176,15 +177,24 @@ class FlatZeroOptimizer(ZeroOptimizer):
         for bucket in self._buckets:
             bucket.see_written_weights()
 
-    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
-        mine = {}
-        part = slice(*self._bucket_of[param].part_range(param))
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step":
-                mine[key] = join_rows(value, self.group).detach().reshape(-1)[part].float()
-            else:
-                mine[key] = value
-        self._updates.set_state(param, mine)
+    def range_of(self, param: Any) -> tuple[int, int]:
+        """See ZeroOptimizer."""
+        return self._bucket_of[param].part_range(param)
+
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """See ZeroOptimizer."""
+        return self._updates.new_state_of(param)
+
+    def forget_steps(self) -> None:
+        """See ZeroOptimizer."""
+        self._updates.num_steps = dict.fromkeys(self._updates.num_steps, 0)
+
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
+        part = slice(*self.range_of(param))
+        return join_rows(value, self.group).detach().reshape(-1)[part].float()
+
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+        self._updates.set_state(param, state)
 
     def _states_taken(self) -> None:
         for bucket in self._buckets:

@@ -7,13 +7,15 @@ unit's weights come when it runs, and the next unit's are read meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm._renamed import object_getattr
 from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
 from ringcomm.parallel.model_units import default_units
 from ringcomm.parallel.offload.buffer_pool import BufferPool
@@ -71,6 +73,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._home = WeightHome(self._tier, is_filled=options.resume)
         found = list(default_units(model) if units is None else units)
         self._weights = WeightShards(model, group, units=found, home=self._home)
+        self._weights.home_writing = self._writing
         self._operands = FetchedOperands(self._home, self._tier, self._grads)
         self._shard_of = {
             param: self._weights.shard_of(param)
@@ -155,6 +158,14 @@ class ZeroInfinity(ZeroOptimizer):
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around what replaces weights outside of a step. Collective."""
+        self._home.forget_ahead()
+        self._wait_for_commits()
+        yield
+        self._commit()
 
     def _wait_for_commits(self) -> None:
         """Collective. To be called before writing what no collective of a step comes before.
@@ -281,23 +292,10 @@ class ZeroInfinity(ZeroOptimizer):
         """Of the small weights of each unit, which stay in memory and are written at each step."""
         return [unit.packed_row.numel() for unit in self._weights.units]
 
-    def full_model_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The model's state_dict() with whole weights, in memory of the CPU. Collective.
-
-        Args:
-            rank0_only: rank 0 of the group has it. The others return {}, and hold one unit's
-                weights at a time.
-        """
-        return self._weights.full_state_dict(rank0_only=rank0_only)
-
-    def load_full_model_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes one. See WeightShards.load_full_state_dict(). Collective: a barrier."""
-        self._home.forget_ahead()
-        self._wait_for_commits()
-        self._weights.load_full_state_dict(state)
-        self._commit()
-
     # ---- state
+
+    if not TYPE_CHECKING:
+        __getattr__ = object_getattr
 
     @property
     def state(self) -> Any:
@@ -307,8 +305,8 @@ class ZeroInfinity(ZeroOptimizer):
             RuntimeError: always.
         """
         raise RuntimeError(
-            "states are elsewhere with offload_weights, which torch.distributed.checkpoint cannot"
-            " load: use zero.full_state_dict(), or resume=True"
+            "states are elsewhere with offload_weights, where torch's own get_state_dict() cannot"
+            " find them: use ringcomm.parallel.get_state_dict(), or resume=True"
         )
 
     @state.setter
@@ -319,7 +317,8 @@ class ZeroInfinity(ZeroOptimizer):
         found: dict[str, Any] = self._inner.state_of(self._shard_of[param])
         return found
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return self._shard_of[param] in self._inner.steps
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
@@ -331,15 +330,17 @@ class ZeroInfinity(ZeroOptimizer):
             else:
                 yield key, gather_parts(value, sizes, self.group).view(param.shape)
 
-    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """See ZeroOptimizer."""
+        weight = self._weights.read_shard(param)
+        return self._inner.new_state_of(self._shard_of[param], weight)
+
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
         part = slice(*self._weights.range_of(param))
-        mine = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and key != "step":
-                mine[key] = join_rows(value, self.group).reshape(-1)[part]
-            else:
-                mine[key] = value
-        self._inner.set_state_of(self._shard_of[param], mine)
+        return join_rows(value, self.group).reshape(-1)[part]
+
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+        self._inner.set_state_of(self._shard_of[param], state)
 
     def _states_come(self) -> None:
         self._wait_for_commits()

@@ -237,7 +237,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """This rank's part of each weight's state, by weight; to be read."""
-        return StatesView(self.all_params, self._has_stepped, self._state_of)
+        return StatesView(self.all_params, self.has_stepped, self._state_of)
 
     @state.setter
     def state(self, _: Any) -> None:
@@ -281,8 +281,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Goes on from a state_dict(); the weights are the model's own.
 
         Args:
-            state_dict: of this rank, of zero.full_state_dict(), or of torch's optimizer; whole
-                states are the same on all ranks.
+            state_dict: of this rank, or of torch's optimizer; whole states are the same on all
+                ranks.
 
         Raises:
             ValueError: it is of another rank or world size, or of another optimizer. Nothing has
@@ -290,8 +290,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Collective where states are DTensors, or weights have float32 masters.
         """
-        states = self._checked_states(state_dict)
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+        self._load(state_dict["param_groups"], self._checked_states(state_dict), self._cut)
+
+    def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
+        """Goes on from this rank's parts of states, by weight, as part_state_of() yields them.
+
+        Collective where weights have float32 masters.
+        """
+        self._load(groups, states, lambda _, value: value)
+
+    def _load(
+        self,
+        groups: list[dict[str, Any]],
+        states: dict[Any, dict[str, Any]],
+        cut: Callable[[Any, Tensor], Tensor],
+    ) -> None:
+        for saved, group in zip(groups, self.param_groups, strict=True):
             given = {key: value for key, value in saved.items() if key != "params"}
             scale = {key: given.pop(name, None) for key, name in _SCALE_KEYS.items()}
             group.update(given)
@@ -301,7 +315,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._states_come()
             for group in self.param_groups:
                 for param in group["params"]:
-                    self._take_state(param, _with_own_step(states[param], group, param))
+                    mine = {
+                        key: cut(param, value)
+                        if isinstance(value, Tensor) and key != "step"
+                        else value
+                        for key, value in states.get(param, {}).items()
+                    }
+                    self._set_state(param, _with_own_step(mine, group, param))
             self._states_taken()
 
     def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
@@ -311,8 +331,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if came_from != here:
             raise ValueError(
                 f"the state is of rank {came_from[0]} of {came_from[1]}, and this is rank"
-                f" {here[0]} of {here[1]}: torch.distributed.checkpoint or zero.full_state_dict()"
-                " go between world sizes"
+                f" {here[0]} of {here[1]}: ringcomm.parallel.get_state_dict() goes between world"
+                " sizes"
             )
         given, mine = state_dict["param_groups"], self.param_groups
         sizes = [len(group["params"]) for group in given], [len(g["params"]) for g in mine]
@@ -358,15 +378,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part of a weight's state."""
 
     @abstractmethod
-    def _has_stepped(self, param: Any) -> bool:
+    def range_of(self, param: Any) -> tuple[int, int] | None:
+        """The elements [begin, end) of a flat weight that this rank updates; None of DTensors."""
+
+    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
+        """This rank's part of a weight's state; with `is_new` what it is before the first step."""
+        state = self._state_of(param)
+        return {**self.new_state_of(param), **state} if is_new else state
+
+    @abstractmethod
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """What is known of a weight's state before its first step."""
+
+    def forget_steps(self) -> None:
+        """Steps count from 0 again; states stay."""
+
+    @abstractmethod
+    def has_stepped(self, param: Any) -> bool:
         """Whether a weight has been updated."""
 
     def _states_come(self) -> None:
-        """Before the first _take_state()."""
+        """Before the first _set_state()."""
 
     @abstractmethod
-    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
-        """Replaces a weight's state by this rank's part of one that is whole, or of rows."""
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
+        """This rank's part of a state that is whole, or of rows. Collective for rows."""
+
+    @abstractmethod
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+        """Replaces a weight's state by this rank's part of one."""
 
     def _states_taken(self) -> None:
         """After the last one. Collective."""

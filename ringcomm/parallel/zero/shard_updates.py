@@ -255,6 +255,11 @@ class ShardUpdates:
             state["master"] = bucket.shard[bucket.place_in_shard(param)]
         return state
 
+    def new_state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """What state_of() is before the first step, where states are elsewhere; otherwise {}."""
+        part = self._parts[param]
+        return self.inner.new_state_of(part, part) if self.is_offloaded else {}
+
     def set_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replaces a weight's state; one-dimensional tensors are of this rank's part."""
         bucket, part = self._bucket_of[param], self._parts[param]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ringcomm.parallel.flat_collectives import device_of, takes_uneven
 from ringcomm.parallel.model_units import default_units, materialize
 from ringcomm.parallel.same_gradients import watch_whole_weights
-from ringcomm.parallel.zero.inner import made_over, set_state_of, state_of
+from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
 from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
 from ringcomm.parallel.zero.options import ShardOptions
 from ringcomm.parallel.zero.state_rows import check_rows
@@ -169,7 +169,8 @@ class Zero3(ZeroOptimizer):
         state = state_of(self._inner, param)
         return {key: _spread(value, param) for key, value in state.items() if value is not None}
 
-    def _has_stepped(self, param: Any) -> bool:
+    def has_stepped(self, param: Any) -> bool:
+        """See ZeroOptimizer."""
         return bool(state_of(self._inner, param))
 
     def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
@@ -189,13 +190,45 @@ class Zero3(ZeroOptimizer):
     def _row_state(self, param: Any) -> dict[str, Any]:
         return self._state_of(param)  # fully_shard cuts between rows as well
 
-    def _take_state(self, param: Any, state: dict[str, Any]) -> None:
+    def range_of(self, param: Any) -> None:
+        """See ZeroOptimizer."""
+
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """See ZeroOptimizer."""
+        if not is_offloaded(self._inner):
+            return {}
+        state = self._inner.new_state_of(param, _local(param.detach()))
+        return {key: _spread(value, param) for key, value in state.items()}
+
+    def forget_steps(self) -> None:
+        """See ZeroOptimizer."""
+        for state in self._inner.state.values():
+            if "step" in state:
+                state["step"].zero_()
+
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
+        """This rank's rows of a whole state, or the rows that it has already."""
+        if isinstance(value, DTensor):
+            return self._taken(value.to_local(), param)
+        whole = value.to(device=param.device, dtype=self._state_dtype(param))
+        # None: every rank has the whole value, and nothing is sent.
+        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+    def _taken(self, local: Tensor, param: Any) -> Any:
+        """A copy of a state of this rank's shard, as the optimizer keeps it."""
+        dtype = self._state_dtype(param)
+        return _spread(local.to(device=param.device, dtype=dtype, copy=True), param)
+
+    def _state_dtype(self, param: Any) -> torch.dtype:
+        return torch.float32 if is_offloaded(self._inner) else param.dtype
+
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         mine = {}
         for key, value in state.items():
             if key == "step" or not isinstance(value, Tensor):
                 mine[key] = value
-            elif key != "master":  # which are the weights themselves
-                mine[key] = _cut(value, param)
+            elif key != "master" or is_offloaded(self._inner):  # else the weights themselves
+                mine[key] = value if isinstance(value, DTensor) else self._taken(value, param)
         set_state_of(self._inner, param, mine)
 
 
@@ -254,13 +287,3 @@ def _spread(value: Any, param: Any) -> Any:
         shape=param.shape,
         stride=param.stride(),
     )
-
-
-def _cut(value: Tensor, param: Any) -> Any:
-    """This rank's rows of a whole state, or the rows that it has already."""
-    if isinstance(value, DTensor):
-        local = value.to_local().to(device=param.device, dtype=param.dtype, copy=True)
-        return _spread(local, param)
-    whole = value.to(device=param.device, dtype=param.dtype)
-    # None: every rank has the whole value, and nothing is sent.
-    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)

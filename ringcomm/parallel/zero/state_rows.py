@@ -62,7 +62,7 @@ def check_rows(value: DTensor, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"a state of shape {tuple(value.shape)} was saved by other ranks: here rank"
             f" {group.rank()} of {group.size()} has rows {begin} to {end}. Use"
-            " torch.distributed.checkpoint or zero.full_state_dict() between world sizes"
+            " ringcomm.parallel.get_state_dict() between world sizes"
         )
 
 

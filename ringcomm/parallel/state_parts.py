@@ -1,0 +1,358 @@
+"""Which elements of whole tensors a rank's weights and optimizer states are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ringcomm.parallel.tensor.splits import Split, split_params
+from ringcomm.parallel.tensor_part import Box, TensorPart, range_boxes
+from ringcomm.parallel.weight_shards import WeightShards, find_shards
+from ringcomm.parallel.whole_tensors import local_of, part_of
+from ringcomm.parallel.zero import ZeroOptimizer
+from ringcomm.parallel.zero.inner import OFFLOADED, is_offloaded
+
+__all__ = [
+    "MASTER",
+    "ModelParts",
+    "OptimizerParts",
+    "Path",
+    "State",
+    "all_gathered",
+    "fill",
+    "own_elements",
+]
+
+State = dict[str, Any]
+Path = tuple[str, ...]
+
+# Values of 16-bit weights in float32, which optimizers without them do without.
+MASTER = "master"
+
+
+class ModelParts:
+    """A module's parameters and buffers as parts of the whole model's.
+
+    Attributes:
+        values: by name, tied ones under each of their names: parameters and buffers themselves.
+        name_of: a parameter's first name.
+        shards: the WeightShards of its parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._splits = {param: split for _, param, _, split in split_params(module)}
+        self.name_of: dict[Any, str] = {}
+        for name, param in module.named_parameters():
+            self.name_of.setdefault(param, name)
+        found = (find_shards(param) for param in self.name_of)
+        self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
+        with ExitStack() as stack:
+            for shards in self.shards:
+                stack.enter_context(shards.reading_freed())
+            state = module.state_dict(keep_vars=True)
+        self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def of_value(self, value: Tensor, *, is_stored: bool = False) -> Tensor:
+        """A parameter or buffer as a part.
+
+        Args:
+            value: the parameter or buffer.
+            is_stored: whether a piece in another tier is read when the part is used, each time.
+        """
+        shards = find_shards(value)
+        if shards is None:
+            return self._placed(value.detach(), value, None, value.shape)
+        local = shards.read_shard(value)  # type: ignore[arg-type]
+        part = self._placed(local, value, shards.range_of(value), value.shape)
+        if is_stored and shards.is_away(value):  # type: ignore[arg-type]
+            return _stored(part, partial(shards.read_shard, value))  # type: ignore[arg-type]
+        return part
+
+    def of_state(
+        self,
+        value: Tensor,
+        param: Any,
+        key: str,
+        span: tuple[int, int] | None,
+        *,
+        is_flat: bool = False,
+    ) -> Tensor:
+        """A value of an optimizer's state for a parameter as a part.
+
+        Args:
+            value: of this rank.
+            param: whose state.
+            key: in its state.
+            span: the elements [begin, end) of the flat parameter that the optimizer updates, where
+                it is neither a DTensor nor whole.
+            is_flat: whether the value of a whole weight has one dimension, as AdaLomo's moments of
+                what is no matrix.
+
+        Raises:
+            ValueError: AdaLomo's moments are of this rank's part of a weight alone.
+        """
+        value = value.detach()
+        if span is None and (shards := find_shards(param)) is not None:
+            span = shards.range_of(param)
+        if not value.dim():
+            return value
+        is_factor = param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1
+        if is_factor:
+            self._check_factor(value, param, key)
+            return value
+        shape = param.shape
+        if not is_flat or param.dim() == 1:
+            return self._placed(value, param, span, shape)
+        begin = 0 if span is None else span[0]
+        if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
+            begin = boxes[0].offsets[0] * shape[1:].numel()
+        return TensorPart(value, [Box((begin,), (value.numel(),))], (shape.numel(),))
+
+    def _placed(
+        self, value: Tensor, param: Any, span: tuple[int, int] | None, shape: Sequence[int]
+    ) -> Tensor:
+        """A value of a weight, or of its shape; `span` says which elements of the flat one."""
+        split = self._splits.get(param)
+        if span is not None:
+            part = TensorPart(value, range_boxes(shape, *span), shape)
+        elif isinstance(param, DTensor):
+            if split is None and isinstance(value, DTensor):
+                return value
+            part = part_of(param.detach()).like(local_of(value))
+        elif split is None:
+            return value
+        else:
+            part = part_of(value)
+        if split is None:
+            return part
+        whole = [*shape]
+        whole[split.dim] = split.total
+        return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
+
+    def _check_factor(self, value: Tensor, param: Any, key: str) -> None:
+        split = self._splits.get(param)
+        if split is None or split.total == param.shape[split.dim]:
+            return
+        dim = 0 if key.endswith("_row") else 1
+        if dim == split.dim and value.shape[0] != split.total:
+            raise ValueError(
+                f"{key} of {self.name_of[param]} is of this rank's part alone: AdaLomo(splits=...)"
+                " has the moments of the whole weight"
+            )
+
+
+def _shifted(box: Box, split: Split) -> Box:
+    offsets = list(box.offsets)
+    offsets[split.dim] += split.begin
+    return Box(tuple(offsets), box.sizes)
+
+
+def _stored(part: Tensor, read: Any) -> TensorPart:
+    """A part that does not keep its elements."""
+    found = part_of(part)
+    return TensorPart(found.to_local(), found.boxes, found.shape, read)
+
+
+class OptimizerParts:
+    """An optimizer's state in parts, under the names of parameters. Collective.
+
+    Args:
+        optimizer: of torch, zero.shard(), ringcomm.optim or ringcomm.parallel.offload.
+        model: of its parameters.
+        group: the ranks of the model.
+        is_stored: whether states in another tier are read when a part is used, one weight's at a
+            time.
+
+    Attributes:
+        named: values by the name of a parameter and key. They share memory with the optimizer's.
+        groups: the parameter groups, with the names of all ranks' parameters.
+
+    Raises:
+        ValueError: the optimizer has a parameter that is not the model's.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: ModelParts,
+        group: dist.ProcessGroup | None,
+        *,
+        is_stored: bool = False,
+    ) -> None:
+        _init_state(optimizer)
+        self._optimizer = optimizer
+        self._params = [param for own in optimizer.param_groups for param in own["params"]]
+        self._numbers = {param: number for number, param in enumerate(self._params)}
+        strangers = [tuple(p.shape) for p in self._params if p not in model.name_of]
+        if strangers:
+            raise ValueError(f"the optimizer has a weight of shape {strangers[0]}, no model's")
+        if isinstance(optimizer, ZeroOptimizer):
+            self._is_new = not any(map(optimizer.has_stepped, self._params))
+            self._native: State = {"param_groups": optimizer.numbered_groups()}
+        elif isinstance(optimizer, OFFLOADED):  # whose state_dict() has copies
+            self._native = torch.optim.Optimizer.state_dict(optimizer)
+        else:
+            self._native = optimizer.state_dict()
+        self._model = model
+        self._cache: dict[Any, State] = {}
+        is_stored = is_stored and _is_elsewhere(optimizer)
+        found = {model.name_of[param]: self._parts_of(param, is_stored) for param in self._params}
+        self.named: dict[str, State] = {name: state for name, state in found.items() if state}
+        names = {param: model.name_of[param] for param in self._params}
+        own_names = [[names[param] for param in own["params"]] for own in optimizer.param_groups]
+        self._names = names
+        # Stages and experts of other ranks have other parameters.
+        everyone = [*zip(*all_gathered(own_names, group), strict=True)]
+        scale = self._native.get("loss_scale", {})
+        self.groups = [
+            {
+                **own,
+                **{_SCALE[key]: value for key, value in scale.items()},
+                "params": list(dict.fromkeys(name for names in of_ranks for name in names)),
+            }
+            for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
+        ]
+
+    def _parts_of(self, param: Any, is_stored: bool) -> State:
+        optimizer, found = self._optimizer, {}
+        span = optimizer.range_of(param) if isinstance(optimizer, ZeroOptimizer) else None
+        state = self._state_of(param)
+        for key, value in state.items():
+            part = value
+            if isinstance(value, Tensor):
+                is_flat = key == "exp_avg_sq" and "exp_avg" not in state
+                part = self._model.of_state(value, param, key, span, is_flat=is_flat)
+                if is_stored and part.dim():
+                    part = _stored(part, partial(self._read, param, key))
+            if value is not None:
+                found[key] = part
+        return found
+
+    def _read(self, param: Any, key: str) -> Tensor:
+        """A value that is stored elsewhere; its neighbours are kept until the next parameter's."""
+        if param not in self._cache:
+            self._cache.clear()
+            self._cache[param] = self._state_of(param)
+        return local_of(self._cache[param][key])
+
+    def _state_of(self, param: Any) -> State:
+        """This rank's values."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroOptimizer):
+            return optimizer.part_state_of(param, is_new=self._is_new)
+        if isinstance(optimizer, OFFLOADED):
+            if optimizer.steps:
+                return optimizer.state_of(param)
+            return optimizer.new_state_of(param, local_of(param.detach()))
+        found: State = self._native["state"].get(self._numbers[param], {})
+        return found
+
+    def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
+        """Goes on from a state that fits.
+
+        Args:
+            given: values by ("optimizer", name, key), whole or this rank's parts. A weight without
+                any has not been updated.
+            groups: options.
+        """
+        own_groups = self._native["param_groups"]
+        for own, other in zip(own_groups, groups or (), strict=groups is not None):
+            own.update({key: value for key, value in other.items() if key != "params"})
+        states = {}
+        for param in self._params:
+            name = self._names[param]
+            parts = self.named.get(name, {})
+            paths = {key: ("optimizer", name, key) for key in parts}
+            states[param] = {
+                key: self._taken(param, key, parts[key], given[path])
+                for key, path in paths.items()
+                if path in given
+            }
+        optimizer = self._optimizer
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer.load_parts(own_groups, states)
+            return
+        state = {self._numbers[param]: state for param, state in states.items() if state}
+        native = {**self._native, "state": state}
+        if "loss_scale" in native:
+            scale = {key: own_groups[0].get(name) for key, name in _SCALE.items()}
+            native["loss_scale"] = scale if None not in scale.values() else native["loss_scale"]
+            for own, name in ((own, name) for own in own_groups for name in _SCALE.values()):
+                own.pop(name, None)
+        optimizer.load_state_dict(native)
+
+    def _taken(self, param: Any, key: str, part: Any, value: Any) -> Any:
+        """What the optimizer's load takes for a part: its own tensor, written, or new values."""
+        if not isinstance(part, Tensor):
+            return value
+        if isinstance(self._optimizer, (ZeroOptimizer, *OFFLOADED)):
+            return own_elements(part, value)
+        fill(part, value)
+        return self._state_of(param)[key]
+
+
+# As ZeroOptimizer has the loss scale in its parameter groups.
+_SCALE = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
+
+
+def own_elements(part: Tensor, value: Any) -> Tensor:
+    """This rank's elements of a value, whole or a part already; a view of it where that can be."""
+    if isinstance(value, TensorPart | DTensor):
+        return local_of(value)
+    return part_of(part).cut(torch.as_tensor(value))
+
+
+def fill(part: Tensor, value: Any) -> None:
+    """Writes a value, whole or this rank's part, into a part."""
+    local, mine = local_of(part), own_elements(part, value)
+    if local.data_ptr() != mine.data_ptr():
+        local.copy_(mine)
+
+
+def _is_elsewhere(optimizer: Any) -> bool:
+    """Whether states are in another tier than memory of the device."""
+    return is_offloaded(getattr(optimizer, "_inner", optimizer))
+
+
+def _init_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes state that torch's optimizers have only after their first step, of zeros."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if _is_elsewhere(optimizer) or any(param.grad is not None for param in params):
+        return
+    if isinstance(optimizer, ZeroOptimizer):
+        states = (optimizer.part_state_of(param, is_new=False) for param in params)
+        if any(state.keys() - {MASTER} for state in states) or optimizer.gradient_tensors():
+            return
+    elif optimizer.state:
+        return
+    for param in params:
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    if isinstance(optimizer, ZeroOptimizer):
+        optimizer.forget_steps()
+        return
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+
+
+def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Everybody's objects; this rank's alone without a group. Collective."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
