@@ -36,6 +36,8 @@ class StagePart(nn.Module):
         is_counted_elsewhere: whether an earlier rank of the pipeline has the same parameter.
         tied: this rank's parameters that other ranks of the pipeline have as well. Their gradients
             are complete when Pipeline.step() returns.
+        first_names: of a parameter's name here, the name of the first block of the whole model that
+            has it.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
@@ -44,6 +46,7 @@ class StagePart(nn.Module):
         self.tensor_groups = tensor_groups_of(blocks)
         self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
         self.tied: frozenset[nn.Parameter] = frozenset()
+        self.first_names: dict[str, str] = {}
 
     def own(
         self,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.tensor.splits import Split, split_params
 from ringcomm.parallel.tensor_part import Box, TensorPart, range_boxes
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
@@ -49,8 +50,10 @@ class ModelParts:
     def __init__(self, module: nn.Module) -> None:
         self._splits = {param: split for _, param, _, split in split_params(module)}
         self.name_of: dict[Any, str] = {}
+        # A stage may have a weight under a later name than that of the whole model.
+        first = module.first_names if isinstance(module, StagePart) else {}
         for name, param in module.named_parameters():
-            self.name_of.setdefault(param, name)
+            self.name_of.setdefault(param, first.get(name, name))
         found = (find_shards(param) for param in self.name_of)
         self.shards: list[WeightShards] = list(dict.fromkeys(s for s in found if s is not None))
         with ExitStack() as stack:

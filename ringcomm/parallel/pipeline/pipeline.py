@@ -125,6 +125,11 @@ class Pipeline:
         self._own = {name: named[name] for name in names_of[rank]}
         self.module = StagePart(self.group, named.values())
         add_blocks(self.module, self._own)
+        first: dict[nn.Parameter, str] = {}
+        for name, block in named.items():
+            for inside, param in block.named_parameters():
+                first.setdefault(param, f"{name}.{inside}")
+        self.module.first_names = {n: first[p] for n, p in self.module.named_parameters()}
         problem = _problem_of(self.module)
         shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
