@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch._dynamo  # torch imports it at first use: not a part of training's memory
 import torch.distributed as dist
-from full_states import full_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel import offload, zero
+from ringcomm.parallel import get_state_dict, offload, zero
 from ringcomm.parallel.offload import file_store
 
 
@@ -67,9 +66,8 @@ def make(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 
 
 def digest_of(model: nn.Module, optimizer: Any) -> str:
-    whole = (
-        full_weights(optimizer) if isinstance(optimizer, zero.ZeroInfinity) else model.state_dict()
-    )
+    is_sharded = isinstance(optimizer, zero.ZeroInfinity)
+    whole = get_state_dict(model, full=True)[0] if is_sharded else model.state_dict()
     digest = hashlib.sha256()
     for value in whole.values():
         digest.update(value.numpy().tobytes())
