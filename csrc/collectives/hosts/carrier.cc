@@ -39,8 +39,8 @@ HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const R
     : options_(options),
       roster_(roster),
       members_(store, ranks),
-      local_(make_local(ranks, roster, options)),
-      transport_(make_messages(look_for(ranks))),
+      local_(members_.told_if_it_fails([&] { return make_local(ranks, roster, options); })),
+      transport_(members_.told_if_it_fails([&] { return make_messages(look_for(ranks)); })),
       watch_(*transport_, members_),
       planner_(*transport_, cut_of(options)),
       engine_(roster_, ranks.rank(), local_.get(), *transport_, cut_of(options)) {

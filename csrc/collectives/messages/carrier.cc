@@ -10,7 +10,7 @@ MessageCarrier::MessageCarrier(KeyValueStore& store, shm::Rendezvous& ranks,
                                const MakeMessages& make_messages)
     : options_(options),
       members_(store, ranks),
-      transport_(make_messages(look_for(ranks))),
+      transport_(members_.told_if_it_fails([&] { return make_messages(look_for(ranks)); })),
       watch_(*transport_, members_),
       engine_(*transport_, {.num_slots = options.num_slots,
                             .slot_bytes = options.slot_bytes,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/errors.h"
 #include "transport/key_value_store.h"
 #include "transport/membership.h"
 #include "transport/shm/rank_record.h"
@@ -44,6 +46,23 @@ class StoreMembership final : public Membership {
   int stopped_rank() const override { return shm::stopped_rank(processes_); }
   /// Whether the process of `rank` is known to live.
   bool is_alive(int rank) const;
+  /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of
+  /// it: they may have made the group already, and wait for this rank.
+  template <class Make>
+  auto told_if_it_fails(const Make& make) -> decltype(make()) {
+    try {
+      return make();
+    } catch (const Error& error) {
+      abort({.kind = error.info().kind,
+             .origin = rank_,
+             .culprit = error.info().rank,
+             .text = error.what()});
+      throw;
+    } catch (const std::exception& error) {
+      abort({.kind = ErrorKind::kAborted, .origin = rank_, .culprit = rank_, .text = error.what()});
+      throw;
+    }
+  }
   void abort(const AbortReason& reason) override;
   /// The first reason that this rank knows of; waits a moment for one that is on its way.
   AbortReason abort_reason() const override;
