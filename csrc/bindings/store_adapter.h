@@ -1,6 +1,6 @@
 #pragma once
 
-#include <c10/util/Exception.h>
+#include <exception>
 
 #include <memory>
 #include <string>
@@ -34,7 +34,7 @@ class StoreAdapter final : public KeyValueStore {
   void set_first(const std::string& key, const std::string& value) override {
     try {
       store_->compareSet(key, "", value);
-    } catch (const c10::NotImplementedError&) {
+    } catch (const std::exception&) {  // a store, also of Python's, that has no such operation
       store_->set(key, value);
     }
   }
