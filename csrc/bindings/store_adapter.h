@@ -1,7 +1,6 @@
 #pragma once
 
 #include <exception>
-
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>

@@ -86,32 +86,6 @@ class Timings:
         }
 
 
-def records_of(
-    timings: dict[str, Timings], subject: str, wrong: dict[str, int], name: str = "backend"
-) -> list[dict[str, Any]]:
-    """A record per contender: its times, and how they compare with the subject's.
-
-    ``wrong`` has elements by contender; without any it is verified, and only such are compared.
-    ``name`` is the field that holds the contender.
-    """
-    records = []
-    for label, timing in timings.items():
-        ratio = None
-        if label != subject and not (wrong[label] or wrong[subject]):
-            ratio = {"over": subject, **timing.ratio_over(timings[subject])}
-        records.append(
-            {
-                name: label,
-                **timing.summary_us(),
-                "num_calls": timing.num_calls(),
-                "ratio": ratio,
-                "wrong_elems": wrong[label],
-                "verified": wrong[label] == 0,
-            }
-        )
-    return records
-
-
 def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIMEOUT) -> None:
     """The default process group, with one thread per rank. Collective."""
     torch.set_num_threads(1)

@@ -90,7 +90,11 @@ def parallelize(
     Collective over the default group.
     """
     stage = zero_stage if zero_stage is not None else (3 if dims.fsdp > 1 else 0)
-    num = num_microbatches or (2 * dims.pp if dims.pp > 1 else 1)
+    num = num_microbatches
+    if num is None:
+        num = 2 * dims.pp if dims.pp > 1 else 1
+    elif num < 1:
+        raise ValueError(f"num_microbatches is a positive number, got {num}")
     _check_options(dims, stage, sequence_parallel, dict(shard_options))
     _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
     if dims.ep > 1 and not _has_layers(model, MixtureOfExperts):

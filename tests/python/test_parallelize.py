@@ -197,6 +197,7 @@ def refusals(rank: int) -> list[str]:
     refused({"dp": 2, "fsdp": 2}, llama, zero_stage=0)
     refused({}, llama, zero_stage=3)
     refused({}, llama, zero_stage=4)
+    refused({}, llama, num_microbatches=0)
     refused({"ep": 2}, make("Mixtral"), zero_stage=1)
     refused({}, llama, sequence_parallel=True)
     refused({"dp": 1, "fsdp": 2, "tp": 2}, llama, sequence_parallel=True)
@@ -217,6 +218,7 @@ def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:
         "fsdp 2 shards the model, and zero_stage 0 does not",
         "zero_stage 3 shards over fsdp, which is 1",
         "zero_stage is 0, 1, 2 or 3, got 4",
+        "num_microbatches is a positive number, got 0",
         "zero_stage 1 does not shard models with experts in parts (ep 2)",
         "sequence_parallel shares tokens between the ranks of tp, which is 1",
         "sequence_parallel sums gradients of norms over the ranks of tp",

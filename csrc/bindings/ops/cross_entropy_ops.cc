@@ -23,7 +23,7 @@
 #include "device/softmax.h"
 
 // torch.ops.ringcomm.*: the steps of cross_entropy. Fakes, autograd and the wrapper stand in
-// ringcomm/ops/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
+// ringcomm/ops/losses/cross_entropy.py, the formulas in docs/design/cross_entropy.md.
 
 // _allgather_base has a new name since torch 2.13, which 2.11 does not know.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"

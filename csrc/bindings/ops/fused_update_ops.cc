@@ -12,7 +12,7 @@
 #include "device/update_op.h"
 
 // torch.ops.ringcomm.reduce_scatter_update_all_gather_, an overload for each optimizer. Fakes and
-// the wrapper stand in ringcomm/ops/fused_update.py.
+// the wrapper stand in ringcomm/ops/updates/fused_update.py.
 
 namespace ringcomm {
 namespace {

@@ -17,7 +17,7 @@
 
 // torch.ops.ringcomm.optimizer_update_: a step of an optimizer on one rank's weights, an overload
 // for each. The fused update's arithmetic, without its collectives. Fakes and the wrapper stand in
-// ringcomm/ops/optimizer_update.py.
+// ringcomm/ops/updates/fused_update.py.
 
 namespace ringcomm {
 namespace {

@@ -10,8 +10,8 @@
 
 // torch.ops.ringcomm.*: updates of weights in place, by their gradients or by what these are made
 // of. Here are their schemas and sgd_update_; linear_update_ops.cc, embedding_update_ops.cc and
-// adalomo_ops.cc implement the others. Fakes and wrappers stand in ringcomm/ops/weight_update.py,
-// the formulas in docs/design/optim.md.
+// adalomo_ops.cc implement the others. Fakes and wrappers stand in
+// ringcomm/ops/updates/weight_update.py, the formulas in docs/design/optim.md.
 
 namespace ringcomm {
 namespace {

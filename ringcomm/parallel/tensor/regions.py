@@ -52,7 +52,7 @@ def copy_to_tp(
     resolved = resolve_group(group)
     if resolved.size() == 1:
         return x
-    result: Tensor = _Enter.apply(x, resolved.group_name, sequence_dim, inplace)
+    result: Tensor = _CopyToTp.apply(x, resolved.group_name, sequence_dim, inplace)
     return result
 
 
@@ -89,7 +89,7 @@ def reduce_from_tp(
             f"{resolved.size()} ranks cannot share {x.shape[sequence_dim]} tokens evenly: pad the"
             " sequences, or leave sequence parallelism out"
         )
-    result: Tensor = _Leave.apply(x, resolved.group_name, sequence_dim, inplace)
+    result: Tensor = _ReduceFromTp.apply(x, resolved.group_name, sequence_dim, inplace)
     return result
 
 
@@ -110,7 +110,7 @@ def gather_from_tp(
     Collective: (N-1)/N of the whole's bytes, parts padded to the longest; nothing backward.
     """
     resolved = resolve_group(group)
-    result: Tensor = _Join.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
+    result: Tensor = _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
     return result
 
 
@@ -134,7 +134,7 @@ def summed_over(param: Tensor) -> dist.ProcessGroup | None:
     return getattr(param, _SUMMED_OVER, None)
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
@@ -153,7 +153,7 @@ class _Enter(torch.autograd.Function):
         return _all_reduce(grad, "sum", ctx.group_name), None, None, None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
@@ -175,7 +175,7 @@ class _Leave(torch.autograd.Function):
         return _gather(grads[0], ctx.group_name, ctx.sequence_dim), None, None, None
 
 
-class _Join(torch.autograd.Function):
+class _GatherFromTp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, sizes: tuple[int, ...], group_name: str, rank: int, dim: int
