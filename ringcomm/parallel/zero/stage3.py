@@ -106,11 +106,6 @@ class Zero3(ZeroOptimizer):
         self._tell_scale()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ZeroOptimizer."""
-        super().load_state_dict(state_dict)
-        self._tell_scale()
-
     def _params(self) -> Iterator[nn.Parameter]:
         for param_group in self.param_groups:
             yield from param_group["params"]
@@ -230,6 +225,9 @@ class Zero3(ZeroOptimizer):
             elif key != "master" or is_offloaded(self._inner):  # else the weights themselves
                 mine[key] = value if isinstance(value, DTensor) else self._taken(value, param)
         set_state_of(self._inner, param, mine)
+
+    def _states_taken(self) -> None:
+        self._tell_scale()  # which has been loaded as well
 
 
 def _shard_units(
