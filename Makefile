@@ -42,7 +42,7 @@ test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has
 test-deaths: check-python  ## a rank killed, stopped or replaced at every step of groups and collectives
 	@RINGCOMM_ALL_DEATHS=1 $(CPP) run ARGS="-tc=deaths*"
 	@export RINGCOMM_ALL_DEATHS=1; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest tests/python/test_message_deaths.py tests/python/test_device_deaths.py
+	    -m pytest tests/python/backend/test_message_deaths.py tests/python/device/test_device_deaths.py
 
 test-tsan:  ## C++ tests under ThreadSanitizer
 	@$(CPP) run-tsan
@@ -65,10 +65,11 @@ test-python: check-python  ## Python tests (ARGS="-k name ...")
 
 stress: check-python  ## 10,000 random sequences of collectives (ARGS="-x")
 	@export RINGCOMM_SEQUENCES="$${RINGCOMM_SEQUENCES:-10000}"; $(PREPARE) --need train --need test --extension -- \
-	    -m pytest -s tests/python/test_random_sequences.py $(ARGS)
+	    -m pytest -s tests/python/backend/test_random_sequences.py $(ARGS)
 
-BARE_TESTS := $(addprefix tests/python/test_,without_optional.py file_store_crashes.py \
-    zero_calls.py parameter_server_calls.py weight_shards_calls.py mixture_of_experts_calls.py)
+BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
+    offload/test_file_store_crashes.py zero/test_zero_calls.py zero/test_weight_shards_calls.py \
+    parameter_server/test_parameter_server_calls.py expert/test_mixture_of_experts_calls.py)
 test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
 	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)

@@ -15,8 +15,8 @@ SWEEP = "-m ringcomm bench all_reduce --device cuda --peers nccl --repeats 0 {nc
 STEP = "benchmarks/fused_update.py --device cuda --layout one --dtype bfloat16 --repeats 0 {nccl}"
 RECORDS = "--json {out}/records.jsonl"
 UNDER_MPS = "tools/gpu_layouts.py --only one-2-mps --"
-TRITON = "-m pytest -q -m gpu tests/python/test_cross_entropy_triton.py"
-UPDATES = "-m pytest -q -m gpu tests/python/test_weight_update_triton.py"
+TRITON = "-m pytest -q -m gpu tests/python/ops/test_cross_entropy_triton.py"
+UPDATES = "-m pytest -q -m gpu tests/python/ops/test_weight_update_triton.py"
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,15 @@ ENTRIES = (
     # ---- groups on GPUs
     Entry("facts", "tools/gpu_facts.py", 90.0),
     Entry("build", "make build", 420.0),
-    Entry("collectives", f"{UNDER_MPS} tests/python/test_gpu_collectives.py", 240.0, ("mps",)),
+    Entry(
+        "collectives", f"{UNDER_MPS} tests/python/device/test_gpu_collectives.py", 240.0, ("mps",)
+    ),
     _sweep("speed-2", 2),
-    Entry("graphs", f"{UNDER_MPS} tests/python/test_gpu_graphs.py", 180.0, ("mps",)),
-    Entry("streams", f"{UNDER_MPS} tests/python/test_gpu_streams.py", 180.0, ("mps",)),
-    Entry("fused", f"{UNDER_MPS} tests/python/test_gpu_fused_update.py", 180.0, ("mps",)),
-    Entry("faults", f"{UNDER_MPS} tests/python/test_gpu_faults.py", 240.0, ("mps",)),
-    Entry("memory", f"{UNDER_MPS} tests/python/test_gpu_memory.py -s", 120.0, ("mps",)),
+    Entry("graphs", f"{UNDER_MPS} tests/python/device/test_gpu_graphs.py", 180.0, ("mps",)),
+    Entry("streams", f"{UNDER_MPS} tests/python/device/test_gpu_streams.py", 180.0, ("mps",)),
+    Entry("fused", f"{UNDER_MPS} tests/python/device/test_gpu_fused_update.py", 180.0, ("mps",)),
+    Entry("faults", f"{UNDER_MPS} tests/python/device/test_gpu_faults.py", 240.0, ("mps",)),
+    Entry("memory", f"{UNDER_MPS} tests/python/device/test_gpu_memory.py -s", 120.0, ("mps",)),
     _sweep("speed-4", 4),
     _sweep("speed-8", 8, 200.0),
     *(
@@ -82,7 +84,7 @@ ENTRIES = (
         f"{SWEEP} --layout one --world-size 2 --sizes 1k,1m,64m --seconds 1 {RECORDS}",
         90.0,
     ),
-    Entry("models", f"{UNDER_MPS} tests/python/test_gpu_models.py", 240.0, ("mps",)),
+    Entry("models", f"{UNDER_MPS} tests/python/device/test_gpu_models.py", 240.0, ("mps",)),
     Entry("ranks-4", "tools/gpu_layouts.py --only one-4-mps", 480.0, ("mps",)),
     Entry("without-mps", "tools/gpu_layouts.py --only one-2", 480.0),
     Entry("ranks-8", "tools/gpu_layouts.py --only one-8-mps", 480.0, ("mps",)),

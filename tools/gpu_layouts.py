@@ -43,7 +43,7 @@ class Layout:
 
     Attributes:
         num_ranks: 0 for the tests that have none; None for as many as there are GPUs.
-        where: "one" GPU or "all", as tests/python/gpu_ranks.py has it.
+        where: "one" GPU or "all", as tests/python/device/gpu_ranks.py has it.
     """
 
     name: str
@@ -137,7 +137,9 @@ def run_bounded(command: list[str], env: dict[str, str], limit_s: float) -> tupl
 def run_layout(layout: Layout, num_gpus: int, limit_s: float, arguments: list[str]) -> Outcome:
     """Runs pytest once; the outcome with its closing line."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--maxfail=25"]
-    paths = [str(path.relative_to(ROOT)) for path in (ROOT / "tests/python").glob("test_gpu_*.py")]
+    paths = [
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests/python/device").glob("test_gpu_*.py")
+    ]
     if layout.num_ranks == 0:
         command += ["tests/python", *(f"--ignore={path}" for path in paths)]
     elif not any(argument.endswith(".py") for argument in arguments):

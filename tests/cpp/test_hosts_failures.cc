@@ -94,7 +94,7 @@ TEST_CASE("hosts: shares that do not fit, in the group's numbers") {
   }
 }
 
-// Rank 0 is alone on its host: its connections close. (Real processes: tests/python/test_hosts.py.)
+// Rank 0 is alone on its host: its connections close.
 TEST_CASE("hosts: a rank dies") {
   for (const std::size_t num_elems : {10U, 270'000U}) {
     MemoryNetwork network(5, 200us);

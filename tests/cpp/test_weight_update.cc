@@ -208,7 +208,7 @@ const WeightOps& ops_of(const WeightKernels& kernels, const Operands& x, int gra
 // ---- the cases
 
 TEST_CASE("random bits are those of the formula") {
-  // By numpy; see tests/python/update_oracle.py.
+  // By numpy; see tests/python/ops/update_oracle.py.
   const struct {
     std::uint64_t seed, elem;
     std::uint32_t bits;

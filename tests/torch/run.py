@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python" / "support"))
 
 import in_rank
 import known

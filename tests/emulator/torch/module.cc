@@ -1,5 +1,5 @@
-// What tests/python/emulated_gpu.py takes from the extension; the rest torch knows when it is
-// loaded.
+// What tests/python/device/emulated_gpu.py takes from the extension; the rest torch knows when it
+// is loaded.
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>

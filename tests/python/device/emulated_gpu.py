@@ -1,0 +1,203 @@
+"""Emulated GPUs as a device of torch, "emugpu": built once, loaded in ranks.
+
+A test of what runs on GPUs calls run_on_gpus() instead of ranks.run_ranks(). The device belongs to
+the process that loads it and cannot be unloaded, so it is loaded in ranks and never in pytest.
+Libraries are kept under build/emulated_gpu.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).resolve().parents[2]
+
+import buildconfig  # noqa: E402
+
+EXTENSION = "ringcomm_emulated_gpu"
+# A first build takes one to two minutes of a core; another test run may be at it.
+BUILD_TIMEOUT_S = 900.0
+
+SKIP_REASON = next(
+    (
+        f"no {name} to build the emulated GPU with"
+        for name in (buildconfig.compiler()[0], "make")
+        if shutil.which(name) is None
+    ),
+    None,
+)
+needs_emulated_gpu = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
+
+
+@functools.cache
+def build() -> tuple[Path, Path]:
+    """Returns the emulator of CUDA's driver and the torch extension, up to date.
+
+    Raises:
+        RuntimeError: they do not compile; the message has what the compiler says.
+    """
+    from torch.utils import cpp_extension  # takes a second, which ranks do not need
+
+    tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}"
+    out = TESTS.parent / "build" / "emulated_gpu" / tag
+    out.mkdir(parents=True, exist_ok=True)
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    flags = " ".join(f"-isystem {folder}" for folder in includes)
+    names = ("c10", "torch", "torch_cpu", "torch_python")
+    libs = " ".join(f"-L{path}" for path in cpp_extension.library_paths())
+    libs += "".join(f" -l{name}" for name in names)
+    with _locked(out / "lock"):
+        _make(TESTS / "emulator", "library")
+        _make(
+            TESTS / "emulator" / "torch",
+            f"OUT={out}",
+            f"TORCH_FLAGS={flags}",
+            f"TORCH_LIBS={libs}",
+        )
+    driver = TESTS.parent / "build" / "emulator" / "plain" / "libcuda_emulator.so"
+    return driver, out / f"{EXTENSION}.so"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Test runs build one after the other; a killed one leaves no lock."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, *variables: str) -> None:
+    jobs = f"-j{min(2, buildconfig.num_jobs())}"
+    command = ["make", "-C", str(folder), jobs, f"CXX={' '.join(buildconfig.compiler())}"]
+    done = subprocess.run(
+        [*command, *variables],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{folder} does not compile:\n{done.stdout[-4000:]}")
+
+
+def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
+    """Makes "emugpu" a device of this process's torch, and returns torch.emugpu.
+
+    Before the driver is opened, so before anything of CUDA is asked for. Settings of the emulator
+    (tests/emulator/settings.h) and RINGCOMM_EMULATOR_POISON must be in the environment already.
+    Adds the device to those of the backend "ringcomm", and registers "emup2p", whose sends and
+    receives behave as NCCL's.
+
+    Args:
+        libraries: what build() has returned to another process.
+    """
+    import emugpu
+
+    if EXTENSION in sys.modules:
+        return emugpu
+    driver, extension_path = libraries or build()
+    os.environ["RINGCOMM_CUDA_DRIVER"] = str(driver)
+    torch.utils.rename_privateuse1_backend("emugpu")
+    extension = _import_extension(extension_path)
+    torch._register_device_module("emugpu", emugpu)
+    dist.Backend.register_backend("emup2p", extension.create_p2p, devices=["emugpu"])
+    creator = dist.Backend._plugins["RINGCOMM"].creator_fn
+    devices = [*dist.Backend.backend_capability["ringcomm"], "emugpu"]
+    dist.Backend.register_backend("ringcomm", creator, extended_api=True, devices=devices)
+    return emugpu
+
+
+def use_box(name: str) -> None:
+    """Before load(): the GPUs are those of the ranks that say the same name, and of no others."""
+    os.environ.setdefault("RINGCOMM_EMULATOR_BOX", name)
+
+
+def with_kernels() -> dict[str, str]:
+    """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
+    image = TESTS.parent / "build" / "emulated_gpu" / "kernels"
+    image.parent.mkdir(parents=True, exist_ok=True)
+    image.write_bytes(b"RINGCOMM-EMULATED")
+    return {"RINGCOMM_CUDA_IMAGE": str(image)}
+
+
+def _import_extension(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(path))
+    spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)
+    assert spec is not None
+    extension = importlib.util.module_from_spec(spec)
+    loader.exec_module(extension)
+    sys.modules[EXTENSION] = extension
+    return extension
+
+
+def run_on_gpus(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "cpu:ringcomm,emugpu:ringcomm",
+    pg_options: Any = None,
+    num_devices: int = 1,
+    env: dict[str, str] | Sequence[dict[str, str]] | None = None,
+    group_timeout_s: float = 30.0,
+    **options: Any,
+) -> list[Any]:
+    """Calls fn(rank, *args) on every rank, as ranks.run_ranks(), with emulated GPUs.
+
+    Rank i's current device is i mod num_devices.
+
+    Args:
+        backend: of the default group, which is there when fn is called; None makes no group.
+        pg_options: of the default group; equal ones have the same repr().
+        num_devices: emulated GPUs of the box.
+        env: more settings, such as {"RINGCOMM_EMULATOR_DELAY_US": "300"}: for all, or each its own.
+        group_timeout_s: of the group's collectives.
+        options: the others of run_ranks(): timeout_s, fresh, may_die.
+    """
+    __tracebackhide__ = True
+    settings = {
+        "RINGCOMM_EMULATOR_DEVICES": str(num_devices),
+        # What the ranks of a pool share is its environment: those of another group are others.
+        "RINGCOMM_TEST_GROUP": f"{backend} {pg_options!r} {group_timeout_s}",
+    }
+    own = [env or {}] * world_size if isinstance(env, dict | None) else env
+    rank_env = [{**settings, **mine} for mine in own]
+    # Used by the first call of a pool only, and then for as long as that lives.
+    store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
+    group = (world_size, backend, str(store), pg_options, group_timeout_s)
+    call = (build(), group, fn, args)
+    return ranks.run_ranks(world_size, _call_on_gpu, *call, backend=None, env=rank_env, **options)
+
+
+def _call_on_gpu(
+    rank: int,
+    libraries: tuple[Path, Path],
+    group: Sequence[Any],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    use_box(group[2])
+    gpu = load(libraries)
+    gpu.set_device(rank % gpu.device_count())
+    if group[1] is not None and not dist.is_initialized():
+        ranks._init_group(rank, *group)
+    return fn(rank, *args)

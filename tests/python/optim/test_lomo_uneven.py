@@ -1,0 +1,400 @@
+"""LOMO on replicas where ranks use different weights, and jobs that would drift apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_states import full_weights
+from gradient_watch import GradientWatch
+from lomo_models import VOCAB, Net, batches, make, weights
+from ranks import RankFailure, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import WeightShards
+
+LR = 0.1
+STEPS = 4
+Uses = tuple[str, ...]
+PARTS = ("a", "b", "c")
+
+
+class Branches(nn.Module):
+    """A byte model whose middle layers are used by name, in any order, and one that never is."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(8, VOCAB)
+        self.never = nn.Linear(8, 8)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in PARTS})
+        self.reentrant = reentrant
+
+    def forward(self, ids: Tensor, uses: Uses | None) -> Tensor:
+        """None is a batch whose loss depends on no weight of the model."""
+        if uses is None:
+            return torch.zeros([], requires_grad=True) * 2
+        x = self.embed(ids)
+        for name in uses:
+            if self.reentrant:
+                x = x + checkpoint(self.parts[name], x, use_reentrant=True)
+            else:
+                x = x + torch.tanh(self.parts[name](x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def plan(world_size: int, seed: int, num_passes: int) -> list[list[Uses | None]]:
+    """What each rank uses in each backward pass: a batch without loss first, then by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[list[Uses | None]] = []
+    for i in range(num_passes):
+        row: list[Uses | None] = []
+        for rank in range(world_size):
+            order = torch.randperm(3, generator=generator).tolist()
+            count = int(torch.randint(0, 4, [], generator=generator))
+            is_empty = i == 1 and rank == 1
+            row.append(None if is_empty else tuple(PARTS[k] for k in order[:count]))
+        found.append(row)
+    return found
+
+
+def run_uneven(rank: int, kind: str, reentrant: bool, options: dict[str, Any], seed: int) -> Any:
+    model = Branches(reentrant=reentrant)
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, LR, group=dist.group.WORLD, **options)
+    num_parts = options.get("accumulation_steps", 1)
+    uses = plan(dist.get_world_size(), seed, STEPS * num_parts)
+    data = batches(len(uses), rows=dist.get_world_size())
+    for i, (ids, row) in enumerate(zip(data, uses, strict=True)):
+        opt.backward(model(ids[rank : rank + 1], row[rank]))
+        if (i + 1) % num_parts == 0:
+            opt.step()
+            opt.zero_grad()
+    return weights(model)
+
+
+def expected_weights(
+    world_size: int, kind: str, options: dict[str, Any], seed: int, reentrant: bool
+) -> dict[str, Tensor]:
+    """One process: the mean over ranks, with zeros for ranks without; None if all are without."""
+    model = Branches(reentrant=reentrant)
+    params = dict(model.named_parameters())
+    num_parts = options.get("accumulation_steps", 1)
+    decay = options.get("weight_decay", 0.0)
+    own = AdaLomo(model.parameters(), LR, decay) if kind == "adalomo" else None
+    uses = plan(world_size, seed, STEPS * num_parts)
+    data = batches(len(uses), rows=world_size)
+    twin = Branches(reentrant=reentrant)
+    for begin in range(0, len(uses), num_parts):
+        twin.load_state_dict(model.state_dict())
+        for i in range(begin, begin + num_parts):
+            for rank in range(world_size):
+                (twin(data[i][rank : rank + 1], uses[i][rank]) / world_size).backward()
+        if "clip_grad_norm" in options:
+            nn.utils.clip_grad_norm_(twin.parameters(), options["clip_grad_norm"])
+        for name, param in twin.named_parameters():
+            if own is not None:
+                params[name].grad = param.grad
+            elif param.grad is not None:
+                params[name].data.mul_(1 - LR * decay).sub_(param.grad, alpha=LR)
+            param.grad = None
+        if own is not None:
+            own.step()
+    return weights(model)
+
+
+CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "plain": ("lomo", False, {"weight_decay": 0.1}),
+    "reentrant": ("lomo", True, {}),
+    "overlap": ("lomo", False, {"overlap": True}),
+    "accumulation": ("lomo", False, {"accumulation_steps": 3, "weight_decay": 0.1}),
+    "deferred": ("lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
+    "two_pass": ("lomo", False, {"clip_grad_norm": 0.5, "clip_mode": "two_pass"}),
+    "veto": ("lomo", False, {"loss_scale": "dynamic", "weight_decay": 0.1}),
+    "skip_layer": ("lomo", False, {"loss_scale": 8.0, "overflow": "skip_layer"}),
+    "adalomo": ("adalomo", False, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was given parameters and no model")
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_weight_without_gradient_on_some_ranks(world_size: int, case: str) -> None:
+    """Counts as zeros there, and is left alone if no rank has a gradient."""
+    kind, reentrant, options = CASES[case]
+    for seed in range(3):
+        results = run_ranks(world_size, run_uneven, kind, reentrant, options, seed)
+        expected = expected_weights(world_size, kind, options, seed, reentrant)
+        for name, value in results[0].items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+            assert all(torch.equal(value, other[name]) for other in results[1:]), name
+
+
+class _NoGradient(torch.autograd.Function):
+    """Takes a weight, and gives it no gradient after all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, has_grad: bool) -> Tensor:
+        ctx.shape = weight.shape if has_grad else None
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return grad, None if ctx.shape is None else torch.ones(ctx.shape), None
+
+
+def promise_and_keep_back(rank: int) -> Tensor:
+    model = make("plain")
+    model.extra = nn.Parameter(torch.zeros(3))
+    _kept = Lomo(model, LR, group=dist.group.WORLD)
+    ids = batches(1, rows=2)[0][rank : rank + 1]
+    _NoGradient.apply(model(ids), model.extra, rank == 0).backward()
+    assert all(int(flag) == rank for rank, flag in enumerate(_gathered(rank)))
+    return model.extra.detach()
+
+
+def _gathered(value: int) -> list[Tensor]:
+    """A collective of the user's between backward() and step()."""
+    found = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.full([1], float(value)))
+    return found
+
+
+def test_a_function_that_keeps_a_gradient_back() -> None:
+    """The end of the backward pass reduces what was expected and did not come."""
+    for extra in run_ranks(2, promise_and_keep_back):
+        assert torch.equal(extra, torch.full([3], -LR / 2))
+
+
+def count_live_gradients(rank: int) -> list[int]:
+    model = make("plain")
+    peaks = []
+    opt = None
+    for ids in batches(3, rows=2):
+        watch = GradientWatch(model)
+        opt = opt or Lomo(model, LR, group=dist.group.WORLD)
+        model(ids[rank : rank + 1]).backward()
+        opt.step()
+        peaks.append(watch.stop())
+    return peaks
+
+
+def test_one_gradient_at_a_time_is_alive() -> None:
+    """In the first pass, too; a layer's bias may wait for its weight."""
+    largest = max(param.nbytes for param in Net().parameters())
+    for peaks in run_ranks(2, count_live_gradients):
+        assert max(peaks) <= largest + 256, peaks
+
+
+# ---- sharded weights
+
+
+class Optional(nn.Module):
+    """Two layers, with a weight in the first one that is used or not: its gradient comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([_WithScale() for _ in range(2)])
+
+    def forward(self, x: Tensor, is_scaled: bool) -> Tensor:
+        x = self.layers[1](self.layers[0](x, is_scaled), True)
+        return x.square().mean()
+
+
+class _WithScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, is_scaled: bool) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return y * self.scale if is_scaled else y
+
+
+def use_shards_unevenly(rank: int, sharded_by: str, how: str) -> None:
+    model = Optional()
+    shards = WeightShards(model) if sharded_by == "WeightShards" else None
+    if shards is None:
+        for module in [*model.layers, model]:
+            fully_shard(module)
+    num_parts = 2 if how == "accumulation" else 1
+    opt = Lomo(model, LR, accumulation_steps=num_parts)
+
+    def whole() -> dict[str, Any]:
+        if shards is not None:
+            return full_weights(shards)
+        return {name: param.full_tensor() for name, param in model.state_dict().items()}
+
+    before = whole()
+    x = torch.randn(3, 8)
+
+    def step(rank: int) -> None:
+        for i in range(num_parts):
+            model(x, rank == 0 or i == 1).backward()
+        opt.step()
+
+    with pytest.raises(RuntimeError, match=r"layers\.0\.scale gets a gradient on some ranks"):
+        step(rank)
+    opt.zero_grad()
+    after = whole()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    if shards is None:
+        return  # fully_shard does not go on after a backward pass that failed
+    for is_scaled in (True, False):  # the same on all ranks is right
+        for _ in range(num_parts):
+            model(x, is_scaled).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("how", ["plain", "accumulation"])
+@pytest.mark.parametrize("sharded_by", ["WeightShards", "fully_shard"])
+def test_sharded_weights_without_gradient_on_some_ranks_are_refused(
+    sharded_by: str, how: str
+) -> None:
+    run_ranks(2, use_shards_unevenly, sharded_by, how)
+
+
+# ---- replicas that would drift
+
+
+def train_apart(rank: int, kind: str) -> None:
+    optimizer = {"lomo": Lomo, "adalomo": AdaLomo}[kind]
+    model = make("plain")
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"would drift: say group=dist\.group\.WORLD"):
+        optimizer(model, LR)
+    with pytest.raises(ValueError, match="give the model, or model= beside"):
+        optimizer(model.parameters(), LR, group=dist.group.WORLD)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    opt = optimizer(model, LR, group="none")
+    model(batches(1)[0]).backward()
+    opt.step()
+    assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    opt.close()
+
+
+@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
+def test_without_group_in_a_job_of_several_ranks(kind: str) -> None:
+    run_ranks(2, train_apart, kind)
+
+
+def init_late(rank: int, store: str) -> None:
+    model = make("plain")
+    before = weights(model)
+    opt = Lomo(model, LR)  # there is no job yet
+    dist.init_process_group("ringcomm", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    with pytest.raises(ValueError, match=r"say group=dist\.group\.WORLD"):
+        model(batches(1)[0]).backward()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    opt.close()
+
+
+def test_a_group_made_after_the_optimizer(tmp_path: Any) -> None:
+    run_ranks(2, init_late, str(tmp_path / "store"), backend=None, fresh=True)
+
+
+def wrap_late(rank: int) -> None:
+    """A part of the model; test_pairs.py wraps the whole."""
+    model: Any = make("plain")
+    before = weights(model)
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    model.up = DistributedDataParallel(model.up)
+    with pytest.raises(ValueError, match=r"DistributedDataParallel reduces the gradient of|was re"):
+        model(batches(1)[0]).backward()
+    params = [p.detach() for p in model.parameters()]
+    assert all(torch.equal(p, q) for p, q in zip(params, before.values(), strict=True))
+    opt.close()
+
+
+def test_ddp_made_after_the_optimizer() -> None:
+    run_ranks(2, wrap_late)
+
+
+def leave_alone(rank: int) -> None:
+    """A model that DDP trains in part, and Lomo the rest of."""
+    model: Any = Branches()
+    own = {n: p for n, p in model.named_parameters() if n.startswith("parts")}
+    opt = Lomo(own.values(), LR, model=model, group=dist.group.WORLD)
+    set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    set_ignored(model, list(own))
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    ddp(batches(1, rows=2)[0][rank : rank + 1], PARTS).backward()
+    opt.step()
+    flat = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if "embed" in n])
+    both = [torch.zeros_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    assert torch.equal(*both)
+
+
+def test_ddp_over_other_weights() -> None:
+    run_ranks(2, leave_alone)
+
+
+def test_a_sharded_weight_is_not_averaged() -> None:
+    with pytest.raises(RankFailure, match="is sharded, and its shards know their group"):
+        run_ranks(2, _average_shards)
+
+
+def _average_shards(rank: int) -> None:
+    model = make("plain")
+    fully_shard(model)
+    Lomo(model, LR, group=dist.group.WORLD)
+
+
+# ---- models that change
+
+
+def _new_weight(model: Any) -> None:
+    model.up.weight = nn.Parameter(torch.zeros_like(model.up.weight))
+
+
+def _new_layer(model: Any) -> None:
+    model.head = nn.Linear(16, VOCAB, bias=False)
+
+
+def _tied(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+@pytest.mark.parametrize("change", [_new_weight, _new_layer, _tied])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after forward"])
+def test_a_weight_that_was_replaced(change: Any, is_late: bool) -> None:
+    """Trained by nobody: said at the next forward pass, or by step() without one."""
+    model = make("plain")
+    opt = Lomo(model, LR)
+    ids = batches(1)[0]
+    if is_late:
+        model(ids).backward()
+        opt.step()
+    before = weights(model)
+    change(model)
+    with pytest.raises(ValueError, match=r"(up|head)\.weight was replaced or taken out after Lomo"):
+        model(ids)
+    with pytest.raises(ValueError, match=r"was replaced or taken out after Lomo"):
+        opt.step()
+    assert torch.equal(model.embed.weight, before["embed.weight"])
+    opt.close()
+    change(model)
+    Lomo(model, LR).close()
+
+
+def shard_late(rank: int) -> None:
+    model = Optional()
+    opt = Lomo(model, LR, group=dist.group.WORLD)
+    WeightShards(model)
+    with pytest.raises(ValueError, match="was sharded after Lomo was made"):
+        model(torch.randn(3, 8), True)
+    opt.close()
+
+
+def test_a_model_sharded_after_the_optimizer() -> None:
+    run_ranks(2, shard_late)

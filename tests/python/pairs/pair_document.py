@@ -1,0 +1,64 @@
+"""docs/pairs.md: the tables of pairs as the tests run them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pair_model import TOLERANCES
+from pair_runs import TABLES, world_size
+from pair_table import Condition, Table
+
+PAGE = Path(__file__).parents[3] / "docs" / "pairs.md"
+
+HEAD = """# Which features work together
+
+<!-- Written by RINGCOMM_WRITE_PAIRS=1 pytest tests/python/pairs -k page. -->
+
+Every feature is tested together with every other one. A training run with both either makes the
+steps of one process, or raises an error that names what does not go together.
+`tests/python/pairs/test_pairs.py` trains a small language model in each case. It compares the
+change of all weights with that of one process that has all rows and float32 masters: the difference
+is less than {tolerances} of its norm. All ranks end with equal bits.
+
+The first value of each feature is the plain one. What is not listed under "Refused" equals one
+process. One thing cannot be refused: torch.nn.utils.clip_grad_norm_ on a mesh counts what one rank
+has. Use ringcomm.parallel.clip_grad_norm_ there.
+"""
+
+
+def page() -> str:
+    """The text of the page."""
+    tolerances = ", ".join(
+        f"{value:g} ({str(dtype).removeprefix('torch.')})" for dtype, value in TOLERANCES.items()
+    )
+    parts = [HEAD.format(tolerances=tolerances)]
+    parts += [_section(name, table) for name, (table, _, _) in TABLES.items()]
+    return "\n".join(parts)
+
+
+def _section(name: str, table: Table) -> str:
+    cases, refusals = table.covering, table.refusals
+    lines = [
+        f"## {name}",
+        "",
+        f"{len(cases)} cases on {world_size(name)} ranks hold all pairs; {len(refusals)} cases are"
+        " refused.",
+        "",
+        "| feature | values |",
+        "|---|---|",
+        *(f"| {axis} | {' · '.join(values)} |" for axis, values in table.axes.items()),
+        "",
+        "Refused:",
+        "",
+        "| together | error | instead |",
+        "|---|---|---|",
+    ]
+    for refused in table.refused:
+        error = refused.error.replace("|", " or ")
+        late = ", in the first step()" if refused.is_late else ""
+        lines.append(f"| {_words(refused.when)} | {error}{late} | {refused.instead} |")
+    return "\n".join([*lines, ""])
+
+
+def _words(when: Condition) -> str:
+    return "; ".join(f"{axis}: {' or '.join(values)}" for axis, values in when.items())

@@ -1,0 +1,158 @@
+"""What the build says on a machine that lacks something."""
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import bootstrap
+import buildconfig
+import cuda_kernels
+import pytest
+
+
+def test_this_machine_is_complete() -> None:
+    buildconfig.check_all()
+
+
+def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(buildconfig.BuildProblem, match=r"needs Linux .* this is Darwin"):
+        buildconfig.check_platform()
+
+
+def test_other_processors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "ppc64le")
+    with pytest.raises(buildconfig.BuildProblem, match=r"x86_64 and aarch64; .* ppc64le"):
+        buildconfig.check_platform()
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        buildconfig.BuildProblem, match=r"'no-such-compiler'.*apt-get install g\+\+"
+    ):
+        buildconfig.check_compiler()
+
+
+def test_a_compiler_without_cxx20_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = tmp_path / "old-compiler"
+    old.write_text("#!/bin/sh\necho 'unrecognized option -std=c++20' >&2\nexit 1\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.raises(buildconfig.BuildProblem, match=r"cannot compile C\+\+20"):
+        buildconfig.check_compiler()
+
+
+def test_missing_python_headers_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(buildconfig.BuildProblem, match="apt-get install python3-dev"):
+        buildconfig.check_python_headers()
+
+
+def test_a_wrong_number_of_jobs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGCOMM_MAX_JOBS", raising=False)
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(buildconfig.BuildProblem, match="MAX_JOBS must be a positive integer"):
+        buildconfig.num_jobs()
+
+
+def test_setup_without_torch_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('hidden')\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['setup.py', 'build']\n"
+    code += "import runpy; runpy.run_path('setup.py', run_name='__main__')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "pip install --no-build-isolation ." in done.stderr
+
+
+def probe_without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    names = {name for group in bootstrap.GROUPS for name in bootstrap.requirement_names(group)}
+    found = {"torch": "2.11.0", **dict.fromkeys(names - set(missing), "1.0")}
+    monkeypatch.setattr(bootstrap, "probe", lambda python: bootstrap.Probe(found, ".so", ""))
+
+
+def test_an_environment_that_lacks_what_some_tests_want_will_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe_without(monkeypatch, "expecttest", "transformers")
+    assert bootstrap.use_active(["build", "test"], True, "a reason") == sys.executable
+    assert "goes without what is not installed there: expecttest, transformers" in (
+        capsys.readouterr().out
+    )
+    probe_without(monkeypatch, "expecttest", "pytest")
+    with pytest.raises(buildconfig.BuildProblem, match=r"lacks pytest: .* -m pip install pytest"):
+        bootstrap.use_active(["build", "test"], True, "a reason")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with two files of kernels, and the file that embeds what becomes of them."""
+    for name in ("one.cu", "two.cu"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "image.cc").write_text("embeds")
+    monkeypatch.setattr(cuda_kernels, "ROOT", tmp_path)
+    monkeypatch.setattr(cuda_kernels, "EMBEDDER", tmp_path / "image.cc")
+    monkeypatch.setattr(cuda_kernels, "sources", lambda: [tmp_path / "one.cu", tmp_path / "two.cu"])
+    return tmp_path
+
+
+def nvcc_in(folder: Path, does: str) -> Path:
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "release 1.2, V" && exit\n{does}\n')
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+COMPILES = 'while [ "$1" != -o ]; do shift || exit; done; echo code > "$2"'
+
+
+def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
+    """What embeds them is older than they are by no rule that ninja knows: it is touched."""
+    nvcc = nvcc_in(kernels, COMPILES)
+    embedder = kernels / "image.cc"
+
+    def is_touched() -> bool:
+        os.utime(embedder, (1e9, 1e9))
+        cuda_kernels.compile_all(nvcc, kernels / "out", ("90",))
+        newest = max(path.stat().st_mtime for path in (kernels / "out").glob("*.fatbin"))
+        assert embedder.stat().st_mtime in (1e9, newest)
+        return embedder.stat().st_mtime == newest
+
+    assert is_touched()
+    now = embedder.stat().st_mtime
+    cuda_kernels.compile_all(nvcc, kernels / "out", ("90",))
+    assert embedder.stat().st_mtime == now  # nothing was compiled
+    (kernels / "two.cu").write_text("another")
+    assert is_touched()
+    assert is_touched()  # a build that ended before it got there leaves fatbins that are newer
+
+
+def test_what_the_same_nvcc_has_compiled_elsewhere_will_do(kernels: Path) -> None:
+    cuda_kernels.compile_all(nvcc_in(kernels, COMPILES), kernels / "out", ("90",))
+    (kernels / "moved").mkdir()
+    (kernels / "out").rename(kernels / "moved" / "out")
+    other = nvcc_in(kernels / "moved", "exit 1")
+    cuda_kernels.compile_all(other, kernels / "moved" / "out", ("90",))
+    with pytest.raises(buildconfig.BuildProblem, match="does not compile"):
+        cuda_kernels.compile_all(other, kernels / "moved" / "out", ("80",))
+
+
+def test_other_architectures_are_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGCOMM_CUDA_ARCHS", "90")
+    before = bootstrap.kernel_choice()
+    assert bootstrap.kernel_choice() == before
+    monkeypatch.setenv("RINGCOMM_CUDA_ARCHS", "80")
+    assert bootstrap.kernel_choice() != before

@@ -1,0 +1,285 @@
+"""The command `ringcomm` as users start it: real processes, tiny sizes, nothing left running.
+
+No test here asserts a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import front_door
+import pytest
+import torch.distributed as dist
+from collectives import AVAILABLE
+
+from ringcomm import cli, tuning
+from ringcomm.cli.commands import bench
+from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 120.0
+COMMAND = [sys.executable, "-m", "ringcomm"]
+QUICK = ["--seconds", "0", "--repeats", "0"]
+
+pytestmark = pytest.mark.skipif(
+    "ringcomm" not in dist.Backend.backend_list, reason="the extension is not installed"
+)
+
+
+def start(*command: str, **env: str) -> subprocess.Popen[str]:
+    """A process in a session of its own, so that what it leaves behind can be found."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RINGCOMM_")}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=clean | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def members(session: int) -> list[int]:
+    """The living processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status and output of a process that leaves nothing behind."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert members(process.pid) == []
+    return process.returncode, out, err
+
+
+def run(*argv: str, **env: str) -> tuple[int, str, str]:
+    return finish(start(*COMMAND, *argv, **env))
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_bench_prints_a_table_and_appends_records(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "bench.jsonl"
+    argv = ["--sizes", "1k,64K", "--peers", "gloo", "--json", str(path)]
+    status, out, err = run("bench", "all_reduce", "--world-size", "2", *argv, *QUICK)
+    assert (status, err) == (EXIT_OK, "")
+    for heading in ("p50 µs", "p99 µs", "busbw GB/s", "time over ringcomm's", "algorithm"):
+        assert heading in out
+    records = records_of(path)
+    found = [(r["op"], r["bytes"], r["backend"], r["world_size"]) for r in records]
+    both = ("ringcomm", "gloo")
+    assert found == [("all_reduce", b, name, 2) for b in (1024, 65536) for name in both]
+    assert all(record["verified"] for record in records)
+    assert records[0]["algorithms"] == ["one_shot"]
+    assert [record["ratio"] is None for record in records] == [True, False] * 2
+
+
+def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    """One rank prints and writes; the flag probe finds its way between strangers' processes."""
+    path = tmp_path / "bench.jsonl"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    argv = ["bench", "all_gather", "--peers", "none", "--sizes", "4k", "--json", str(path), *QUICK]
+    process = start(*torchrun, "--nproc-per-node=2", "-m", "ringcomm", *argv, OMP_NUM_THREADS="1")
+    status, out, err = finish(process)
+    assert status == EXIT_OK, err
+    assert out.count("records: ") == 1
+    (record,) = records_of(path)
+    assert (record["op"], record["world_size"], record["bytes"]) == ("all_gather", 2, 4096)
+    assert record["verified"]
+    assert record["flag_us"].keys() == {"before", "after"}
+
+
+def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--json", str(path)]
+    status, out, err = run("tune", *argv, *QUICK, RINGCOMM_TUNING=str(path))
+    assert (status, err) == (EXIT_OK, "")
+    assert "two_shot / one_shot" in out
+    found = tuning.load(path)
+    (world,) = found.worlds
+    assert [(p.bytes, p.algorithm) for p in world.points] == [
+        (size, name) for size in (1024, 262144) for name in ("one_shot", "two_shot", "ring")
+    ]
+    assert all(0 < p.p10_us <= p.p50_us <= p.p90_us for p in world.points)
+    assert world.worst_fit >= 1
+    assert found.one_shot_max_bytes(2) in range(1, 262145)
+    assert found.differences(json.loads(path.read_text())["machine"]) == []
+
+
+def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
+    tuned = str(tmp_path / "tuning.json")
+    world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())
+    tuning.save(tuning.Tuning("2026-11-20", {"cpu": "another"}, "2.13.0", "0.1.0", (world,)), tuned)
+    env = {"RINGCOMM_ALGORITHM": "two_shot", "RINGCOMM_TUNING": tuned, "RINGCOMM_TYPO": "1"}
+    status, out, err = run("doctor", "--json", "--world-size", "3", "--seconds", "0", **env)
+    assert (status, err) == (EXIT_OK, "")
+    report = json.loads(out)
+    assert report["environment"] == env
+    assert {"ringcomm", "torch", "python", "kernel", "simd"} <= report["versions"].keys()
+    assert report["cpus"]["usable"] == sorted(os.sched_getaffinity(0))
+    assert {"cpu_cores", "memory_bytes", "max_fds", "dev_shm"} <= report["limits"].keys()
+    group = report["group"]
+    assert [pair["ranks"] for pair in group["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    for pair in group["pairs"]:
+        assert pair["transport"] == "shm"
+        assert re.fullmatch(r"1 host: .* \(ranks 0 1 2\)", pair["why"])
+        assert pair["latency_us"] > 0
+        assert pair["gb_per_s"] > 0
+    assert [point["algorithms"] for point in group["all_reduce"]] == [["two_shot"]] * 3
+    memory = group["memory"]
+    assert 0 < memory["resident_bytes"] <= memory["mapped_bytes"]
+    assert memory["mapped_bytes_per_pair"] == pytest.approx(memory["mapped_bytes"] / 3, rel=1e-3)
+    assert memory["mapped_bytes_per_pair"] <= memory["max_bytes_per_pair"] == 8 << 20
+    notes = "\n".join(report["notes"])
+    for text in (
+        "RINGCOMM_TYPO is set, but ringcomm reads no such variable",
+        f"{tuned} has nothing about 3 ranks",
+        "tuned was 'another'",
+    ):
+        assert text in notes
+    assert "RINGCOMM_TUNING is set" not in notes
+
+
+def test_doctor_says_why_a_group_cannot_be_made() -> None:
+    """And tells the rest all the same."""
+    status, out, err = run("doctor", "--world-size", "2", RINGCOMM_NUM_SLOTS="1")
+    assert (status, err) == (EXIT_FAILED, "")
+    assert "the group cannot be made: rank 1: ValueError: ringcomm: num_slots is 2 to 64" in out
+    assert "cores" in out
+    assert "all_reduce" not in out
+
+
+def test_ctrl_c_ends_all_processes() -> None:
+    # ringcomm alone: what other backends say when a peer goes while they connect is not ours.
+    command = ("bench", "barrier", "--world-size", "3", "--seconds", "600")
+    process = start(*COMMAND, *command, "--peers", "none")
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(members(process.pid)) < 4 and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    status, _, err = finish(process)
+    assert (status, err) == (EXIT_INTERRUPTED, "")
+
+
+@pytest.mark.parametrize("argv", [["bench", "barrier"], ["tune"], ["doctor"]])
+def test_tables_want_rich_and_say_so(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.run(argv)
+    assert ended.value.code == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert f"ringcomm {' '.join(argv)}: tables need the package rich" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "COMMAND"),
+        (["juggle"], "invalid choice: 'juggle'"),
+        (["bench"], "OP"),
+        (["bench", "juggle"], "invalid choice: 'juggle'"),
+        (["bench", "all_reduce,systems"], "systems is measured alone"),
+        (["bench", "all_reduce", "--peers", "nccl"], "add --device cuda"),
+        (["bench", "all_reduce", "--sizes", "many"], "'many' is no size: write 4096, 16k"),
+        (["bench", "all_reduce", "--sizes", "0"], "'0' is no size"),
+        (["bench", "all_reduce", "--sizes", ","], "names nothing"),
+        (["bench", "all_reduce", "--world-size", "0"], "1 to 64, got 0"),
+        (["bench", "all_reduce", "--world-size", "65"], "1 to 64, got 65"),
+        (["bench", "all_reduce", "--world-size", "two"], "invalid int value"),
+        (["bench", "all_reduce", "--peers", "carrier_pigeon"], "knows no backend 'carrier_pigeon'"),
+        (["bench", "all_reduce", "--peers", "gloo"], "built without gloo"),
+        (["bench", "all_reduce", "--dtype", "text"], "unknown type 'text'"),
+        (["bench", "all_reduce", "--seconds", "-1"], "not negative"),
+        (["bench", "sendrecv", "--world-size", "1"], "two ranks at least"),
+        (["tune", "--world-sizes", "1,2"], "2 to 64, got 1"),
+        (["tune", "--world-sizes", "x"], "invalid literal"),
+        (["tune", "--sizes", "1k,1024"], "2 different ones at least"),
+        (["tune", "--repeats", "-1"], "not negative"),
+        (["tune", "--json", "/nowhere/tuning.json"], "no folder '/nowhere'"),
+        (["doctor", "--world-size", "0"], "1 to 64, got 0"),
+        (["doctor", "--seconds", "-1"], "not negative"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    argv: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(AVAILABLE, "gloo", lambda: False)  # as a torch built without it says
+    with pytest.raises(SystemExit) as ended:
+        cli.run(argv)
+    assert ended.value.code == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_launcher_of_another_size_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    for argv in (["bench", "barrier", "--world-size", "2"], ["tune"], ["doctor"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.run(argv)
+        assert ended.value.code == EXIT_BAD_INPUT
+        assert "torchrun" in capsys.readouterr().err
+
+
+def test_every_operation_has_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, words in (
+        (["--help"], ("bench", "tune", "doctor")),
+        (["bench", "--help"], (*front_door.OPERATIONS, *front_door.ALONE)),
+        (["bench", "systems", "--help"], ("--over",)),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.run(argv)
+        assert ended.value.code == EXIT_OK
+        said = capsys.readouterr().out
+        assert all(word in said for word in words)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["--version"])
+    assert capsys.readouterr().out.startswith("ringcomm 0.")
+
+
+def test_a_wheel_says_where_the_measurements_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["bench", "all_reduce", "--sizes", "1k"])
+    assert ended.value.code == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert "not in an installed wheel: clone ringcomm's repository" in err
+    assert err.count("\n") == 1

@@ -1,0 +1,274 @@
+"""Every example on several ranks has the losses of the same example in one process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+sys.path.append(str(EXAMPLES))  # last: scripts there have names of modules here
+
+from common import read_text  # noqa: E402
+from model import PRESETS, Llama  # noqa: E402
+
+SMALL = "--steps 5 --rows 4 --context 32 --device cpu"
+# Ranks, the example and its options, and options of its run in one process.
+CASES: dict[str, tuple[int, str, str]] = {
+    "zero 1, state in files": (2, "zero --stage 1 --offload nvme --folder FOLDER", "zero"),
+    "zero 2, state in host memory": (2, "zero --stage 2 --offload cpu", "zero"),
+    "zero 3": (2, "zero --stage 3", "zero"),
+    "zero, 4 ranks": (4, "zero --stage 2", "zero"),
+    "infinity": (2, "infinity --folder FOLDER", "zero --clip 1e9"),
+    "lomo": (2, "lomo", "lomo"),
+    "lomo, clipped": (2, "lomo --clip 1", "lomo --clip 1"),
+    "lomo on shards": (2, "lomo --shards", "lomo"),
+    "pipeline": (2, "pipeline --schedule zero-bubble", "zero"),
+    "tensor": (2, "tensor_parallel", "tensor_parallel"),
+    "tensor, tokens shared": (2, "tensor_parallel --sequence-parallel", "tensor_parallel"),
+    "activations in shards": (2, "activations", "activations --keep whole"),
+    "activations in the host": (2, "activations --keep host", "activations --keep whole"),
+    "activations, automatic": (
+        2,
+        "activations --keep auto --limit-mib 0.1",
+        "activations --keep whole",
+    ),
+    "experts": (2, "experts", "experts"),
+    "loss": (
+        2,
+        "loss --rows 2 --context 8 --z-loss 1e-3",
+        "loss --rows 2 --context 8 --z-loss 1e-3",
+    ),
+    "mesh": (4, "mesh --pp 2 --tp 2 --experts 0 --sequence-parallel", "mesh --experts 0"),
+    "mesh, all axes": (8, "mesh --pp 2 --tp 2 --ep 2 --micro-batches 2", "mesh"),
+    "mesh, dense, zero": (
+        8,
+        "mesh --pp 2 --tp 2 --micro-batches 2 --zero-stage 1 --experts 0",
+        "mesh --experts 0",
+    ),
+    "mesh, hsdp": (4, "mesh --dp 2 --fsdp 2 --recompute", "mesh"),
+    "train": (2, "train --size tiny --out FOLDER", "train --size tiny --out FOLDER/alone"),
+}
+
+
+def run_example(rank: int, words: list[str]) -> Any:
+    """Runs main() of an example within the group that is there."""
+    name, *arguments = words
+    sys.path.insert(0, str(EXAMPLES))
+    module = importlib.import_module(name)
+    return module.main(module.parser().parse_args(arguments))
+
+
+def losses(num_ranks: int, line: str, folder: Path, **options: Any) -> list[Any]:
+    name, *words = line.replace("FOLDER", str(folder)).split()
+    return run_ranks(num_ranks, run_example, [name, *SMALL.split(), *words], **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    num_ranks, line, alone = CASES[name]
+    if line.split()[0] in ("tensor_parallel", "activations", "mesh"):
+        pytest.importorskip("transformers")
+    everyone = losses(num_ranks, line, tmp_path)
+    (expected,) = losses(1, alone, tmp_path)
+    # The loss that balances experts is of each rank's tokens.
+    tolerance = 2e-3 if "experts" in line.split()[0] else 2e-5
+    for found in everyone:
+        assert found == pytest.approx(expected, rel=tolerance)
+        assert found[-1] < found[0]
+
+
+def test_the_oracle_sees_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
+    """A negative control: with half of the rows losses are others."""
+    (all_rows,), (half,) = losses(1, "zero", tmp_path), losses(1, "zero --rows 2", tmp_path)
+    assert all_rows != pytest.approx(half, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "line"),
+    [
+        (2, "zero --bf16"),
+        (2, "lomo --optimizer adalomo --lr 0.06"),
+        (2, "parameter_server"),
+        (3, "parameter_server --dedicated --staleness 1 --bf16"),
+        (3, "parameter_server --dedicated --staleness -1"),
+    ],
+)
+def test_other_options_learn(num_ranks: int, line: str, tmp_path: Path) -> None:
+    everyone = losses(num_ranks, line, tmp_path)
+    assert all(found[-1] < found[0] for found in everyone if found)
+    assert len([found for found in everyone if found]) == 2
+
+
+def test_finetune(tmp_path: Path) -> None:
+    """All three optimizers learn; LOMO has no state; there is a picture."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    line = "finetune --steps 10 --hidden 32 --layers 1 --plot FOLDER/it.png"
+    for found in losses(2, line, tmp_path):
+        assert list(found) == ["adamw", "lomo", "adalomo"]
+        assert all(points[-1] < points[0] - 0.1 for points in found.values())
+    assert (tmp_path / "it.png").stat().st_size > 1000
+
+
+# ---- the main job: checks, checkpoints
+
+
+def with_a_wrong_weight(rank: int, words: list[str]) -> str:
+    sys.path.insert(0, str(EXAMPLES))
+    import train
+
+    make = train.Trainer.__init__
+
+    def make_wrong(trainer: Any, job: Any, group: Any) -> None:
+        make(trainer, job, group)
+        if group is not None and torch.distributed.get_backend(group) == "gloo":
+            with torch.no_grad():
+                trainer.model.head.weight[0, 0] += 1e-3 if words[-1] == "1e-3" else float("nan")
+
+    options = train.parser().parse_args(words[:-1])
+    changed = mock.patch.object(train.Trainer, "__init__", make_wrong)
+    with changed, pytest.raises(SystemExit) as ended:
+        train.main(options)
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("change", ["1e-3", "nan"])
+def test_a_loss_that_is_not_gloos_fails_the_run(tmp_path: Path, change: str) -> None:
+    words = [*SMALL.split(), "--size", "tiny", "--out", str(tmp_path), change]
+    assert run_ranks(2, with_a_wrong_weight, words) == ["3", "3"]
+
+
+def interrupted(rank: int, words: list[str], at: int) -> list[float]:
+    """As if one rank alone were sent Ctrl-C in a step."""
+    sys.path.insert(0, str(EXAMPLES))
+    import train
+
+    log = train.Job.log
+
+    def log_and_interrupt(job: Any, step: int, loss: Any) -> None:
+        log(job, step, loss)
+        if step == at and rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with mock.patch.object(train.Job, "log", log_and_interrupt):
+        return train.main(train.parser().parse_args(words))
+
+
+def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    words = [*SMALL.split(), "--steps", "6", "--size", "tiny", "--out"]
+    whole = run_ranks(2, run_example, ["train", *words, str(tmp_path / "whole")])[0]
+    begun = run_ranks(2, interrupted, [*words, str(tmp_path / "begun")], 2)[0]
+    assert begun == whole[:3]
+    assert [path.name for path in (tmp_path / "begun").iterdir()] == ["step-3"]
+    for num_ranks in (1, 2, 4):
+        out = shutil.copytree(tmp_path / "begun", tmp_path / str(num_ranks))
+        rest = run_ranks(num_ranks, run_example, ["train", *words, str(out), "--resume"])[0]
+        if num_ranks == 2:
+            assert begun + rest == whole
+        assert begun + rest == pytest.approx(whole, rel=2e-5)
+
+
+def test_another_mesh_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (whole,) = losses(1, "mesh --steps 6", tmp_path)
+    begun = losses(
+        4, "mesh --steps 3 --pp 2 --ep 2 --micro-batches 2 --save FOLDER/saved", tmp_path
+    )[0]
+    rest = losses(4, "mesh --steps 6 --tp 2 --ep 2 --resume FOLDER/saved", tmp_path)[0]
+    assert begun[:3] + rest == pytest.approx(whole, rel=2e-5)
+
+
+def killed(rank: int, words: list[str]) -> None:
+    """Dies in the middle of its second checkpoint."""
+    sys.path.insert(0, str(EXAMPLES))
+    import checkpoint
+    import train
+
+    write, calls = checkpoint.dcp.save, []
+
+    def write_and_die(*args: Any, **kwargs: Any) -> None:
+        write(*args, **kwargs)
+        calls.append(args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(checkpoint.dcp, "save", write_and_die):
+        train.main(train.parser().parse_args(words))
+
+
+def test_a_kill_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    words = [*SMALL.split(), "--steps", "6", "--size", "tiny", "--save-every", "2"]
+    words += ["--out", str(tmp_path)]
+    run_ranks(2, killed, words, fresh=True, may_die=(0, 1))
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "unfinished"}
+    run_ranks(2, run_example, ["train", *words, "--resume"])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
+
+
+def test_ctrl_c_under_torchrun_saves_and_ends(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    words = ["--steps", "100000", "--size", "tiny", "--out", str(tmp_path), "--device", "cpu"]
+    with subprocess.Popen(
+        [*torchrun, "2", str(EXAMPLES / "train.py"), *words, "--save-every", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            deadline = time.monotonic() + 100
+            while not list(tmp_path.glob("step-*")) and time.monotonic() < deadline:
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.kill(process.pid, signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert "interrupted after step" in said
+    step = int(said.partition("interrupted after step ")[2].partition(";")[0])
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step + 1}"]
+
+
+# ---- text and model
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 600], ids=["empty", "too short"])
+def test_a_text_that_is_too_short_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rows of 128 want 260\d"):
+        read_text(file, 128)
+    file.write_bytes(bytes(range(256)) * 11)  # no UTF-8
+    assert read_text(file, 128).tolist() == list(range(256)) * 11
+
+
+@pytest.mark.parametrize(("size", "millions"), [("0.8M", 0.8), ("4.6M", 4.6), ("20M", 20)])
+def test_presets_are_as_large_as_they_say(size: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = Llama(PRESETS[size])
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_every_example_is_short_and_needs_no_device() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    for path in files:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 120, path.name
+        assert not any("CUDA is not supported" in line for line in lines)
+    run = {line.split()[0] for _, line, _ in CASES.values()}
+    shared = {"common", "model", "checkpoint", "parameter_server", "finetune"}
+    assert {path.stem for path in files} == run | shared

@@ -1,0 +1,131 @@
+"""ringcomm without the packages that it does not declare: every import, and the calls around them.
+
+`make test-bare` runs other tests in the same environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+BARE = ROOT / "tests" / "bare"
+# Dependencies of ringcomm (numpy, torch) and of torch.
+DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
+OURS = {"_ringcomm_autoload", "kernels", "ringcomm"}
+# What imports anything else, by package. Add to it only what the tests below show to say so.
+OPTIONAL = {
+    "psutil": {"ringcomm/doctor/facts.py", "ringcomm/measure/machine.py"},
+    "rich": {"ringcomm/doctor/report.py", "ringcomm/measure/screen.py"},
+    # Of a model of transformers.
+    "transformers": {
+        "ringcomm/integrations/transformers/loss.py",
+        "ringcomm/integrations/transformers/pipeline.py",
+    },
+    "triton": {"ringcomm/ops/triton_kernels.py", "ringcomm/ops/updates/weight_update_cuda.py"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The packages that a file imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(str(node.module).partition(".")[0])
+    return found
+
+
+def test_packages_that_are_not_declared_are_listed() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / "ringcomm").rglob("*.py"):
+        for package in imports(path) - sys.stdlib_module_names - DECLARED - OURS:
+            found[package].add(str(path.relative_to(ROOT)))
+    assert dict(found) == OPTIONAL
+    hidden = (BARE / "sitecustomize.py").read_text(encoding="utf-8")
+    assert all(f'"{package}"' in hidden for package in OPTIONAL)
+
+
+def run_bare(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": str(BARE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+IMPORTS = """
+import importlib, pkgutil, sys
+import ringcomm
+
+hidden, wants = sys.modules["sitecustomize"].HIDDEN, {}
+for module in pkgutil.walk_packages(ringcomm.__path__, "ringcomm."):
+    if module.name.rpartition(".")[2] == "__main__":
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        wants[module.name] = error.name.partition(".")[0]
+assert not set(hidden) & {name.partition(".")[0] for name in sys.modules}
+for name in sorted(wants):
+    print(name, wants[name])
+"""
+
+
+def test_every_module_is_imported_without_them() -> None:
+    done = run_bare(IMPORTS)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    kernels = {name: found.pop(name) for name in [*found] if name.startswith("ringcomm.kernels.")}
+    assert set(kernels.values()) <= {"triton"}
+    # What measures, and nothing else, wants psutil when it is imported.
+    measuring = ("ringcomm.doctor.", "ringcomm.measure.")
+    assert all(name.startswith(measuring) for name in found)
+    assert set(found.values()) == {"psutil"}
+
+
+CALLS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from ringcomm import ops
+from ringcomm.cli import run
+from ringcomm.ops.triton_kernels import kernels
+from ringcomm.parallel import activations
+from ringcomm.parallel.parameter_server.state import packed, unpacked
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+assert torch.equal(unpacked(packed({"a": torch.ones(3)}))["a"], torch.ones(3))
+ops.cross_entropy(torch.randn(4, 9), torch.arange(4))
+try:
+    kernels()
+except ImportError as error:
+    assert "pip install triton" in str(error)
+else:
+    raise AssertionError
+dist.init_process_group("ringcomm", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+with activations.partition(dist.group.WORLD, min_elems=1, check=True):
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+dist.destroy_process_group()
+for command in (["doctor", "--json"], ["tune"], ["bench", "all_reduce"]):
+    try:
+        run(command)
+    except SystemExit as stop:
+        assert stop.code == 2
+    else:
+        raise AssertionError
+"""
+
+
+def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
+    done = run_bare(CALLS, str(tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("measuring needs the package psutil: pip install psutil") == 3
