@@ -18,6 +18,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     ranks.start()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`device`: where a test's model is, "cpu", and "cuda" where there is a GPU; see ranks.place()."""
+    if "device" in metafunc.fixturenames:
+        import torch
+
+        cuda = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+        metafunc.parametrize("device", ["cpu", *cuda])
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = ranks.server().stop()
     if left:

@@ -271,6 +271,16 @@ def run_ranks(
     return results
 
 
+def place(device: str, rank: int) -> Any:
+    """The torch.device of a rank for a test's fixture `device`; a GPU becomes the current one."""
+    import torch
+
+    if device == "cpu":
+        return torch.device("cpu")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _init_group(
     rank: int, world_size: int, backend: str, store: str, pg_options: Any, timeout_s: float
 ) -> None:
