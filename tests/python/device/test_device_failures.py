@@ -149,10 +149,13 @@ def what_ended(rank: int) -> str:
 
 def check_mismatch(rank: int) -> str:
     dist.all_reduce(torch.ones(1, device=GPU))
-    if rank == 0:
-        dist.all_reduce(torch.ones(300, device=GPU))
-    else:
-        dist.broadcast(torch.ones(300, dtype=torch.int64, device=GPU), 0)
+    try:  # a late rank may raise here already
+        if rank == 0:
+            dist.all_reduce(torch.ones(300, device=GPU))
+        else:
+            dist.broadcast(torch.ones(300, dtype=torch.int64, device=GPU), 0)
+    except RingcommError as error:
+        return str(error)
     return what_ended(rank)
 
 
