@@ -9,16 +9,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.integrations.transformers.loss import causal_lm_loss, loss_options_of
+from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
 from ringcomm.nn import (
     ColumnParallelLinear,
     MixtureOfExperts,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ringcomm.parallel.tensor.heads import HeadShares, share_heads
+from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
 from ringcomm.parallel.tensor.splits import SplitModule
 
@@ -31,6 +32,7 @@ def tensor_parallelize(
     model: Any,
     group: dist.ProcessGroup | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     gather_logits: bool = False,
 ) -> Any:
@@ -47,6 +49,7 @@ def tensor_parallelize(
             same on all ranks, and changed in place. The parameters of its layers may be on the meta
             device, for ringcomm.parallel.set_state_dict(). Make optimizers after it.
         group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
         sequence_parallel: have the ranks share the tokens between split layers (Korthikanti et al.
             2022): the same bytes, and 1/N of those activations. Wants input_ids, of a length that
             the ranks divide.
@@ -68,7 +71,7 @@ def tensor_parallelize(
 
     Collective where key and value heads are copied, since there are fewer than ranks.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     base = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
     if base is None or not plan:
@@ -85,11 +88,12 @@ def tensor_parallelize(
         _check_plain(head, nn.Linear, "the output layer")
     ends = _ends_of_tokens(base, whole, blocks) if sequence_parallel else None
     heads = {
-        block: _heads_of(block, resolved.size()) for block in blocks.columns if _attends(block)
+        block: _heads_of(block, resolved.size())
+        for block in blocks.columns
+        if hasattr(block, "num_key_value_groups")
     }
     loss_options = loss_options_of(model) if head is not None and not gather_logits else None
     splitter = _Splitter(resolved, 1 if sequence_parallel else None)
-    is_tied = head is not None and head.weight is whole.weight
     for block in blocks.columns:
         splitter.split_block(blocks, block, heads.get(block))
     embedding = VocabParallelEmbedding.from_embedding(
@@ -99,23 +103,25 @@ def tensor_parallelize(
         embedding.register_buffer("embed_scale", scale, persistent=False)
         embedding.register_forward_hook(_scaled)
     model.set_input_embeddings(embedding)
-    for module in blocks.summed:
-        splitter.sum_over_ranks(module)
+    # Each rank uses these weights on heads, or on tokens, of its own.
+    summed = [param for module in blocks.summed for param in module.parameters()]
     if ends is not None:
-        splitter.share_tokens(base, *ends, blocks.summed)
+        summed += splitter.share_tokens(base, *ends, blocks.summed)
+    for param in summed:
+        all_reduce_grad_(param, resolved)
     base.register_forward_pre_hook(_refuse_dropout)
-    if head is not None:
-        # Behind the last norm the tokens are whole again, so that the head may take some of them.
-        made = ColumnParallelLinear.from_linear(
-            head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
-        )
-        if is_tied:
-            made.weight = embedding.weight
-        model.set_output_embeddings(made)
-        if loss_options is not None:
-            model.loss_function = partial(
-                causal_lm_loss, group=resolved, vocab_start=made.features[0], **loss_options
-            )
+    if head is None:
+        return model
+    # Behind the last norm the tokens are whole again, so that the head may take some of them.
+    made = ColumnParallelLinear.from_linear(
+        head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
+    )
+    if head.weight is whole.weight:
+        made.weight = embedding.weight
+    model.set_output_embeddings(made)
+    if loss_options is not None:
+        options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
+        model.loss_function = partial(causal_lm_loss, **options)
     return model
 
 
@@ -132,16 +138,17 @@ class _Blocks:
         self.columns: dict[nn.Module, list[str]] = {}
         self.rows: dict[nn.Module, list[str]] = {}
         self.summed: list[nn.Module] = []
-        patterns = [
-            (re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style)
-            for name, style in plan.items()
-        ]
+        patterns = {re.escape(name).replace(r"\*", r"[^.]+"): plan[name] for name in plan}
+
+        def style_of(name: str) -> str | None:
+            return next((patterns[p] for p in patterns if re.fullmatch(p, name)), None)
+
         # Experts in parts are whole on each rank of the group, which all send the same tokens.
         experts = tuple(
             f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
         )
         for name, module in base.named_modules():
-            style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            style = style_of(name)
             if name.startswith(experts):
                 continue
             if style == SUMMED:
@@ -157,7 +164,7 @@ class _Blocks:
                     " not supported"
                 )
         for name, _ in base.named_parameters():
-            style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            style = style_of(name)
             if style is not None and not name.startswith(experts):
                 raise ValueError(f"{name} is {style} in the model's plan, which is not supported")
         for block in self.columns:
@@ -247,10 +254,6 @@ def _refuse_dropout(base: nn.Module, _: Any) -> None:
                 )
 
 
-def _attends(block: nn.Module) -> bool:
-    return hasattr(block, "num_key_value_groups")
-
-
 def _heads_of(block: Any, world_size: int) -> HeadShares:
     width = block.head_dim
     return share_heads(
@@ -289,34 +292,23 @@ class _Splitter:
             block.num_key_value_groups = (end - begin) // width
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def sum_over_ranks(self, module: nn.Module) -> None:
-        """Gradients of weights that each rank uses on heads or tokens of its own."""
-        for param in module.parameters():
-            all_reduce_grad_(param, self.group)
-
     def share_tokens(
         self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
-    ) -> None:
-        """From the first layer's input to the last norm's output."""
+    ) -> list[nn.Parameter]:
+        """From the first layer's input to the last norm's output; the weights used there."""
         base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
         first.register_forward_pre_hook(self._leave, with_kwargs=True)
         last.register_forward_hook(self._enter_output)
-        for module in base.modules():
-            is_whole = not isinstance(module, SplitModule) and module not in done
-            for param in module.parameters(recurse=False) if is_whole else ():
-                all_reduce_grad_(param, self.group)
+        whole = (m for m in base.modules() if not isinstance(m, SplitModule) and m not in done)
+        return [param for module in whole for param in module.parameters(recurse=False)]
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(
-            lambda x: copy_to_tp(x, self.group, sequence_dim=self.sequence_dim, inplace=True),
-            args,
-            kwargs,
-        )
+        enter = partial(copy_to_tp, group=self.group, sequence_dim=self.sequence_dim, inplace=True)
+        return _with_first(enter, args, kwargs)
 
     def _leave(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(
-            lambda x: reduce_from_tp(x, self.group, sequence_dim=self.sequence_dim), args, kwargs
-        )
+        leave = partial(reduce_from_tp, group=self.group, sequence_dim=self.sequence_dim)
+        return _with_first(leave, args, kwargs)
 
     def _enter_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
         return copy_to_tp(output, self.group, sequence_dim=self.sequence_dim)

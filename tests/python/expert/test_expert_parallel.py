@@ -40,6 +40,7 @@ from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
 from ringcomm.optim import Lomo
 from ringcomm.parallel import WeightShards, clip_grad_norm_, expert, zero
+from ringcomm.parallel.expert import dispatch
 
 # ---- rows there and back
 
@@ -54,13 +55,13 @@ def check_round_trip(rank: int, table: list[list[int]], dtype: torch.dtype, widt
     rows.requires_grad_()
     counts = torch.tensor(table[rank], dtype=torch.int64)
     start = sent_bytes()
-    plan = expert.plan_dispatch(counts, rows, group, is_grad_needed=True)
+    plan = dispatch.plan_dispatch(counts, rows, group, is_grad_needed=True)
     begin, end = shard_range(num_experts, world_size, rank)
     num_local = end - begin
     assert sent_bytes() - start == 8 * (num_experts - num_local) + 24 * (world_size - 1)
     assert plan.num_rows == num_rows
     start = sent_bytes()
-    parts, link = expert.dispatch(rows, plan)
+    parts, link = dispatch.dispatch(rows, plan)
     sent = (num_rows - sum(table[rank][begin:end])) * width * dtype.itemsize
     assert sent_bytes() - start == sent
     of_rank = [
@@ -71,7 +72,7 @@ def check_round_trip(rank: int, table: list[list[int]], dtype: torch.dtype, widt
         expected = [x.split(table[i])[idx] for i, x in enumerate(of_rank)]
         assert torch.equal(part, torch.cat(expected))
     start = sent_bytes()
-    back = expert.combine(parts, link, plan)
+    back = dispatch.combine(parts, link, plan)
     others = [i for i in range(world_size) if i != rank]
     answered = sum(sum(table[i][begin:end]) for i in others) * width * dtype.itemsize
     assert sent_bytes() - start == answered
@@ -115,18 +116,18 @@ def test_rows_and_sums(data: st.DataObject) -> None:
     if num_tokens == 0:
         slots = slots[:0]
     tokens = torch.randn(num_tokens, 2, dtype=torch.float64, requires_grad=True)
-    rows = expert.rows_of_tokens(tokens, slots, num_choices)
+    rows = dispatch.rows_of_tokens(tokens, slots, num_choices)
     assert torch.equal(rows, tokens[slots // num_choices])
     values = torch.randn(len(slots), 2, dtype=torch.float64, requires_grad=True)
-    sums = expert.sums_of_rows(values, slots, num_tokens, num_choices)
+    sums = dispatch.sums_of_rows(values, slots, num_tokens, num_choices)
     expected = torch.zeros_like(tokens).index_add(0, slots // num_choices, values)
     torch.testing.assert_close(sums, expected, rtol=0, atol=1e-14)
     torch.testing.assert_close((rows * values).sum(), (sums * tokens).sum())
     if len(slots):
         torch.autograd.gradcheck(
             lambda t, v: (
-                expert.rows_of_tokens(t, slots, num_choices),
-                expert.sums_of_rows(v, slots, num_tokens, num_choices),
+                dispatch.rows_of_tokens(t, slots, num_choices),
+                dispatch.sums_of_rows(v, slots, num_tokens, num_choices),
             ),
             (tokens, values),
         )

@@ -34,6 +34,7 @@ import ringcomm
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
 from ringcomm.parallel import expert
+from ringcomm.parallel.expert.dispatch import plan_dispatch
 
 # ---- the layer
 
@@ -215,7 +216,7 @@ def check_autocast(rank: int) -> None:
         layer(torch.randn(5, DIM, dtype=torch.float32 if rank == 0 else torch.float64))
     assert layer(torch.randn(5, DIM)).isfinite().all()  # the group is whole
     with pytest.raises(TypeError, match=r"tokens are of torch\.float64, .*; got torch\.complex64"):
-        expert.plan_dispatch(
+        plan_dispatch(
             torch.zeros(3, dtype=torch.int64),
             torch.zeros(2, DIM, dtype=torch.complex64),
             layer.experts.group,

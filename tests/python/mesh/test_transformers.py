@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringcomm.integrations.transformers import causal_lm_loss, patch_loss
+from ringcomm.integrations.transformers import patch_loss
+from ringcomm.integrations.transformers.training import causal_lm_loss
 
 transformers = pytest.importorskip("transformers")
 

@@ -33,6 +33,7 @@ from ringcomm.parallel import (
     tensor,
     zero,
 )
+from ringcomm.parallel.tensor.splits import SplitModule
 
 WORLD_SIZE = 4
 # The ranks of a row share a model; those of a column have the same part of it.
@@ -211,7 +212,7 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens
     if is_tied:
         model.head.weight = model.embedding.weight
     for module in model.modules():
-        if shares_tokens and not isinstance(module, tensor.SplitModule):
+        if shares_tokens and not isinstance(module, SplitModule):
             for param in module.parameters(recurse=False):
                 tensor.all_reduce_grad_(param, group)
 

@@ -241,7 +241,7 @@ def decide_alone(rank: int) -> None:
             Lomo(model, lr=LR, **options)
     parts = {
         param: Split(module.group, part.dim)
-        for _, param, module, part in tensor.split_params(model)
+        for _, param, module, part in splits.split_params(model)
     }
     Lomo(model, lr=LR, clip_grad_norm=1.0, splits=parts).close()  # which tell it
     shared = split(Net(), is_sequence_split=True)
