@@ -15,6 +15,7 @@ from ringcomm.integrations.transformers import patch_loss, tensor_parallelize
 from ringcomm.parallel import clip_grad_norm_
 
 transformers = pytest.importorskip("transformers")
+assert transformers.LlamaForCausalLM  # imported before ranks are forked
 
 BATCH, LENGTH, STEPS, LR, DIM, LAYERS = 2, 12, 3, 0.3, 48, 2
 SIZES = {
