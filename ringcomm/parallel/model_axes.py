@@ -63,9 +63,7 @@ class StagePart(nn.Module):
 class Held(NamedTuple):
     """Where the elements of a parameter are.
 
-    Attributes:
-        groups: a sum over each of them in turn has seen all elements, each `num_copies` times.
-        num_copies: see above.
+    A sum over each of `groups` in turn has seen all elements, each `num_copies` times.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -87,10 +85,7 @@ class Axes(NamedTuple):
     stages: dist.ProcessGroup | None
 
     def sharded_over(self, group: dist.ProcessGroup) -> Axes:
-        """For a data-parallel group whose ranks have disjoint pieces of each gradient, as in ZeRO.
-
-        A rank without elements of a parameter may leave it out of what it gives to total_norm().
-        """
+        """For a data-parallel group whose ranks have disjoint pieces of each gradient."""
         if group.size() == 1:
             return self
         held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}

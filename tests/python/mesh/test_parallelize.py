@@ -14,6 +14,7 @@ from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.parallel import ParallelDims, parallelize
 
 transformers = pytest.importorskip("transformers")
+assert transformers.LlamaForCausalLM  # imported before ranks are forked
 
 WORLD, ROWS, LENGTH, STEPS, LR, MAX_NORM = 4, 8, 12, 3, 0.3, 1.0
 SIZES = {
@@ -53,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ep, edp": ("Mixtral", {"ep": 2}, {}),
     "ep, tp": ("Mixtral", {"ep": 2, "tp": 2}, {}),
     "ep, pp": ("Mixtral", {"ep": 2, "pp": 2}, {}),
+    "tp, whole experts": ("Mixtral", {"tp": 2}, {}),
+    "fsdp, tp, whole experts": ("Mixtral", {"dp": 1, "fsdp": 2, "tp": 2}, {}),
+    "pp, tp, whole experts": ("Mixtral", {"pp": 2, "tp": 2}, {}),
 }
 
 
@@ -211,7 +215,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:
     texts = [
-        "ep is 2, and LlamaForCausalLM has no experts",
+        "ep is 2, and LlamaForCausalLM has neither experts of Mixtral",
         "tp is 2, and Sequential has neither a plan",
         "pp is 2, and Block is no nn.Sequential",
         "Sequential is no model of transformers, which has a loss: give loss_fn",
