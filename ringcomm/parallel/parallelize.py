@@ -111,7 +111,7 @@ def parallelize(
     data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
     pipe = None
     if dims.pp > 1:
-        wrap = partial(fully_shard, mesh=data_mesh) if stage == 3 else None
+        wrap: Any = partial(fully_shard, mesh=data_mesh) if stage == 3 else None
         pipe = _pipeline_of(model, dims, loss_fn, schedule, num, recompute, wrap)
         model = pipe.module
     elif recompute:
@@ -226,7 +226,7 @@ def _pipeline_of(
     schedule: str,
     num_microbatches: int,
     recompute: bool,
-    wrap: Callable[[nn.Module], nn.Module] | None,
+    wrap: Any,
 ) -> Any:
     from ringcomm.parallel.pipeline import Pipeline
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ringcomm.parallel.tensor.splits import SplitModule
 
 __all__ = ["refuse_embeddings", "tensor_parallelize"]
 
+Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
@@ -87,15 +88,18 @@ def tensor_parallelize(
     if head is not None:
         _check_plain(head, nn.Linear, "the output layer")
     ends = _ends_of_tokens(base, whole, blocks) if sequence_parallel else None
-    heads = {
-        block: _heads_of(block, resolved.size())
-        for block in blocks.columns
-        if hasattr(block, "num_key_value_groups")
-    }
-    loss_options = loss_options_of(model) if head is not None and not gather_logits else None
-    splitter = _Splitter(resolved, 1 if sequence_parallel else None)
+    heads: dict[Any, HeadShares] = {}
     for block in blocks.columns:
-        splitter.split_block(blocks, block, heads.get(block))
+        if hasattr(block, "num_key_value_groups"):
+            num, num_kv = (
+                getattr(block, name).out_features // block.head_dim for name in ("q_proj", "k_proj")
+            )
+            heads[block] = share_heads(num, num_kv, resolved.size())
+    loss_options = loss_options_of(model) if head is not None and not gather_logits else None
+    where: dict[str, Any] = {"group": resolved, "sequence_dim": 1 if sequence_parallel else None}
+    enter, leave = partial(copy_to_tp, **where), partial(reduce_from_tp, **where)
+    for block in blocks.columns:
+        _split_block(blocks, block, heads.get(block), enter, **where)
     embedding = VocabParallelEmbedding.from_embedding(
         whole, group=resolved, reduce_output=not sequence_parallel
     )
@@ -104,9 +108,10 @@ def tensor_parallelize(
         embedding.register_forward_hook(_scaled)
     model.set_input_embeddings(embedding)
     # Each rank uses these weights on heads, or on tokens, of its own.
-    summed = [param for module in blocks.summed for param in module.parameters()]
+    summed = {param for module in blocks.summed for param in module.parameters()}
     if ends is not None:
-        summed += splitter.share_tokens(base, *ends, blocks.summed)
+        around = _share_tokens(base, ends, enter, leave)
+        summed |= {param for module in around for param in module.parameters(recurse=False)}
     for param in summed:
         all_reduce_grad_(param, resolved)
     base.register_forward_pre_hook(_refuse_dropout)
@@ -254,71 +259,52 @@ def _refuse_dropout(base: nn.Module, _: Any) -> None:
                 )
 
 
-def _heads_of(block: Any, world_size: int) -> HeadShares:
-    width = block.head_dim
-    return share_heads(
-        block.q_proj.out_features // width, block.k_proj.out_features // width, world_size
-    )
+def _split_block(
+    blocks: _Blocks, block: Any, heads: HeadShares | None, enter: Change, **where: Any
+) -> None:
+    """An attention or a feed-forward network; its input passes enter() once for all layers."""
+    width = 1 if heads is None else block.head_dim
+    num_together, num_replicas = heads or (1, 1)
+    for name in blocks.columns[block]:
+        is_shared = heads is not None and name != "q_proj"
+        columns = ColumnParallelLinear.from_linear(
+            getattr(block, name),
+            group=where["group"],
+            shard_multiple=width if is_shared else num_together * width,
+            num_replicas=num_replicas if is_shared else 1,
+            copy_input=False,
+        )
+        setattr(block, name, columns)
+    for name in blocks.rows[block]:
+        multiple = num_together * width
+        whole = getattr(block, name)
+        setattr(block, name, RowParallelLinear.from_linear(whole, shard_multiple=multiple, **where))
+    if num_replicas > 1:
+        begin, end = block.q_proj.features
+        block.num_key_value_groups = (end - begin) // width
+    block.register_forward_pre_hook(_with_first(partial(enter, inplace=True)), with_kwargs=True)
 
 
-class _Splitter:
-    def __init__(self, group: dist.ProcessGroup, sequence_dim: int | None) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
-
-    def split_block(self, blocks: _Blocks, block: Any, heads: HeadShares | None) -> None:
-        """An attention or a feed-forward network."""
-        width = 1 if heads is None else block.head_dim
-        num_together, num_replicas = heads or (1, 1)
-        for name in blocks.columns[block]:
-            is_shared = heads is not None and name != "q_proj"
-            made = ColumnParallelLinear.from_linear(
-                getattr(block, name),
-                group=self.group,
-                shard_multiple=width if is_shared else num_together * width,
-                num_replicas=num_replicas if is_shared else 1,
-                copy_input=False,
-            )
-            setattr(block, name, made)
-        for name in blocks.rows[block]:
-            rows = RowParallelLinear.from_linear(
-                getattr(block, name),
-                group=self.group,
-                shard_multiple=num_together * width,
-                sequence_dim=self.sequence_dim,
-            )
-            setattr(block, name, rows)
-        if num_replicas > 1:
-            begin, end = block.q_proj.features
-            block.num_key_value_groups = (end - begin) // width
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
-
-    def share_tokens(
-        self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
-    ) -> list[nn.Parameter]:
-        """From the first layer's input to the last norm's output; the weights used there."""
-        base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
-        first.register_forward_pre_hook(self._leave, with_kwargs=True)
-        last.register_forward_hook(self._enter_output)
-        whole = (m for m in base.modules() if not isinstance(m, SplitModule) and m not in done)
-        return [param for module in whole for param in module.parameters(recurse=False)]
-
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        enter = partial(copy_to_tp, group=self.group, sequence_dim=self.sequence_dim, inplace=True)
-        return _with_first(enter, args, kwargs)
-
-    def _leave(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        leave = partial(reduce_from_tp, group=self.group, sequence_dim=self.sequence_dim)
-        return _with_first(leave, args, kwargs)
-
-    def _enter_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return copy_to_tp(output, self.group, sequence_dim=self.sequence_dim)
+def _share_tokens(
+    base: Any, ends: tuple[nn.Module, nn.Module], enter: Change, leave: Change
+) -> list[nn.Module]:
+    """From the first layer's input to the last norm's output; the modules around split layers."""
+    first, last = ends
+    base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
+    first.register_forward_pre_hook(_with_first(leave), with_kwargs=True)
+    last.register_forward_hook(lambda _, __, output: enter(output))
+    return [module for module in base.modules() if not isinstance(module, SplitModule)]
 
 
-def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a layer with other hidden states."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+def _with_first(change: Change) -> Any:
+    """A hook that changes the hidden states among the arguments of a layer."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
 
 
 def refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -22,31 +22,20 @@ __all__ = [
     "DispatchPlan",
     "combine",
     "dispatch",
-    "exchange_rows",
     "plan_dispatch",
     "rows_of_tokens",
     "sums_of_rows",
 ]
 
 
-def exchange_rows(
-    rows: Tensor,
-    link: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
+class _Exchange(torch.autograd.Function):
     """all_to_all of rows, whose backward pass is one in the other direction.
 
     Rows are in the order of the ranks that they go to, or come from. `link` is what the exchange
     before this one has returned, or an empty tensor that requires grad if some rank of the group
     needs a gradient: a rank whose own rows need none still answers the others in the backward pass.
     """
-    result: tuple[Tensor, Tensor] = _Exchange.apply(rows, link, sent, received, group)
-    return result
 
-
-class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -122,7 +111,7 @@ class DispatchPlan:
         table: rows from each rank for each expert of this rank: table[rank][local expert].
         width: of a row.
         dtype: of the rows on the wire.
-        link: see exchange_rows().
+        link: see _Exchange.
     """
 
     group: dist.ProcessGroup
@@ -217,7 +206,7 @@ def dispatch(rows: Tensor, plan: DispatchPlan) -> tuple[list[Tensor], Tensor]:
     combine(). Collective, forward and backward: the bytes of the rows whose experts are on other
     ranks, and backward those that have come from there.
     """
-    received, link = exchange_rows(rows, plan.link, plan.sent, plan.received, plan.group)
+    received, link = _Exchange.apply(rows, plan.link, plan.sent, plan.received, plan.group)
     pieces = received.split([num for of_rank in plan.table for num in of_rank])
     num_local = len(plan.table[0])
     return [torch.cat(pieces[local::num_local]) for local in range(num_local)], link
@@ -231,5 +220,6 @@ def combine(results: Sequence[Tensor], link: Tensor, plan: DispatchPlan) -> Tens
     ]
     pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
     empty = link.new_empty(0, plan.width, dtype=plan.dtype)  # of a rank without experts
-    rows, _ = exchange_rows(torch.cat([empty, *pieces]), link, plan.received, plan.sent, plan.group)
+    joined = torch.cat([empty, *pieces])
+    rows: Tensor = _Exchange.apply(joined, link, plan.received, plan.sent, plan.group)[0]
     return rows

@@ -103,7 +103,7 @@ def _note_average(param: nn.Parameter) -> None:
 
 
 def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
-    grad = getattr(of(), "grad", None)
+    grad: Any = getattr(of(), "grad", None)
     if _has_average(grad):
         setattr(grad, _AVERAGED, grad._version + 1)
 

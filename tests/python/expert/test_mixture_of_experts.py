@@ -341,7 +341,7 @@ def check_recomputed(rank: int, use_reentrant: bool) -> None:
         loss.backward()
         bytes_sent.append((middle - before, sent_bytes() - middle))
         grads.append([x.grad, *(param.grad for param in layer.parameters())])
-    assert all(map(torch.equal, *grads))  # type: ignore[arg-type]
+    assert all(map(torch.equal, *grads))
     (forward, backward), recomputed = bytes_sent
     assert recomputed == (forward, backward + forward)
 

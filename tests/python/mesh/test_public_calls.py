@@ -23,10 +23,12 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel import ParallelDims, expert, get_state_dict, set_state_dict, tensor
 
-MODULES = ("", ".ops", ".nn", ".optim", ".planner", ".tuning", ".parallel", ".parallel.tensor")
-MODULES += (".parallel.expert", ".parallel.pipeline", ".parallel.zero", ".parallel.activations")
-MODULES += (".parallel.constant_buffer", ".parallel.offload", ".integrations.transformers")
-MODULES += (".integrations.accelerate",)
+IN_PARALLEL = ("tensor", "expert", "pipeline", "zero", "activations", "constant_buffer", "offload")
+MODULES = (
+    *("", ".ops", ".nn", ".optim", ".planner", ".tuning", ".parallel"),
+    *(f".parallel.{name}" for name in IN_PARALLEL),
+    *(".integrations.transformers", ".integrations.accelerate"),
+)
 TO_COME = "its folder has no mesh= yet"
 # What takes a group and no mesh, and why.
 WITHOUT = {
@@ -99,15 +101,15 @@ def results_of(where: dict[str, Any], data: dict[str, Any], device: torch.device
     expert.average_gradients(model, **data)
     values, _ = get_state_dict(model, full=True, **where)
     set_state_dict(model, None, values, **where)
-    return [*losses, total, *(p.grad for p in model.parameters()), *values.values()]  # type: ignore[list-item]
+    return [*losses, total, *(p.grad for p in model.parameters()), *values.values()]
 
 
 def both(rank: int, device: str) -> None:
-    dims = ParallelDims(dp=2, tp=2)
-    groups = [{"group": dims.group(axis)} for axis in ("tp", "batch")]
-    meshes = [{"mesh": dims[axis]} for axis in ("tp", "batch")]
-    of_groups = results_of(*groups, place(device, rank))
-    of_meshes = results_of(*meshes, place(device, rank))
+    dims = ParallelDims(dp=2, tp=2, device_type=device)
+    groups: list[Any] = [{"group": dims.group(axis)} for axis in ("tp", "batch")]
+    meshes: list[Any] = [{"mesh": dims[axis]} for axis in ("tp", "batch")]
+    of_groups = results_of(groups[0], groups[1], place(device, rank))
+    of_meshes = results_of(meshes[0], meshes[1], place(device, rank))
     assert all(map(torch.equal, of_groups, of_meshes))
     with pytest.raises(ValueError, match="a group or a mesh, not both"):
         ColumnParallelLinear(6, 8, **groups[0], **meshes[0])

@@ -53,8 +53,8 @@ def optimizer_of(name: str, model: nn.Module, folder: Path) -> Any:
     if name == "infinity":
         own = offload.SGD(model.parameters(), LR, 0.9, to="nvme", path=folder)
         return zero.shard(model, own, 3, offload_weights=True)
-    own = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
-    return own if name == "ddp" else zero.shard(model, own, int(name[-1]))
+    sgd = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
+    return sgd if name == "ddp" else zero.shard(model, sgd, int(name[-1]))
 
 
 def train(rank: int, name: str, is_recomputed: bool, folder: Path) -> list[float]:
