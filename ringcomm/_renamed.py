@@ -35,6 +35,7 @@ _GONE = {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
     },
     "ringcomm.ops": {name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
+    "ringcomm.nn": {"Routing": _PRIVATE},
     "ringcomm.parallel.tensor": {
         "enter": "it is copy_to_tp now",
         "join": "it is gather_from_tp now",

@@ -1,5 +1,8 @@
 """Modules over ringcomm's operators."""
 
+from typing import TYPE_CHECKING
+
+from ringcomm._renamed import getattr_of
 from ringcomm.ops.losses.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts, TopKRouter
 from ringcomm.parallel.tensor.layers import (
@@ -17,3 +20,6 @@ __all__ = [
     "TopKRouter",
     "VocabParallelEmbedding",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = getattr_of(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.zero import ZeroOptimizer
 
-__all__ = ["adopt", "prepare"]
+__all__ = ["prepare"]
 
 # Accelerate's names of what shards or reduces by itself.
 _OWN_SYSTEMS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
