@@ -73,16 +73,13 @@ class Held(NamedTuple):
 class Axes(NamedTuple):
     """Who holds what of a model.
 
-    Attributes:
-        held: for each parameter of this rank that counts here.
-        groups: all groups of `held`, in the order in which every rank sums over them, which is also
-            the order within each parameter's.
-        stages: the pipeline's group, which sums last; None without a pipeline.
+    `groups` are all groups of `held`, in the order in which every rank sums over them, which is
+    also the order within each parameter's.
     """
 
-    held: dict[nn.Parameter, Held]
+    held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
     groups: tuple[dist.ProcessGroup, ...]
-    stages: dist.ProcessGroup | None
+    stages: dist.ProcessGroup | None  # of a pipeline, which sums last
 
     def sharded_over(self, group: dist.ProcessGroup) -> Axes:
         """For a data-parallel group whose ranks have disjoint pieces of each gradient."""

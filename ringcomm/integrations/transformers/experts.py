@@ -17,13 +17,7 @@ __all__ = ["MixtralExpert", "expert_parallelize"]
 
 
 class MixtralExpert(nn.Module):
-    """One expert of a block, whose weights the block has side by side.
-
-    Args:
-        gate_up_proj: shape (2 * intermediate, hidden); copied.
-        down_proj: shape (hidden, intermediate); copied.
-        act_fn: of the gate.
-    """
+    """One expert, with copies of its part of the weights that the block has side by side."""
 
     def __init__(
         self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]

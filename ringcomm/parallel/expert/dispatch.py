@@ -103,23 +103,14 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How many rows go where, as the ranks of a group have agreed.
-
-    Attributes:
-        group: the ranks that share the experts.
-        sent: this rank's rows for each rank.
-        table: rows from each rank for each expert of this rank: table[rank][local expert].
-        width: of a row.
-        dtype: of the rows on the wire.
-        link: see _Exchange.
-    """
+    """How many rows go where, as the ranks of a group have agreed; for one dispatch and combine."""
 
     group: dist.ProcessGroup
-    sent: Sequence[int]
-    table: Sequence[Sequence[int]]
-    width: int
-    dtype: torch.dtype
-    link: Tensor
+    sent: Sequence[int]  # this rank's rows for each rank
+    table: Sequence[Sequence[int]]  # rows from each rank for each expert of this rank
+    width: int  # of a row
+    dtype: torch.dtype  # of the rows on the wire
+    link: Tensor  # see _Exchange
 
     num_rows = property(lambda self: sum(self.sent))  # of this rank, whether they travel or not
     received = property(lambda self: [sum(of_rank) for of_rank in self.table])  # from each rank

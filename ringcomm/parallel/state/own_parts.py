@@ -83,13 +83,8 @@ class ModelParts:
     ) -> Tensor:
         """A value of an optimizer's state for a parameter as a part.
 
-        Args:
-            value: of this rank.
-            param: whose state.
-            key: in its state.
-            span: the elements [begin, end) of the flat parameter that the optimizer updates.
-            is_flat: whether the value of a whole weight has one dimension, as AdaLomo's moments of
-                what is no matrix.
+        `span` has the elements [begin, end) of the flat parameter that the optimizer updates. With
+        is_flat values have one dimension, as AdaLomo's moments of what is no matrix.
         """
         value = value.detach()
         if span is None and (shards := find_shards(param)) is not None:
