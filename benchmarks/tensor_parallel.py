@@ -49,7 +49,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.parallel import tensor
-from ringcomm.parallel.tensor import SplitModule
+from ringcomm.parallel.tensor.splits import SplitModule
 
 # Rows and tokens of the batch that both ranks see.
 BATCHES = ((1, 64), (4, 128))

@@ -22,6 +22,8 @@ _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
 
 _EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
 
+_PRIVATE = "it is private now"
+
 _STATES = {
     "full_state_dict": "it was removed; use ringcomm.parallel.get_state_dict(full=True)",
     "load_full_state_dict": "it was removed; use ringcomm.parallel.set_state_dict(), which takes"
@@ -33,16 +35,26 @@ _GONE = {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
     },
     "ringcomm.ops": {name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
+    "ringcomm.nn": {"Routing": _PRIVATE},
     "ringcomm.parallel.tensor": {
         "enter": "it is copy_to_tp now",
         "join": "it is gather_from_tp now",
         "leave": "it is reduce_from_tp now",
         "sum_gradients": "it is all_reduce_grad_ now",
         "whole_of": _STATES["full_state_dict"],
+        **dict.fromkeys(("HeadShares", "Split", "SplitModule", "split_params"), _PRIVATE),
+        "summed_over": _PRIVATE,
         **_STATES,
     },
-    "ringcomm.parallel.expert": _STATES,
-    "ringcomm.integrations.transformers": {"apply": "it is patch_loss now"},
+    "ringcomm.parallel.expert": {
+        **dict.fromkeys(("DispatchPlan", "LocalExperts", "combine", "plan_dispatch"), _PRIVATE),
+        **dict.fromkeys(("rows_of_tokens", "split_experts", "sums_of_rows"), _PRIVATE),
+        **_STATES,
+    },
+    "ringcomm.integrations.transformers": {
+        "apply": "it is patch_loss now",
+        "causal_lm_loss": _PRIVATE,
+    },
     "ringcomm.optim": {
         "ClipProposal": _CLIP_MODE,
         "MemoryReport": _MEM_TRACKER,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringcomm.optim import InBackwardOptimizer
 from ringcomm.parallel.zero import ZeroOptimizer
 
-__all__ = ["adopt", "prepare"]
+__all__ = ["prepare"]
 
 # Accelerate's names of what shards or reduces by itself.
 _OWN_SYSTEMS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
@@ -41,7 +41,9 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
     Raises:
         TypeError: there is no such optimizer, or more than one.
-        ValueError: as adopt().
+        ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
+            accumulation_steps; the optimizer's group has other processes than the accelerator;
+            weights are not on the device of the accelerator.
     """
     optimizers = [obj for obj in objects if isinstance(obj, torch.optim.Optimizer)]
     if len(optimizers) != 1:
@@ -51,19 +53,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 
 def adopt(accelerator: Any, optimizer: Any, num_micro_batches: int) -> None:
-    """Has an Accelerator leave gradients to an optimizer that reduces them.
-
-    Args:
-        accelerator: changed in place; it wraps no model in DistributedDataParallel from now on.
-        optimizer: Lomo, AdaLomo, or what zero.shard() returned.
-        num_micro_batches: backward passes for each step.
-
-    Raises:
-        TypeError: it is no such optimizer.
-        ValueError: Accelerate has FSDP, DeepSpeed or the like, or a GradScaler; Lomo has other
-            accumulation_steps; the optimizer's group has other processes than the accelerator;
-            weights are not on the device of the accelerator.
-    """
+    """Has an Accelerator leave gradients to an optimizer that reduces them; see prepare()."""
     if not isinstance(optimizer, (InBackwardOptimizer, ZeroOptimizer)):
         raise TypeError(
             "the optimizer is Lomo, AdaLomo or one of zero.shard(), which reduce gradients, got"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.parallelize import Parallelized, parallelize
+from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.state import get_state_dict, set_state_dict
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelDims",
-    "Parallelized",
     "ParameterServer",
     "WeightShards",
     "activations",

@@ -53,7 +53,11 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type is 2, another positive number or infinity, got {norm_type}")
     if isinstance(model, torch.optim.Optimizer) and hasattr(model, "clip_grad_norm_"):
-        return _clip_by_optimizer(model, max_norm, norm_type, error_if_nonfinite)
+        if norm_type != 2:
+            name = type(model).__name__
+            raise ValueError(f"{name} clips by the 2-norm, got norm_type={norm_type}")
+        own: Tensor = model.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return own
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -72,32 +76,10 @@ def clip_grad_norm_(
     return norm
 
 
-def _clip_by_optimizer(
-    optimizer: Any, max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    if norm_type != 2:
-        raise ValueError(
-            f"{type(optimizer).__name__} clips by the 2-norm, got norm_type={norm_type}"
-        )
-    norm: Tensor = optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
-    return norm
-
-
 def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole model's gradient.
+    """The norm of the whole model's gradient, of which `grads` has this rank's elements.
 
-    Args:
-        axes: of the model.
-        grads: this rank's elements of the gradients that it has.
-        norm_type: as in clip_grad_norm_().
-
-    Returns:
-        A tensor of no dimension, in float64, with the same bits on all ranks.
-
-    Raises:
-        RuntimeError: no rank has a gradient; on all ranks.
-
-    Collective: as clip_grad_norm_().
+    Returns a float64 tensor of no dimension, with the same bits on all ranks. Collective.
     """
     is_max = norm_type == math.inf
     device = next((grad.device for grad in grads.values()), torch.device("cpu"))
@@ -125,16 +107,10 @@ def total_norm(axes: Axes, grads: dict[nn.Parameter, Tensor], norm_type: float =
 def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_sums: int) -> Tensor:
     """Sums and maxima over the whole model, in which every element counts once.
 
-    Args:
-        axes: of the model.
-        own: rows of this rank's elements, by where the others are: `num_sums` sums, then maxima.
-        zeros: a row of nothing: float64, one dimension.
-        num_sums: see above.
-
-    Returns:
-        A row with the same bits on all ranks: everything is added in rank order.
-
-    Collective: an all_gather of a row, or of a few, over each group of the axes.
+    `own` has rows of this rank's elements by where the others are, `num_sums` sums, then maxima;
+    `zeros` is a row of nothing, in float64. Returns a row with the same bits on all ranks:
+    everything is added in rank order. Collective: an all_gather of a row, or of a few, over each
+    group of the axes.
     """
     pools = dict.fromkeys(_pools_of(axes), zeros)
     for held, row in own.items():
@@ -154,13 +130,7 @@ def over_all_ranks(axes: Axes, own: Mapping[Held, Tensor], zeros: Tensor, num_su
 
 
 def bytes_over_all_ranks(axes: Axes, row_bytes: int, num_shards: int = 1) -> int:
-    """What a rank sends in over_all_ranks().
-
-    Args:
-        axes: of the model.
-        row_bytes: of a row.
-        num_shards: the ranks of a data-parallel group that axes.sharded_over() is yet to get.
-    """
+    """What a rank sends in over_all_ranks(), after axes.sharded_over() a group of num_shards."""
     pools = _pools_of(axes)
     num_sent = (num_shards - 1) * len({(), *(held.groups for held in axes.held.values())})
     for group in axes.groups:

@@ -73,7 +73,12 @@ class ParallelDims:
         sizes = _resolved({"pp": pp, "dp": dp, "fsdp": fsdp, "tp": tp}, world_size)
         self.world_size = world_size
         self.pp, self.dp, self.fsdp, self.tp = (sizes[axis] for axis in _AXES)
-        self.ep = _checked_ep(ep, self.dp * self.fsdp)
+        if ep < 1 or self.dp * self.fsdp % ep:
+            raise ValueError(
+                f"ep {ep} shares experts inside of data parallelism, whose dp x fsdp has"
+                f" {self.dp * self.fsdp} ranks here: take a divisor of that"
+            )
+        self.ep = ep
         accelerator = torch.accelerator.current_accelerator()
         self._device_type = device_type or (accelerator.type if accelerator else "cpu")
 
@@ -121,16 +126,12 @@ class ParallelDims:
     def _experts(self) -> DeviceMesh:
         """("edp", "ep"): the "batch" of this rank, in rows that share experts."""
         self._check_world()
-        groups = [self._new_group(axis) for axis in ("edp", "ep")]
+        names, groups = ("edp", "ep"), []
+        for axis in names:
+            lines = {tuple(self.ranks_of(axis, rank)) for rank in range(self.world_size)}
+            groups.append(dist.new_subgroups_by_enumeration([[*line] for line in sorted(lines)])[0])
         box = torch.tensor(self.ranks_of("batch", dist.get_rank())).view(-1, self.ep)
-        names = ("edp", "ep")
         return DeviceMesh.from_group(groups, self._device_type, mesh=box, mesh_dim_names=names)
-
-    def _new_group(self, axis: str) -> dist.ProcessGroup:
-        lines = {tuple(self.ranks_of(axis, rank)) for rank in range(self.world_size)}
-        group, _ = dist.new_subgroups_by_enumeration([list(line) for line in sorted(lines)])
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
     def _check_world(self) -> None:
         found = dist.get_world_size() if dist.is_initialized() else 0
@@ -182,27 +183,16 @@ class ParallelDims:
 def _resolved(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     """The sizes, with a number in place of one -1."""
     for axis, size in sizes.items():
-        if size < 1 and not (size == -1 and axis in ("dp", "fsdp")):
-            raise ValueError(f"{axis} is a positive number{_or_rest(axis)}, got {size}")
-    rest = [axis for axis, size in sizes.items() if size == -1]
-    if len(rest) > 1:
+        may_be_rest = axis in ("dp", "fsdp")
+        if size < 1 and not (size == -1 and may_be_rest):
+            rest = " or -1 for the ranks that are left" if may_be_rest else ""
+            raise ValueError(f"{axis} is a positive number{rest}, got {size}")
+    left = [axis for axis, size in sizes.items() if size == -1]
+    if len(left) > 1:
         raise ValueError("dp and fsdp cannot both be -1, the ranks that are left: give one of them")
     known = math.prod(size for size in sizes.values() if size != -1)
-    if world_size % known or (not rest and known != world_size):
+    if world_size % known or (not left and known != world_size):
         words = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
-        wanted = f"a multiple of {known}" if rest else f"{known}"
+        wanted = f"a multiple of {known}" if left else f"{known}"
         raise ValueError(f"{words} takes {wanted} ranks, and there are {world_size}")
-    return sizes | dict.fromkeys(rest, world_size // known)
-
-
-def _or_rest(axis: str) -> str:
-    return " or -1 for the ranks that are left" if axis in ("dp", "fsdp") else ""
-
-
-def _checked_ep(ep: int, num_data: int) -> int:
-    if ep < 1 or num_data % ep:
-        raise ValueError(
-            f"ep {ep} shares experts inside of data parallelism, whose dp x fsdp has {num_data}"
-            " ranks here: take a divisor of that"
-        )
-    return ep
+    return sizes | dict.fromkeys(left, world_size // known)

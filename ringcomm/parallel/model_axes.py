@@ -63,9 +63,7 @@ class StagePart(nn.Module):
 class Held(NamedTuple):
     """Where the elements of a parameter are.
 
-    Attributes:
-        groups: a sum over each of them in turn has seen all elements, each `num_copies` times.
-        num_copies: see above.
+    A sum over each of `groups` in turn has seen all elements, each `num_copies` times.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -75,22 +73,16 @@ class Held(NamedTuple):
 class Axes(NamedTuple):
     """Who holds what of a model.
 
-    Attributes:
-        held: for each parameter of this rank that counts here.
-        groups: all groups of `held`, in the order in which every rank sums over them, which is also
-            the order within each parameter's.
-        stages: the pipeline's group, which sums last; None without a pipeline.
+    `groups` are all groups of `held`, in the order in which every rank sums over them, which is
+    also the order within each parameter's.
     """
 
-    held: dict[nn.Parameter, Held]
+    held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
     groups: tuple[dist.ProcessGroup, ...]
-    stages: dist.ProcessGroup | None
+    stages: dist.ProcessGroup | None  # of a pipeline, which sums last
 
     def sharded_over(self, group: dist.ProcessGroup) -> Axes:
-        """For a data-parallel group whose ranks have disjoint pieces of each gradient, as in ZeRO.
-
-        A rank without elements of a parameter may leave it out of what it gives to total_norm().
-        """
+        """For a data-parallel group whose ranks have disjoint pieces of each gradient."""
         if group.size() == 1:
             return self
         held = {param: of._replace(groups=(group, *of.groups)) for param, of in self.held.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,35 +98,31 @@ def parallelize(
         raise ValueError(f"num_microbatches is a positive number, got {num}")
     _check_options(dims, stage, sequence_parallel, dict(shard_options))
     _check_model(model, dims, loss_fn, (stage, sequence_parallel, schedule, num, recompute))
-    if dims.ep > 1 and not _has_layers(model, MixtureOfExperts):
+    # Experts whole on each rank of tensor parallelism are layers of one rank's experts.
+    if (dims.ep > 1 or dims.tp > 1) and _has_mixtral(model):
         from ringcomm.integrations.transformers import expert_parallelize
 
-        replicas = dims.group("edp") if dims["edp"].size() > 1 else None
+        replicas = dims.group("edp") if dims.ep > 1 and dims["edp"].size() > 1 else None
         expert_parallelize(model, group=dims.group("ep"), replica_group=replicas)
     if dims.tp > 1 and not _has_layers(model, SplitModule):
         from ringcomm.integrations.transformers import tensor_parallelize
 
         tensor_parallelize(model, dims.group("tp"), sequence_parallel=sequence_parallel)
+    data_mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
+    pipe = None
     if dims.pp > 1:
-        return _in_stages(
-            model, dims, optimizer, loss_fn, stage, schedule, num, recompute, shard_options
-        )
-    if recompute:
+        wrap: Any = partial(fully_shard, mesh=data_mesh) if stage == 3 else None
+        pipe = _pipeline_of(model, dims, loss_fn, schedule, num, recompute, wrap)
+        model = pipe.module
+    elif recompute:
         for layer in default_units(model):
             layer.forward = _recomputed(layer.forward)
-    made: torch.optim.Optimizer
-    runs: nn.Module = model
-    if stage == 3:
-        mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
-        made = zero.shard(model, optimizer(model.parameters()), 3, mesh=mesh, **shard_options)
-    elif stage:
-        batch = dims.group("batch")
-        made = zero.shard(model, optimizer(model.parameters()), stage, group=batch, **shard_options)
-    else:
-        made = optimizer(model.parameters())
-        if dims["batch"].size() > 1 and not _has_layers(model, MixtureOfExperts):
-            runs = DistributedDataParallel(model, process_group=dims.group("batch"))
-    return Parallelized(dims, model, made, runs, None, loss_fn, stage, num)
+    made = optimizer(pipe.parameters() if pipe is not None else model.parameters())
+    if stage == 3 and pipe is None:
+        made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
+    elif stage in (1, 2):
+        made = zero.shard(model, made, stage, group=dims.group("batch"), **shard_options)
+    return Parallelized(dims, model, made, pipe, loss_fn, stage, num)
 
 
 class Parallelized:
@@ -143,18 +140,26 @@ class Parallelized:
         dims: ParallelDims,
         model: Any,
         optimizer: torch.optim.Optimizer,
-        runs: Any,
         pipe: Any,
         loss_fn: Loss | None,
         stage: int,
         num_microbatches: int,
     ) -> None:
         self.dims, self.model, self.optimizer, self.pipeline = dims, model, optimizer, pipe
-        self._runs, self._loss_fn, self._num_microbatches = runs, loss_fn, num_microbatches
-        reduces_itself = stage > 0 or isinstance(runs, DistributedDataParallel)
-        self._averages = not reduces_itself and dims["batch"].size() > 1
-        if self._averages:
-            _copy_from_first(model, dims)
+        self._loss_fn, self._num_microbatches = loss_fn, num_microbatches
+        self._runs = model
+        self._averages = stage == 0 and dims["batch"].size() > 1
+        if not self._averages:
+            return
+        if pipe is None and not _has_layers(model, MixtureOfExperts):
+            self._runs = DistributedDataParallel(model, process_group=dims.group("batch"))
+            self._averages = False
+            return
+        # Replicas begin alike, as under DistributedDataParallel.
+        experts = set(expert_parameters(model).values())
+        broadcast_((p for p in model.parameters() if p not in experts), dims.group("batch"))
+        if experts:
+            broadcast_((p for p in model.parameters() if p in experts), dims.group("edp"))
 
     def step(self, inputs: Any, targets: Tensor) -> Tensor:
         """Forward and backward of a batch; gradients are those of the mean over dims["batch"].
@@ -214,17 +219,15 @@ class Parallelized:
         return clip_grad_norm_(self.optimizer if has_own else self.model, max_norm)
 
 
-def _in_stages(
+def _pipeline_of(
     model: Any,
     dims: ParallelDims,
-    optimizer: MakeOptimizer,
     loss_fn: Loss | None,
-    stage: int,
     schedule: str,
     num_microbatches: int,
     recompute: bool,
-    shard_options: Any,
-) -> Parallelized:
+    wrap: Any,
+) -> Any:
     from ringcomm.parallel.pipeline import Pipeline
 
     blocks = model
@@ -238,35 +241,12 @@ def _in_stages(
             loss: Tensor = compute(logits, labels, vocab_size)
             return loss
 
-    wrap: Callable[[nn.Module], nn.Module] | None = None
-    if stage == 3:
-        mesh = dims["hsdp"] if dims.dp > 1 else dims["fsdp"]
-
-        def wrap(part: nn.Module) -> nn.Module:
-            fully_shard(part, mesh=mesh)
-            return part
-
-    pipe = Pipeline(
-        blocks,
-        loss_fn,
-        schedule,
-        num_microbatches,
+    return Pipeline(
+        *(blocks, loss_fn, schedule, num_microbatches),
         group=dims.group("pp"),
         recompute=recompute,
         wrap=wrap,
     )
-    made = optimizer(pipe.parameters())
-    if stage in (1, 2):
-        made = zero.shard(pipe.module, made, stage, group=dims.group("batch"), **shard_options)
-    return Parallelized(dims, pipe.module, made, None, pipe, loss_fn, stage, num_microbatches)
-
-
-def _copy_from_first(model: nn.Module, dims: ParallelDims) -> None:
-    """Replicas begin alike, as under DistributedDataParallel."""
-    experts = set(expert_parameters(model).values())
-    broadcast_((p for p in model.parameters() if p not in experts), dims.group("batch"))
-    if experts:
-        broadcast_((p for p in model.parameters() if p in experts), dims.group("edp"))
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,9 +258,18 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _modules_of(model: Any) -> list[nn.Module]:
+    """All modules of a model, or of blocks by name."""
+    tops = model.values() if isinstance(model, Mapping) else [model]
+    return [module for top in tops for module in top.modules()]
+
+
 def _has_layers(model: Any, kind: type[nn.Module]) -> bool:
-    modules = model.values() if isinstance(model, Mapping) else [model]
-    return any(isinstance(layer, kind) for module in modules for layer in module.modules())
+    return any(isinstance(module, kind) for module in _modules_of(model))
+
+
+def _has_mixtral(model: Any) -> bool:
+    return any(type(module).__name__ == "MixtralSparseMoeBlock" for module in _modules_of(model))
 
 
 # ---- checks: before anything is changed
@@ -315,9 +304,9 @@ def _check_options(
 
 def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: Any) -> None:
     """Raises on all ranks alike. Collective."""
-    modules = list(model.values()) if isinstance(model, Mapping) else [model]
-    params = [item for module in modules for item in module.named_parameters()]
-    problem = _problem_of(model, modules, dims, loss_fn)
+    tops = model.values() if isinstance(model, Mapping) else [model]
+    params = [item for module in tops for item in module.named_parameters()]
+    problem = _problem_of(model, dims, loss_fn)
     facts = {"mesh": repr(dims), "options": repr(options), "problem of the model": repr(problem)}
     if not any(_has_layers(model, kind) for kind in (SplitModule, MixtureOfExperts)):
         shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in params]
@@ -328,10 +317,8 @@ def _check_model(model: Any, dims: ParallelDims, loss_fn: Loss | None, options: 
         raise problem
 
 
-def _problem_of(
-    model: Any, modules: list[nn.Module], dims: ParallelDims, loss_fn: Loss | None
-) -> Exception | None:
-    devices = sorted({str(p.device) for module in modules for p in module.parameters()})
+def _problem_of(model: Any, dims: ParallelDims, loss_fn: Loss | None) -> Exception | None:
+    devices = sorted({str(p.device) for m in _modules_of(model) for p in m.parameters(False)})
     if len(devices) > 1:
         return ValueError(f"the model is on {' and '.join(devices)}: move it to one device")
     config = getattr(getattr(model, "base_model", None), "config", None)
@@ -344,10 +331,11 @@ def _problem_of(
             f"tp is {dims.tp}, and {name} has neither a plan for tensor parallelism nor layers such"
             " as ringcomm.nn.ColumnParallelLinear"
         )
-    inside = [module for top in modules for module in top.modules()]
-    has_experts = any("SparseMoeBlock" in type(module).__name__ for module in inside)
-    if dims.ep > 1 and not (has_experts or _has_layers(model, MixtureOfExperts)):
-        return TypeError(f"ep is {dims.ep}, and {name} has no experts")
+    if dims.ep > 1 and not (_has_mixtral(model) or _has_layers(model, MixtureOfExperts)):
+        return TypeError(
+            f"ep is {dims.ep}, and {name} has neither experts of Mixtral nor layers of"
+            " ringcomm.nn.MixtureOfExperts"
+        )
     is_row = isinstance(model, nn.Sequential | nn.ModuleList | Mapping)
     if dims.pp > 1 and loss_fn is not None and not is_row:
         return TypeError(

@@ -8,20 +8,16 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 
 __all__ = ["MixtralExpert", "expert_parallelize"]
 
 
 class MixtralExpert(nn.Module):
-    """One expert of a block, whose weights the block has side by side.
-
-    Args:
-        gate_up_proj: shape (2 * intermediate, hidden); copied.
-        down_proj: shape (hidden, intermediate); copied.
-        act_fn: of the gate.
-    """
+    """One expert, with copies of its part of the weights that the block has side by side."""
 
     def __init__(
         self, gate_up_proj: Tensor, down_proj: Tensor, act_fn: Callable[[Tensor], Tensor]
@@ -41,6 +37,7 @@ def expert_parallelize(
     model: Any,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     replica_group: dist.ProcessGroup | None = None,
     capacity_factor: float | None = None,
 ) -> Any:
@@ -54,6 +51,7 @@ def expert_parallelize(
         model: MixtralForCausalLM or another with such blocks, of transformers from 5.0 on, with the
             same values on all ranks.
         group: the ranks that share the experts; None for the default group.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
         replica_group: the ranks that have the same experts as this one.
         capacity_factor: see TopKRouter.
 
@@ -84,33 +82,23 @@ def expert_parallelize(
             "output_router_logits finds no routers in layers that are split: set it to False, and"
             " add load_balancing_loss of the layers' routing to the loss"
         )
+    resolved = resolve_group(group, mesh)
     for name, block in blocks.items():
-        layer = _layer_of(block, group, replica_group, capacity_factor)
+        weight, of_experts = block.gate.weight, block.experts
+        router = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        router.weight = weight
+        weights = zip(of_experts.gate_up_proj, of_experts.down_proj, strict=True)
+        layer = MixtureOfExperts.from_experts(
+            router,
+            [MixtralExpert(gate_up, down, of_experts.act_fn) for gate_up, down in weights],
+            block.top_k,
+            group=resolved,
+            replica_group=replica_group,
+            capacity_factor=capacity_factor,
+            normalize_weights=block.top_k > 1,
+        )
+        # As in transformers, where the weight of a token's only expert is 1. TopKRouter refuses it.
+        layer.router.normalize_weights = True
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     return model
-
-
-def _layer_of(
-    block: Any,
-    group: dist.ProcessGroup | None,
-    replica_group: dist.ProcessGroup | None,
-    capacity_factor: float | None,
-) -> MixtureOfExperts:
-    weight = block.gate.weight
-    router = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    router.weight = weight
-    of_experts = block.experts
-    weights = zip(of_experts.gate_up_proj, of_experts.down_proj, strict=True)
-    layer = MixtureOfExperts.from_experts(
-        router,
-        [MixtralExpert(gate_up, down, of_experts.act_fn) for gate_up, down in weights],
-        block.top_k,
-        group=group,
-        replica_group=replica_group,
-        capacity_factor=capacity_factor,
-        normalize_weights=block.top_k > 1,
-    )
-    # As in transformers, where the weight of a token's only expert is 1. TopKRouter refuses that.
-    layer.router.normalize_weights = True
-    return layer

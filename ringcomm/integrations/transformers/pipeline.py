@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringcomm.integrations.transformers.tensor_parallel import refuse_embeddings
-from ringcomm.parallel.tensor.linear import RowParallelLinear
+from ringcomm.parallel.tensor.layers import RowParallelLinear
 
 __all__ = ["pipeline_blocks"]
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-from ringcomm.integrations.transformers.loss import causal_lm_loss, loss_options_of
+from ringcomm.integrations.transformers.training import causal_lm_loss, loss_options_of
 from ringcomm.nn import (
     ColumnParallelLinear,
     MixtureOfExperts,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from ringcomm.parallel.tensor.heads import HeadShares, share_heads
+from ringcomm.parallel.tensor.layers import HeadShares, share_heads
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, copy_to_tp, reduce_from_tp
 from ringcomm.parallel.tensor.splits import SplitModule
 
 __all__ = ["refuse_embeddings", "tensor_parallelize"]
 
+Change = Callable[..., Tensor]
 COLUMNS, ROWS, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
@@ -31,6 +33,7 @@ def tensor_parallelize(
     model: Any,
     group: dist.ProcessGroup | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     sequence_parallel: bool = False,
     gather_logits: bool = False,
 ) -> Any:
@@ -47,6 +50,7 @@ def tensor_parallelize(
             same on all ranks, and changed in place. The parameters of its layers may be on the meta
             device, for ringcomm.parallel.set_state_dict(). Make optimizers after it.
         group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
         sequence_parallel: have the ranks share the tokens between split layers (Korthikanti et al.
             2022): the same bytes, and 1/N of those activations. Wants input_ids, of a length that
             the ranks divide.
@@ -68,7 +72,7 @@ def tensor_parallelize(
 
     Collective where key and value heads are copied, since there are fewer than ranks.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     base = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_tp_plan", None)
     if base is None or not plan:
@@ -84,14 +88,18 @@ def tensor_parallelize(
     if head is not None:
         _check_plain(head, nn.Linear, "the output layer")
     ends = _ends_of_tokens(base, whole, blocks) if sequence_parallel else None
-    heads = {
-        block: _heads_of(block, resolved.size()) for block in blocks.columns if _attends(block)
-    }
-    loss_options = loss_options_of(model) if head is not None and not gather_logits else None
-    splitter = _Splitter(resolved, 1 if sequence_parallel else None)
-    is_tied = head is not None and head.weight is whole.weight
+    heads: dict[Any, HeadShares] = {}
     for block in blocks.columns:
-        splitter.split_block(blocks, block, heads.get(block))
+        if hasattr(block, "num_key_value_groups"):
+            num, num_kv = (
+                getattr(block, name).out_features // block.head_dim for name in ("q_proj", "k_proj")
+            )
+            heads[block] = share_heads(num, num_kv, resolved.size())
+    loss_options = loss_options_of(model) if head is not None and not gather_logits else None
+    where: dict[str, Any] = {"group": resolved, "sequence_dim": 1 if sequence_parallel else None}
+    enter, leave = partial(copy_to_tp, **where), partial(reduce_from_tp, **where)
+    for block in blocks.columns:
+        _split_block(blocks, block, heads.get(block), enter, **where)
     embedding = VocabParallelEmbedding.from_embedding(
         whole, group=resolved, reduce_output=not sequence_parallel
     )
@@ -99,23 +107,26 @@ def tensor_parallelize(
         embedding.register_buffer("embed_scale", scale, persistent=False)
         embedding.register_forward_hook(_scaled)
     model.set_input_embeddings(embedding)
-    for module in blocks.summed:
-        splitter.sum_over_ranks(module)
+    # Each rank uses these weights on heads, or on tokens, of its own.
+    summed = {param for module in blocks.summed for param in module.parameters()}
     if ends is not None:
-        splitter.share_tokens(base, *ends, blocks.summed)
+        around = _share_tokens(base, ends, enter, leave)
+        summed |= {param for module in around for param in module.parameters(recurse=False)}
+    for param in summed:
+        all_reduce_grad_(param, resolved)
     base.register_forward_pre_hook(_refuse_dropout)
-    if head is not None:
-        # Behind the last norm the tokens are whole again, so that the head may take some of them.
-        made = ColumnParallelLinear.from_linear(
-            head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
-        )
-        if is_tied:
-            made.weight = embedding.weight
-        model.set_output_embeddings(made)
-        if loss_options is not None:
-            model.loss_function = partial(
-                causal_lm_loss, group=resolved, vocab_start=made.features[0], **loss_options
-            )
+    if head is None:
+        return model
+    # Behind the last norm the tokens are whole again, so that the head may take some of them.
+    made = ColumnParallelLinear.from_linear(
+        head, group=resolved, copy_input=not sequence_parallel, gather_output=gather_logits
+    )
+    if head.weight is whole.weight:
+        made.weight = embedding.weight
+    model.set_output_embeddings(made)
+    if loss_options is not None:
+        options = {"group": resolved, "vocab_start": made.features[0], **loss_options}
+        model.loss_function = partial(causal_lm_loss, **options)
     return model
 
 
@@ -132,16 +143,17 @@ class _Blocks:
         self.columns: dict[nn.Module, list[str]] = {}
         self.rows: dict[nn.Module, list[str]] = {}
         self.summed: list[nn.Module] = []
-        patterns = [
-            (re.compile(re.escape(name).replace(r"\*", r"[^.]+")), style)
-            for name, style in plan.items()
-        ]
+        patterns = {re.escape(name).replace(r"\*", r"[^.]+"): plan[name] for name in plan}
+
+        def style_of(name: str) -> str | None:
+            return next((patterns[p] for p in patterns if re.fullmatch(p, name)), None)
+
         # Experts in parts are whole on each rank of the group, which all send the same tokens.
         experts = tuple(
             f"{name}." for name, m in base.named_modules() if isinstance(m, MixtureOfExperts)
         )
         for name, module in base.named_modules():
-            style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            style = style_of(name)
             if name.startswith(experts):
                 continue
             if style == SUMMED:
@@ -157,7 +169,7 @@ class _Blocks:
                     " not supported"
                 )
         for name, _ in base.named_parameters():
-            style = next((s for pattern, s in patterns if pattern.fullmatch(name)), None)
+            style = style_of(name)
             if style is not None and not name.startswith(experts):
                 raise ValueError(f"{name} is {style} in the model's plan, which is not supported")
         for block in self.columns:
@@ -247,86 +259,52 @@ def _refuse_dropout(base: nn.Module, _: Any) -> None:
                 )
 
 
-def _attends(block: nn.Module) -> bool:
-    return hasattr(block, "num_key_value_groups")
-
-
-def _heads_of(block: Any, world_size: int) -> HeadShares:
-    width = block.head_dim
-    return share_heads(
-        block.q_proj.out_features // width, block.k_proj.out_features // width, world_size
-    )
-
-
-class _Splitter:
-    def __init__(self, group: dist.ProcessGroup, sequence_dim: int | None) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
-
-    def split_block(self, blocks: _Blocks, block: Any, heads: HeadShares | None) -> None:
-        """An attention or a feed-forward network."""
-        width = 1 if heads is None else block.head_dim
-        num_together, num_replicas = heads or (1, 1)
-        for name in blocks.columns[block]:
-            is_shared = heads is not None and name != "q_proj"
-            made = ColumnParallelLinear.from_linear(
-                getattr(block, name),
-                group=self.group,
-                shard_multiple=width if is_shared else num_together * width,
-                num_replicas=num_replicas if is_shared else 1,
-                copy_input=False,
-            )
-            setattr(block, name, made)
-        for name in blocks.rows[block]:
-            rows = RowParallelLinear.from_linear(
-                getattr(block, name),
-                group=self.group,
-                shard_multiple=num_together * width,
-                sequence_dim=self.sequence_dim,
-            )
-            setattr(block, name, rows)
-        if num_replicas > 1:
-            begin, end = block.q_proj.features
-            block.num_key_value_groups = (end - begin) // width
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
-
-    def sum_over_ranks(self, module: nn.Module) -> None:
-        """Gradients of weights that each rank uses on heads or tokens of its own."""
-        for param in module.parameters():
-            all_reduce_grad_(param, self.group)
-
-    def share_tokens(
-        self, base: Any, first: nn.Module, last: nn.Module, done: list[nn.Module]
-    ) -> None:
-        """From the first layer's input to the last norm's output."""
-        base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
-        first.register_forward_pre_hook(self._leave, with_kwargs=True)
-        last.register_forward_hook(self._enter_output)
-        for module in base.modules():
-            is_whole = not isinstance(module, SplitModule) and module not in done
-            for param in module.parameters(recurse=False) if is_whole else ():
-                all_reduce_grad_(param, self.group)
-
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(
-            lambda x: copy_to_tp(x, self.group, sequence_dim=self.sequence_dim, inplace=True),
-            args,
-            kwargs,
+def _split_block(
+    blocks: _Blocks, block: Any, heads: HeadShares | None, enter: Change, **where: Any
+) -> None:
+    """An attention or a feed-forward network; its input passes enter() once for all layers."""
+    width = 1 if heads is None else block.head_dim
+    num_together, num_replicas = heads or (1, 1)
+    for name in blocks.columns[block]:
+        is_shared = heads is not None and name != "q_proj"
+        columns = ColumnParallelLinear.from_linear(
+            getattr(block, name),
+            group=where["group"],
+            shard_multiple=width if is_shared else num_together * width,
+            num_replicas=num_replicas if is_shared else 1,
+            copy_input=False,
         )
+        setattr(block, name, columns)
+    for name in blocks.rows[block]:
+        multiple = num_together * width
+        whole = getattr(block, name)
+        setattr(block, name, RowParallelLinear.from_linear(whole, shard_multiple=multiple, **where))
+    if num_replicas > 1:
+        begin, end = block.q_proj.features
+        block.num_key_value_groups = (end - begin) // width
+    block.register_forward_pre_hook(_with_first(partial(enter, inplace=True)), with_kwargs=True)
 
-    def _leave(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(
-            lambda x: reduce_from_tp(x, self.group, sequence_dim=self.sequence_dim), args, kwargs
-        )
 
-    def _enter_output(self, _: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return copy_to_tp(output, self.group, sequence_dim=self.sequence_dim)
+def _share_tokens(
+    base: Any, ends: tuple[nn.Module, nn.Module], enter: Change, leave: Change
+) -> list[nn.Module]:
+    """From the first layer's input to the last norm's output; the modules around split layers."""
+    first, last = ends
+    base.register_forward_pre_hook(refuse_embeddings, with_kwargs=True)
+    first.register_forward_pre_hook(_with_first(leave), with_kwargs=True)
+    last.register_forward_hook(lambda _, __, output: enter(output))
+    return [module for module in base.modules() if not isinstance(module, SplitModule)]
 
 
-def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a layer with other hidden states."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+def _with_first(change: Change) -> Any:
+    """A hook that changes the hidden states among the arguments of a layer."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
 
 
 def refuse_embeddings(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.options import (
     LOGIT_DTYPES,
     MAX_VOCAB_SIZE,
@@ -38,6 +40,7 @@ def cross_entropy(
     target: Tensor,
     *,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     class_weight: Tensor | None = None,
@@ -67,6 +70,7 @@ def cross_entropy(
         target: shape (...), int64 or int32: classes of the whole vocabulary, the same on all ranks.
             Or, without a group, probabilities of shape (..., V); they get no gradient.
         group: whose ranks share the vocabulary; None (the default) where this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
         vocab_start: the first class of this rank's logits; shards may have any order, differ in
             size and be empty. None, on all ranks or on none: in rank order, which costs an exchange
             of the sizes first.
@@ -106,6 +110,8 @@ def cross_entropy(
     """
     if inplace:
         _check_inplace(logits, reduction)
+    if mesh is not None:
+        group = resolve_group(group, mesh)
     if isinstance(logits, DTensor):
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
     options = checked_options(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
@@ -30,6 +31,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     class_weight: Tensor | None = None,
@@ -52,6 +54,7 @@ def linear_cross_entropy(
         target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
         bias: shape (V,), of hidden's dtype; None for none.
         group: whose ranks share the vocabulary; None where this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
         vocab_start: this rank's first class, as in cross_entropy.
         vocab_size: the number of classes without padding, as in cross_entropy.
         class_weight: shape (vocab_size,), float32: cross_entropy's `weight`.
@@ -79,6 +82,8 @@ def linear_cross_entropy(
     check_class_weight(class_weight, hidden.device)
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
+    if mesh is not None:
+        group = resolve_group(group, mesh)
     if sequence_parallel and (group is None or hidden.dim() == 1):
         raise ValueError("sequence_parallel is for tokens that a group of ranks shares")
     tokens = hidden.shape[:-1]

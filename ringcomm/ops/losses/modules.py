@@ -4,8 +4,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Unpack
 
+from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_entropy
 from ringcomm.ops.losses.options import LossArguments, checked_options, find_shard
@@ -50,6 +52,7 @@ class CrossEntropyLoss(_Loss):
     Args:
         class_weight: as there.
         group: whose ranks share the vocabulary; None where this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
         num_columns: with a group and without vocab_start: how many classes this rank has, padding
             included. Making the module is a collective then.
         vocab_start: this rank's first class, as there.
@@ -67,12 +70,14 @@ class CrossEntropyLoss(_Loss):
         class_weight: Tensor | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         num_columns: int | None = None,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
         inplace: bool = False,
         **options: Unpack[LossArguments],
     ) -> None:
+        group = group if mesh is None else resolve_group(group, mesh)
         super().__init__(
             class_weight, group, num_columns, vocab_start, vocab_size, options, inplace=inplace
         )
@@ -92,6 +97,7 @@ class LinearCrossEntropyLoss(_Loss):
     Args:
         class_weight: as there.
         group: whose ranks share the vocabulary; None where this rank has all of it.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
         num_columns: with a group and without vocab_start: how many classes this rank has, padding
             included. Making the module is a collective then.
         vocab_start: this rank's first class, as there.
@@ -110,6 +116,7 @@ class LinearCrossEntropyLoss(_Loss):
         class_weight: Tensor | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         num_columns: int | None = None,
         vocab_start: int | None = None,
         vocab_size: int | None = None,
@@ -117,6 +124,7 @@ class LinearCrossEntropyLoss(_Loss):
         fused_update: FusedUpdate | None = None,
         **options: Unpack[LossArguments],
     ) -> None:
+        group = group if mesh is None else resolve_group(group, mesh)
         super().__init__(
             class_weight,
             group,

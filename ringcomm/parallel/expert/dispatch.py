@@ -22,43 +22,20 @@ __all__ = [
     "DispatchPlan",
     "combine",
     "dispatch",
-    "exchange_rows",
     "plan_dispatch",
     "rows_of_tokens",
     "sums_of_rows",
 ]
 
 
-def exchange_rows(
-    rows: Tensor,
-    link: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
+class _Exchange(torch.autograd.Function):
     """all_to_all of rows, whose backward pass is one in the other direction.
 
-    Args:
-        rows: shape (sum(sent), ...), in the order of the ranks that they go to.
-        link: what the exchange before this one has returned, or an empty tensor that requires grad
-            where some rank of the group needs a gradient: a rank whose own rows need none then
-            still answers the others in the backward pass.
-        sent: the number of rows for each rank.
-        received: the number of rows from each rank.
-        group: whose ranks.
-
-    Returns:
-        The rows received, shape (sum(received), ...), in the order of the ranks that they come
-        from, and the link for the next exchange.
-
-    Collective, and so is its backward pass. A rank sends its rows for others, to the byte, and
-    backward the gradients of what it has received.
+    Rows are in the order of the ranks that they go to, or come from. `link` is what the exchange
+    before this one has returned, or an empty tensor that requires grad if some rank of the group
+    needs a gradient: a rank whose own rows need none still answers the others in the backward pass.
     """
-    result: tuple[Tensor, Tensor] = _Exchange.apply(rows, link, sent, received, group)
-    return result
 
-
-class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -89,70 +66,33 @@ def _all_to_all(
 
 
 def rows_of_tokens(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
-    """The tokens of some choices.
+    """The tokens of some choices, (tokens, width) to (rows, width).
 
-    Args:
-        tokens: shape (tokens, width).
-        slots: shape (rows,), int64: which choices, token * num_choices + choice, each at most once.
-        num_choices: of a token.
-
-    Returns:
-        Shape (rows, width).
+    `slots`, int64, says which choices: token * num_choices + choice, each at most once.
     """
     result: Tensor = _RowsOfTokens.apply(tokens, slots, num_choices)
     return result
 
 
 def sums_of_rows(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
-    """For every token the sum over its choices' rows, 0 where it has none.
-
-    Args:
-        rows: shape (rows, width).
-        slots: the choice of each row, as rows_of_tokens() has it.
-        num_tokens: of the result.
-        num_choices: of a token.
-
-    Returns:
-        Shape (num_tokens, width).
-    """
-    result: Tensor = _SumsOfRows.apply(rows, slots, num_tokens, num_choices)
-    return result
-
-
-def _take(tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
-    return tokens.index_select(0, slots.div(num_choices, rounding_mode="floor"))
-
-
-def _sum(rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
-    spread = rows.new_zeros(num_tokens * num_choices, rows.shape[1])
-    spread.index_copy_(0, slots, rows)
+    """For every token the sum over its choices' rows, (num_tokens, width); 0 where it has none."""
+    spread = rows.new_zeros(num_tokens * num_choices, rows.shape[1]).index_copy_(0, slots, rows)
     return spread.view(num_tokens, num_choices, rows.shape[1]).sum(1)
 
 
 class _RowsOfTokens(torch.autograd.Function):
+    """Not index_select's own gradient, which adds up in no fixed order on a GPU."""
+
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, num_choices: int) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.num_tokens, ctx.num_choices = tokens.shape[0], num_choices
-        return _take(tokens, slots, num_choices)
+        return tokens.index_select(0, slots.div(num_choices, rounding_mode="floor"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (slots,) = ctx.saved_tensors
         return sums_of_rows(grads[0], slots, ctx.num_tokens, ctx.num_choices), None, None
-
-
-class _SumsOfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_tokens: int, num_choices: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.num_choices = num_choices
-        return _sum(rows, slots, num_tokens, num_choices)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (slots,) = ctx.saved_tensors
-        return rows_of_tokens(grads[0], slots, ctx.num_choices), None, None, None
 
 
 # What ranks tell each other in front of the counts: see _facts_of().
@@ -163,33 +103,17 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How many rows go where, as the ranks of a group have agreed.
-
-    Attributes:
-        group: the ranks that share the experts.
-        sent: this rank's rows for each rank.
-        table: rows from each rank for each expert of this rank: table[rank][local expert].
-        width: of a row.
-        dtype: of the rows on the wire.
-        link: see exchange_rows().
-    """
+    """How many rows go where, as the ranks of a group have agreed; for one dispatch and combine."""
 
     group: dist.ProcessGroup
-    sent: Sequence[int]
-    table: Sequence[Sequence[int]]
-    width: int
-    dtype: torch.dtype
-    link: Tensor
+    sent: Sequence[int]  # this rank's rows for each rank
+    table: Sequence[Sequence[int]]  # rows from each rank for each expert of this rank
+    width: int  # of a row
+    dtype: torch.dtype  # of the rows on the wire
+    link: Tensor  # see _Exchange
 
-    @property
-    def num_rows(self) -> int:
-        """This rank's rows, whether they travel or not."""
-        return sum(self.sent)
-
-    @property
-    def received(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(of_rank) for of_rank in self.table]
+    num_rows = property(lambda self: sum(self.sent))  # of this rank, whether they travel or not
+    received = property(lambda self: [sum(of_rank) for of_rank in self.table])  # from each rank
 
 
 def plan_dispatch(
@@ -202,14 +126,11 @@ def plan_dispatch(
     """Tells the ranks of a group how many rows they will get from each other.
 
     Args:
-        rows_per_expert: shape (experts,), int64: this rank's rows for each expert. The ranks have
-            contiguous experts, by shard_range().
-        like: shape (any, width): the dtype, width and device of the rows to come.
+        rows_per_expert: shape (experts,), int64. The ranks have contiguous experts, by
+            shard_range().
+        like: the dtype, width and device of the rows to come.
         group: whose ranks.
         is_grad_needed: whether this rank will call the backward pass for something of its own.
-
-    Returns:
-        The plan for one dispatch() and one combine().
 
     Raises:
         TypeError: rows have another dtype than float64, float32, float16 or bfloat16.
@@ -270,42 +191,26 @@ def _agree(facts: Sequence[Sequence[int]]) -> bool:
 
 
 def dispatch(rows: Tensor, plan: DispatchPlan) -> tuple[list[Tensor], Tensor]:
-    """Brings rows to the ranks of their experts.
+    """Brings rows, (plan.num_rows, width) by expert, to the ranks of their experts.
 
-    Args:
-        rows: shape (plan.num_rows, width), by expert.
-        plan: from plan_dispatch().
-
-    Returns:
-        For each of this rank's experts its rows, those of rank 0 first; and the link for combine().
-
-    Collective, forward and backward: the bytes of the rows whose experts are on other ranks, and
-    backward those that have come from there.
+    Returns for each of this rank's experts its rows, those of rank 0 first; and the link for
+    combine(). Collective, forward and backward: the bytes of the rows whose experts are on other
+    ranks, and backward those that have come from there.
     """
-    received, link = exchange_rows(rows, plan.link, plan.sent, plan.received, plan.group)
+    received, link = _Exchange.apply(rows, plan.link, plan.sent, plan.received, plan.group)
     pieces = received.split([num for of_rank in plan.table for num in of_rank])
     num_local = len(plan.table[0])
     return [torch.cat(pieces[local::num_local]) for local in range(num_local)], link
 
 
 def combine(results: Sequence[Tensor], link: Tensor, plan: DispatchPlan) -> Tensor:
-    """Brings the experts' results back to where their rows have come from.
-
-    Args:
-        results: for each of this rank's experts, in the shape of its rows.
-        link: from dispatch().
-        plan: the same as dispatch()'s.
-
-    Returns:
-        Shape (plan.num_rows, width), in the order of the rows that were given to dispatch().
-
-    Collective, as dispatch() in the other direction.
-    """
+    """Brings the experts' results back in the order of the rows of dispatch(). Collective."""
     by_rank = [
         result.split([of_rank[local] for of_rank in plan.table])
         for local, result in enumerate(results)
     ]
     pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
     empty = link.new_empty(0, plan.width, dtype=plan.dtype)  # of a rank without experts
-    rows, _ = exchange_rows(torch.cat([empty, *pieces]), link, plan.received, plan.sent, plan.group)
+    joined = torch.cat([empty, *pieces])
+    rows: Tensor = _Exchange.apply(joined, link, plan.received, plan.sent, plan.group)[0]
     return rows

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +23,12 @@ __all__ = ["average_gradients"]
 _AVERAGED = "_ringcomm_averaged"
 
 
-def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def average_gradients(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Makes gradients those of the mean of the ranks' losses; between backward() and step().
 
     A replicated parameter's gradient becomes the mean over the ranks. An expert's is the sum over
@@ -34,6 +40,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
             averaged the other parameters themselves, only the experts are left to do.
         group: all ranks that have rows of their own. None: DistributedDataParallel's, or the
             default group.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
 
     Raises:
         ValueError: a layer's group and replica_group do not make up the group; nothing was written.
@@ -46,7 +53,9 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
     the last backward().
     """
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
-    resolved = resolve_group(ddp.process_group if group is None and ddp is not None else group)
+    if ddp is not None and group is None and mesh is None:
+        group = ddp.process_group
+    resolved = resolve_group(group, mesh)
     layers = split_experts(model)
     for name, experts in layers.items():
         _check_groups(name, experts, resolved)
@@ -72,49 +81,31 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 def _check_fresh(params: Iterable[nn.Parameter]) -> None:
     """No gradient is an average, or has one in it."""
-    for param in params:
-        seen = getattr(param, _AVERAGED, None)
-        if seen is not None and seen.is_in(param.grad):
-            raise RuntimeError(
-                "average_gradients() has averaged these gradients before: call it once in a step,"
-                " after the last backward() and before step() and zero_grad()"
-            )
+    if any(_has_average(param.grad) for param in params):
+        raise RuntimeError(
+            "average_gradients() has averaged these gradients before: call it once in a step,"
+            " after the last backward() and before step() and zero_grad()"
+        )
+
+
+def _has_average(grad: Tensor | None) -> bool:
+    return grad is not None and getattr(grad, _AVERAGED, None) == grad._version
 
 
 def _note_average(param: nn.Parameter) -> None:
+    """A gradient with an average in it has its version as an attribute: zero_grad() changes it."""
     if param.grad is None or not param.requires_grad:
         return
-    seen = getattr(param, _AVERAGED, None)
-    if seen is None:
-        seen = _Average()
-        setattr(param, _AVERAGED, seen)
-        param.register_hook(partial(seen.before_accumulation, weakref.ref(param)))
-    seen.note(param.grad)
+    setattr(param.grad, _AVERAGED, param.grad._version)
+    if not hasattr(param, _AVERAGED):
+        setattr(param, _AVERAGED, True)
+        param.register_hook(partial(_before_accumulation, weakref.ref(param)))
 
 
-class _Average:
-    """Which gradient of a parameter is an average, and whether a backward pass has added to it."""
-
-    def __init__(self) -> None:
-        self._grad: weakref.ref[Tensor] | None = None
-        self._version = -1
-        self._is_mixed = False
-
-    def note(self, grad: Tensor) -> None:
-        self._grad, self._version, self._is_mixed = weakref.ref(grad), grad._version, False
-
-    def _is_untouched(self, grad: Tensor | None) -> bool:
-        is_same = grad is not None and self._grad is not None and self._grad() is grad
-        return is_same and grad is not None and grad._version == self._version
-
-    def before_accumulation(self, param: weakref.ref[nn.Parameter], _: Tensor) -> None:
-        owner = param()
-        self._is_mixed = owner is not None and self._is_untouched(owner.grad)
-
-    def is_in(self, grad: Tensor | None) -> bool:
-        """Whether this gradient is the average, or has it in it."""
-        is_same = grad is not None and self._grad is not None and self._grad() is grad
-        return is_same and (self._is_mixed or self._is_untouched(grad))
+def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
+    grad: Any = getattr(of(), "grad", None)
+    if _has_average(grad):
+        setattr(grad, _AVERAGED, grad._version + 1)
 
 
 def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:

@@ -1,22 +1,191 @@
-"""A layer of experts, of which each rank has some (Shazeer et al. 2017; Lepikhin et al. 2021)."""
+"""A layer of experts, of which each rank has some, and the router in front of them.
+
+Shazeer et al. 2017; Lepikhin et al. 2021; Fedus et al. 2022.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
 from ringcomm.parallel.expert.local_experts import LocalExperts
-from ringcomm.parallel.expert.router import Routing, TopKRouter
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.tensor.splits import refuse_copy
 
-__all__ = ["MixtureOfExperts"]
+__all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where this rank's tokens go.
+
+    Attributes:
+        logits: shape (tokens, experts), in float32, or float64 of such tokens; so are all below
+            that are not said to be otherwise.
+        probabilities: their softmax.
+        experts: shape (tokens, top_k), int64: of a token the most probable first, of equals that
+            of the smaller number.
+        weights: shape (tokens, top_k): of the experts' results.
+        is_kept: shape (tokens, top_k), bool: False where the expert is full.
+        tokens_per_expert: shape (experts,), int64: how many each gets.
+        num_dropped_tokens: of no dimension, int64: the choices that are not kept. With top_k=1
+            these are tokens; a token none of whose choices is kept has 0 as its result.
+    """
+
+    logits: Tensor
+    probabilities: Tensor
+    experts: Tensor
+    weights: Tensor
+    is_kept: Tensor
+    tokens_per_expert: Tensor
+    num_dropped_tokens: Tensor
+
+    def slots_by_expert(self) -> Tensor:
+        """The choices, token * top_k + choice, by expert and then by token; dropped ones last."""
+        num_experts = self.logits.shape[1]
+        found = torch.where(self.is_kept, self.experts, num_experts)
+        return found.flatten().argsort(stable=True)
+
+    @property
+    def load_balancing_loss(self) -> Tensor:
+        """experts * sum(f * P), 1 where balanced (Fedus et al. 2022, eq. 4, without alpha).
+
+        f is an expert's share of all choices before any is dropped, P the mean of its
+        probabilities; over this rank's tokens. 0 without any.
+        """
+        num_experts = self.logits.shape[1]
+        shares = _counts(self.experts, num_experts) / max(self.experts.numel(), 1)
+        mean = self.probabilities.sum(0) / max(self.probabilities.shape[0], 1)
+        return num_experts * (shares.to(mean.dtype) * mean).sum()
+
+    @property
+    def router_z_loss(self) -> Tensor:
+        """The mean of logsumexp(logits)^2 over this rank's tokens (Zoph et al. 2022, eq. 5)."""
+        squares = self.logits.logsumexp(-1).square()
+        return squares.sum() / max(squares.numel(), 1)
+
+
+class TopKRouter(nn.Linear):
+    """A linear gate, whose softmax is in float32 whatever the tokens are, autocast or not.
+
+    Args:
+        in_features: of a token.
+        num_experts: to choose from.
+        top_k: experts of a token (Shazeer et al. 2017).
+        capacity_factor: an expert takes ceil(capacity_factor * top_k * tokens / num_experts) of
+            this rank's tokens: first choices before second ones, and in the order of positions
+            (Lepikhin et al. 2021, algorithm 1). Ranks need not talk about that, and what is dropped
+            does not depend on other ranks' tokens. None: no token is dropped.
+        normalize_weights: whether the weights of a token's experts sum to 1, as in Mixtral;
+            otherwise they are their probabilities, as in Switch.
+        bias, device, dtype: as in nn.Linear.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        capacity_factor: float | None = None,
+        normalize_weights: bool = False,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check(num_experts, top_k, capacity_factor, normalize_weights)
+        super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.capacity_factor, self.normalize_weights = capacity_factor, normalize_weights
+
+    def capacity(self, num_tokens: int) -> int | None:
+        """How many of so many tokens an expert takes; None: all."""
+        if self.capacity_factor is None:
+            return None
+        return math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
+
+    def forward(self, tokens: Tensor) -> Routing:  # type: ignore[override]
+        """(tokens, in_features) to a Routing."""
+        with torch.autocast(tokens.device.type, enabled=False):
+            dtype = torch.promote_types(tokens.dtype, torch.float32)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+            probabilities = logits.softmax(-1)
+        # Not topk(): which of several equal ones that takes is not said.
+        weights, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+        weights, experts = weights[:, : self.top_k], experts[:, : self.top_k]
+        if self.normalize_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        is_kept = self._within_capacity(experts)
+        kept = torch.where(is_kept, experts, self.num_experts)
+        return Routing(
+            *(logits, probabilities, experts, weights, is_kept),
+            tokens_per_expert=_counts(kept, self.num_experts + 1)[:-1],
+            num_dropped_tokens=(~is_kept).sum(),
+        )
+
+    def _within_capacity(self, experts: Tensor) -> Tensor:
+        """Which choices find a place."""
+        capacity = self.capacity(experts.shape[0])
+        if capacity is None:
+            return torch.ones_like(experts, dtype=torch.bool)
+        choices = experts.t().flatten()  # all first ones, then all second ones
+        order = choices.argsort(stable=True)
+        counts = _counts(choices, self.num_experts)
+        begins = counts.cumsum(0) - counts
+        places = torch.empty_like(choices)
+        places[order] = torch.arange(len(order), device=order.device) - begins[choices[order]]
+        return (places < capacity).view(self.top_k, -1).t()
+
+    def extra_repr(self) -> str:
+        """As nn.Linear has it, and what is not the default."""
+        words = [super().extra_repr(), f"top_k={self.top_k}"]
+        if self.capacity_factor is not None:
+            words.append(f"capacity_factor={self.capacity_factor}")
+        if self.normalize_weights:
+            words.append("normalize_weights=True")
+        return ", ".join(words)
+
+
+def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
+    """How often each number below num_kinds is there; unlike bincount() without waiting for it."""
+    flat = numbers.reshape(-1)
+    return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def _check(
+    num_experts: int, top_k: int, capacity_factor: float | None, normalize_weights: bool
+) -> None:
+    if num_experts < 1:
+        raise ValueError(f"num_experts is 1 or more, got {num_experts}")
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(
+            f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
+        )
+    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+        raise ValueError(
+            f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or None,"
+            " which drops none"
+        )
+    if normalize_weights and top_k == 1 < num_experts:
+        raise ValueError(
+            "the weight of one expert, normalized, is always 1, and the router would learn nothing:"
+            " normalize_weights=False, or top_k=2"
+        )
 
 
 class MixtureOfExperts(nn.Module):
@@ -44,9 +213,9 @@ class MixtureOfExperts(nn.Module):
         num_experts: of the whole layer. Ranks have contiguous ones, as many or one more, or none.
         top_k, capacity_factor, normalize_weights: see TopKRouter.
         group: the ranks that share the experts; None for the default group.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group: ParallelDims()["ep"].
         replica_group: where there are fewer experts' ranks than ranks of data parallelism: those
-            that have the same experts as this one. With a mesh of ("replica", "expert") these are
-            mesh["expert"].get_group() and mesh["replica"].get_group().
+            that have the same experts as this one, ParallelDims().group("edp").
         device, dtype: of the router.
 
     Attributes:
@@ -73,40 +242,37 @@ class MixtureOfExperts(nn.Module):
         top_k: int = 2,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         replica_group: dist.ProcessGroup | None = None,
         capacity_factor: float | None = None,
         normalize_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        _router: nn.Linear | None = None,
     ) -> None:
         super().__init__()
-        resolved = resolve_group(group)
-        router = TopKRouter(
+        resolved = resolve_group(group, mesh)
+        self.router = TopKRouter(
             *(in_features, num_experts, top_k),
             capacity_factor=capacity_factor,
             normalize_weights=normalize_weights,
+            bias=_router is not None and _router.bias is not None,
             device=device,
             dtype=dtype,
         )
+        if _router is not None:
+            self.router.load_state_dict(_router.state_dict())
+            for name, param in self.router.named_parameters():
+                param.requires_grad_(_router.get_parameter(name).requires_grad)
         made = (make_expert() for _ in range(num_experts))
-        self._take(router, made, resolved, replica_group)
-
-    def _take(
-        self,
-        router: TopKRouter,
-        experts: Iterable[nn.Module],
-        group: dist.ProcessGroup,
-        replica_group: dist.ProcessGroup | None,
-    ) -> None:
-        self.router = router
-        self.experts = LocalExperts(experts, router.num_experts, group, replica_group)
+        self.experts = LocalExperts(made, num_experts, resolved, replica_group)
         self.routing: Routing | None = None
         alike = {
-            "number of experts": router.num_experts,
-            "arguments of the router": repr(router),
-            "sum of the router's values, which seeds make alike": _sum_of(router),
+            "number of experts": num_experts,
+            "arguments of the router": repr(self.router),
+            "sum of the router's values, which seeds make alike": _sum_of(self.router),
         }
-        check_agreement(alike, group)
+        check_agreement(alike, resolved)
         if replica_group is not None:
             alike["experts of replicas"] = self.experts.range
             alike["sum of the experts' values, which seeds make alike"] = _sum_of(self.experts)
@@ -114,20 +280,15 @@ class MixtureOfExperts(nn.Module):
 
     @classmethod
     def from_experts(
-        cls,
-        router: nn.Linear,
-        experts: Sequence[nn.Module],
-        top_k: int = 2,
-        *,
-        group: dist.ProcessGroup | None = None,
-        replica_group: dist.ProcessGroup | None = None,
-        capacity_factor: float | None = None,
-        normalize_weights: bool = False,
+        cls, router: nn.Linear, experts: Sequence[nn.Module], top_k: int = 2, **options: Any
     ) -> Self:
         """This rank's part of a layer whose experts are there, the same on all ranks.
 
-        `router` makes a logit for each expert and is copied; of `experts`, which are all, this
-        rank's are taken as they are. The rest is as in the class.
+        Args:
+            router: makes a logit for each expert; copied.
+            experts: all of them; this rank's are taken as they are.
+            top_k: see the class.
+            options: group, mesh, replica_group, capacity_factor and normalize_weights of the class.
 
         Raises:
             ValueError: the router has another number of outputs, or as the class.
@@ -139,21 +300,11 @@ class MixtureOfExperts(nn.Module):
                 f"the router has {router.out_features} outputs, and there are {len(experts)}"
                 " experts: one for each"
             )
-        gate = TopKRouter(
-            *(router.in_features, len(experts), top_k),
-            capacity_factor=capacity_factor,
-            normalize_weights=normalize_weights,
-            bias=router.bias is not None,
-            device=router.weight.device,
-            dtype=router.weight.dtype,
+        weight, next_expert = router.weight, iter(experts).__next__
+        return cls(
+            *(router.in_features, next_expert, len(experts), top_k),
+            **{"device": weight.device, "dtype": weight.dtype, "_router": router, **options},
         )
-        gate.load_state_dict(router.state_dict())
-        for name, param in gate.named_parameters():
-            param.requires_grad_(router.get_parameter(name).requires_grad)
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._take(gate, experts, resolve_group(group), replica_group)
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to the same shape and dtype.

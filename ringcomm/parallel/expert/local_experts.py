@@ -32,7 +32,7 @@ class LocalExperts(nn.ModuleDict):
         range: the experts [begin, end) of this rank.
 
     Raises:
-        ValueError: there are more or fewer experts, or two of them share a parameter.
+        ValueError: two experts share a parameter.
     """
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -48,17 +48,13 @@ class LocalExperts(nn.ModuleDict):
         self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
         self.range = shard_range(num_experts, group.size(), group.rank())
         seen: set[nn.Parameter] = set()
-        num_seen = 0
         for idx, expert in enumerate(experts):
             params = set(expert.parameters())
             if seen & params:
                 raise ValueError(f"expert {idx} shares a parameter with another: copy it for each")
             seen |= params
-            num_seen += 1
             if self.range[0] <= idx < self.range[1]:
                 self[str(idx)] = expert
-        if num_seen != num_experts:
-            raise ValueError(f"there are {num_seen} experts, and {num_experts} were announced")
 
     @property
     def is_split(self) -> bool:
@@ -66,21 +62,10 @@ class LocalExperts(nn.ModuleDict):
         return self.group.size() > 1
 
     def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        """Each row through its expert, wherever that is.
+        """Each row through its expert, wherever that is, in the order and dtype of the rows.
 
-        Args:
-            rows: shape (plan.num_rows, width), by expert.
-            plan: from plan_dispatch().
-
-        Returns:
-            The results in the order and dtype of the rows. Every expert runs, on no rows too, so
-            that its parameters have gradients on every rank in every step.
-
-        Raises:
-            ValueError: an expert's result has another shape than its rows.
-            RuntimeError: DistributedDataParallel would average the experts of different ranks.
-
-        Collective, forward and backward: see dispatch() and combine().
+        Every expert runs, on no rows too, so that its parameters have gradients on every rank in
+        every step. Collective, forward and backward.
         """
         self._check_ddp()
         parts, link = dispatch(rows, plan)

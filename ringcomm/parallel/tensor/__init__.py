@@ -1,30 +1,17 @@
-"""Tensor parallelism: what modules of ringcomm.nn and a model's own code communicate with."""
+"""Tensor parallelism: what a model's own code communicates with. Its layers are in ringcomm.nn."""
 
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.parallel.tensor.heads import HeadShares, share_heads
+from ringcomm.parallel.tensor.layers import share_heads
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
     copy_to_tp,
     gather_from_tp,
     reduce_from_tp,
-    summed_over,
 )
-from ringcomm.parallel.tensor.splits import Split, SplitModule, split_params
 
-__all__ = [
-    "HeadShares",
-    "Split",
-    "SplitModule",
-    "all_reduce_grad_",
-    "copy_to_tp",
-    "gather_from_tp",
-    "reduce_from_tp",
-    "share_heads",
-    "split_params",
-    "summed_over",
-]
+__all__ = ["all_reduce_grad_", "copy_to_tp", "gather_from_tp", "reduce_from_tp", "share_heads"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

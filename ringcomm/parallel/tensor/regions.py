@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 
@@ -29,6 +30,7 @@ def copy_to_tp(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     sequence_dim: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
@@ -37,6 +39,7 @@ def copy_to_tp(
     Args:
         x: what all ranks have alike, any shape; with `sequence_dim` this rank's equal part of it.
         group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
         sequence_dim: the dimension that ranks share the tokens of, outside of such layers.
         inplace: without sequence_dim the sum takes the place of the gradient, for results that go
             into linear layers only: these make it anew, where a sum would hand on one that others
@@ -49,7 +52,7 @@ def copy_to_tp(
     Collective: 2(N-1)/N of the whole's bytes are sent backward; with `sequence_dim` half of that,
     and the other half forward.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
         return x
     result: Tensor = _CopyToTp.apply(x, resolved.group_name, sequence_dim, inplace)
@@ -60,6 +63,7 @@ def reduce_from_tp(
     x: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     sequence_dim: int | None = None,
     inplace: bool = False,
 ) -> Tensor:
@@ -68,6 +72,7 @@ def reduce_from_tp(
     Args:
         x: this rank's part of the sums, of the same shape on all ranks.
         group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
         sequence_dim: of the result each rank takes an equal part along it.
         inplace: without sequence_dim the sum takes the place of `x`, which is the result of an
             operation that does not need it, such as a linear layer. Memory that is new costs more
@@ -81,7 +86,7 @@ def reduce_from_tp(
 
     Collective, as copy_to_tp() in the other direction.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
         return x
     if sequence_dim is not None and x.shape[sequence_dim] % resolved.size():
@@ -94,7 +99,12 @@ def reduce_from_tp(
 
 
 def gather_from_tp(
-    x: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None, *, dim: int = -1
+    x: Tensor,
+    sizes: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    dim: int = -1,
 ) -> Tensor:
     """The ranks' parts side by side, whole on all ranks, which go on alike from there.
 
@@ -102,6 +112,7 @@ def gather_from_tp(
         x: this rank's part.
         sizes: of all parts along `dim`, in rank order.
         group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
         dim: where parts differ.
 
     Returns:
@@ -109,19 +120,21 @@ def gather_from_tp(
 
     Collective: (N-1)/N of the whole's bytes, parts padded to the longest; nothing backward.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     result: Tensor = _GatherFromTp.apply(x, tuple(sizes), resolved.group_name, resolved.rank(), dim)
     return result
 
 
-def all_reduce_grad_(param: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Has the gradient of a parameter that all ranks have summed over them, as it comes.
+def all_reduce_grad_(
+    param: Tensor, group: dist.ProcessGroup | None = None, *, mesh: DeviceMesh | None = None
+) -> None:
+    """Sums the gradient of a parameter over a group, or a one-dimensional mesh, as it comes.
 
-    For what each rank uses on its own tokens, such as norms under sequence parallelism, and for
-    copies of one head. A parameter that is frozen now may be thawed later. Collective in the
-    backward pass, if the parameter has a gradient.
+    For parameters that all ranks have and that each uses on its own tokens, such as norms under
+    sequence parallelism, and for copies of one head. A parameter that is frozen now may be thawed
+    later. Collective in the backward pass, if the parameter has a gradient.
     """
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     name, is_trained = resolved.group_name, param.requires_grad
     param.requires_grad_()  # torch wants that of a tensor that gets a hook
     param.register_hook(lambda grad: _all_reduce(grad, "sum", name))

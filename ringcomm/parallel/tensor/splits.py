@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Split", "SplitModule", "draw_part", "refuse_copy", "refuse_decisions", "split_params"]
+__all__ = ["Split", "SplitModule", "refuse_copy", "refuse_decisions", "split_params", "take_part"]
 
 # 16 MiB of fp32. torch's generator of the CPU fills vectors of 16 numbers, and an end that is
 # shorter in another way: blocks are of 16 rows and more.
@@ -20,11 +21,7 @@ MIN_ROWS = 16
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Instead of copying layers that are split: hooks of gradients would not be copied.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raises RuntimeError instead of a copy, which would lack the hooks of gradients."""
     raise RuntimeError("layers that are split over ranks have no copy: copy the whole ones before")
 
 
@@ -44,20 +41,9 @@ class Split:
     rank: int
     num_replicas: int = 1
 
-    @property
-    def begin(self) -> int:
-        """Where this rank's part begins."""
-        return self.ranges[self.rank][0]
-
-    @property
-    def end(self) -> int:
-        """Where it ends."""
-        return self.ranges[self.rank][1]
-
-    @property
-    def total(self) -> int:
-        """The dimension's length in the whole parameter."""
-        return self.ranges[-1][1]
+    begin = property(lambda self: self.ranges[self.rank][0])
+    end = property(lambda self: self.ranges[self.rank][1])
+    total = property(lambda self: self.ranges[-1][1])  # of the whole parameter
 
     def cut(self, whole: Tensor) -> Tensor:
         """A view of this rank's part."""
@@ -109,16 +95,9 @@ def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitMod
 def refuse_decisions(
     model: nn.Module, system: str, known: Container[nn.Parameter] = frozenset()
 ) -> None:
-    """For what would decide by the gradients that one rank has: how to clip, whether to step.
+    """Raises ValueError if a system clips or skips a step by one rank's gradients of split weights.
 
-    Args:
-        model: with layers in parts, or without.
-        system: who decides.
-        known: parameters that it knows to be parts.
-
-    Raises:
-        ValueError: the model has other ones, whose gradients differ from rank to rank: what all
-            ranks have would drift apart.
+    `known` are split parameters whose parts on other ranks the system counts.
     """
     parts = (p for _, p, module, _ in split_params(model) if module.group.size() > 1)
     if any(param not in known for param in parts):
@@ -129,40 +108,36 @@ def refuse_decisions(
         )
 
 
-def draw_part(
-    shape: tuple[int, ...],
+def take_part(
+    whole: Tensor,
     split: Split | None,
+    drawn_on: torch.device | None,
     draw_: Callable[[Tensor], object],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> Tensor:
-    """This rank's part of random values that all ranks draw alike.
+) -> nn.Parameter:
+    """This rank's part of a parameter, in memory of its own.
 
     Args:
-        shape: of the whole.
-        split: which part is kept; None for all of it.
-        draw_: fills a tensor in place.
-        device: of the result.
-        dtype: of the result; None for torch's default.
-
-    Returns:
-        On the CPU the values that `draw_` gives the whole; on other devices values of the same
-        distribution. Either way the generator and the whole do not depend on the number of ranks,
-        and no more than the part and a block are in memory.
+        whole: copied; with `drawn_on` on the meta device.
+        split: which part; None for all of it.
+        drawn_on: the device of values that all ranks draw alike.
+        draw_: fills a tensor in place. On the CPU the part has the values that it gives the whole;
+            on other devices values of the same distribution. Either way the generator and the whole
+            do not depend on the number of ranks, and only the part and a block are in memory.
     """
+    if drawn_on is None:
+        part = whole.detach() if split is None else split.cut(whole.detach())
+        return nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
+    empty = partial(torch.empty, device=drawn_on, dtype=whole.dtype)
     if split is None:
-        whole = torch.empty(shape, device=device, dtype=dtype)
-        draw_(whole)
-        return whole
-    kept = list(shape)
-    kept[split.dim] = split.end - split.begin
-    part = torch.empty(kept, device=device, dtype=dtype)
-    row_elems = max(1, torch.Size(shape[1:]).numel())
-    step = max(MIN_ROWS, BLOCK_ELEMS // row_elems // MIN_ROWS * MIN_ROWS)
+        part = empty(whole.shape)
+        draw_(part)
+        return nn.Parameter(part)
+    part, num_rows, row_sizes = empty(split.cut(whole).shape), whole.shape[0], whole.shape[1:]
+    step = max(MIN_ROWS, BLOCK_ELEMS // max(1, row_sizes.numel()) // MIN_ROWS * MIN_ROWS)
     begin = 0
-    while begin < shape[0]:
-        end = shape[0] if shape[0] - begin < step + MIN_ROWS else begin + step
-        block = torch.empty((end - begin, *shape[1:]), device=device, dtype=dtype)
+    while begin < num_rows:
+        end = num_rows if num_rows - begin < step + MIN_ROWS else begin + step
+        block = empty((end - begin, *row_sizes))
         draw_(block)
         if split.dim == 0:
             first, last = max(begin, split.begin), min(end, split.end)
@@ -171,4 +146,4 @@ def draw_part(
         else:
             part[begin:end] = split.cut(block)
         begin = end
-    return part
+    return nn.Parameter(part)

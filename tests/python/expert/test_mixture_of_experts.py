@@ -1,58 +1,69 @@
-"""Experts shared among ranks: the training of one process that has them all, and exact bytes."""
+"""Experts shared among ranks: the training of one process that has them all; calls of the layer."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from full_states import full_weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moe_models import (
     DIM,
+    HIDDEN,
     STEPS,
     Case,
+    DenseMixture,
     batch,
     descend,
     expert_net,
-    loss_of,
+    make_expert,
     sent_bytes,
     train,
     train_alone,
 )
-from ranks import run_ranks
-from torch import Tensor
+from ranks import place, run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ringcomm.parallel import expert
+from ringcomm.nn import MixtureOfExperts
+from ringcomm.ops import shard_range
+from ringcomm.parallel.expert.dispatch import plan_dispatch
 
+# A layer, and the tokens of each rank.
 CASES = [
-    Case(4, 2),
-    Case(5, 2, normalize_weights=True),
-    Case(2, 1),  # fewer experts than ranks
-    Case(5, 3, capacity_factor=0.7),
-    Case(4, 1, capacity_factor=1.0),
-    Case(3, 3),  # dense
-    Case(1, 1),
+    (Case(4, 2), [5, 7]),
+    (Case(5, 2, normalize_weights=True), [1, 6, 2, 5]),
+    (Case(2, 1), [4, 0, 3]),  # fewer experts than ranks
+    (Case(5, 3, capacity_factor=0.7), [4, 0, 3]),
+    (Case(4, 1, capacity_factor=1.0), [1, 6, 2, 5]),
+    (Case(3, 3), [5, 7]),  # dense
+    (Case(1, 1), [6]),
 ]
 
 
 def train_ranks(
-    rank: int, case: Case, sizes: list[int]
+    rank: int, case: Case, sizes: list[int], device: str = "cpu"
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    net = expert_net(case)
+    net = expert_net(case).to(place(device, rank))
     losses = train(net, rank, sizes)
     return losses, net.state_dict(), full_weights(net)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("sizes", [[6], [5, 7], [4, 0, 3], [1, 6, 2, 5]], ids=str)
-def test_the_training_of_one_process(case: Case, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("case", "sizes"), CASES, ids=str)
+def test_the_training_of_one_process(case: Case, sizes: list[int], device: str) -> None:
     losses, weights = train_alone(case, sizes)
-    results = run_ranks(len(sizes), train_ranks, case, sizes)
+    results = run_ranks(len(sizes), train_ranks, case, sizes, device)
     for rank, (found, mine, whole) in enumerate(results):
         expected = [of_step[rank] for of_step in losses]
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
         assert sorted(whole) == sorted(weights)
         for name, value in weights.items():
             torch.testing.assert_close(whole[name], value, rtol=0, atol=2e-6)
-        assert all(torch.equal(whole[name], value) for name, value in mine.items())
+        assert all(torch.equal(whole[name], value.cpu()) for name, value in mine.items())
 
 
 # ---- bits
@@ -96,73 +107,296 @@ def train_in_order_of_one(rank: int, case: Case, sizes: list[int]) -> dict[str, 
     return train_in_order(case, sizes)
 
 
-@pytest.mark.parametrize("case", [Case(5, 2), Case(3, 2, normalize_weights=True)], ids=str)
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_two_ranks_have_the_bits_of_one(case: Case, backend: str) -> None:
+def test_two_ranks_have_the_bits_of_one(backend: str) -> None:
+    case = Case(5, 2, normalize_weights=True)
     (expected,) = run_ranks(1, train_in_order_of_one, case, [5, 7])
     for _, _, whole in run_ranks(2, train_ranks, case, [5, 7], backend=backend):
         assert all(torch.equal(whole[name], value) for name, value in expected.items())
 
 
-def train_without_mean(rank: int, case: Case, sizes: list[int]) -> dict[str, Tensor]:
-    """As if experts' gradients were like all others: a mean over ranks that have the same."""
-    net = expert_net(case)
-    for step in range(STEPS):
-        loss_of(net, *batch(step, rank, sizes[rank])).backward()
-        local = expert.expert_parameters(net)
-        for name, param in net.named_parameters():
-            assert param.grad is not None
-            if name not in local:
-                torch.distributed.all_reduce(param.grad)
-                param.grad /= len(sizes)
-        descend(net)
-    return full_weights(net)
+# ---- the layer
 
 
-def test_a_missing_mean_would_be_seen() -> None:
-    """The control: experts that learn from the sum train something else."""
-    case, sizes = Case(4, 2), [5, 7]
-    _, weights = train_alone(case, sizes)
-    for whole in run_ranks(2, train_without_mean, case, sizes):
-        name = "moe.experts.0.2.weight"
-        assert not torch.allclose(whole[name], weights[name], atol=1e-4)
+def dense_like(layer: MixtureOfExperts, case: Case) -> DenseMixture:
+    """The oracle with a layer's values. Collective."""
+    dense = DenseMixture(case)
+    dense.load_state_dict(full_weights(layer))
+    return dense.to(next(layer.parameters()).dtype)
 
 
-# ---- bytes on the wire
+def make_layer(case: Case, **options: Any) -> MixtureOfExperts:
+    torch.manual_seed(3)
+    return MixtureOfExperts(
+        *(DIM, make_expert, case.num_experts, case.top_k),
+        capacity_factor=case.capacity_factor,
+        normalize_weights=case.normalize_weights,
+        **options,
+    )
 
 
-def counted(rank: int, case: Case, sizes: list[int], dtype: torch.dtype) -> list[int]:
-    """Sent forward and backward, and by the formula; with the dtype by autocast, or the net's."""
-    is_cast = dtype == torch.bfloat16
-    net = expert_net(case).to(torch.float32 if is_cast else dtype)
-    x, y = batch(0, rank, sizes[rank])
-    if not is_cast:
-        x, y = x.to(dtype), y.to(dtype)
-    before = sent_bytes()
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-        loss = loss_of(net, x, y)
-    middle = sent_bytes()
-    loss.backward()
-    after = sent_bytes()
-    begin, end = net.moe.experts.range
-    per_expert = net.moe.routing.tokens_per_expert.tolist()
-    mine = sum(per_expert[begin:end])
-    of_ranks = [torch.zeros(case.num_experts, dtype=torch.int64) for _ in sizes]
-    torch.distributed.all_gather(of_ranks, net.moe.routing.tokens_per_expert)
-    received = sum(int(of_rank[begin:end].sum()) for of_rank in of_ranks) - mine
-    rows_bytes = (sum(per_expert) - mine + received) * DIM * dtype.itemsize
-    num_elsewhere = case.num_experts - (end - begin)
-    counts = 8 * num_elsewhere + 24 * (len(sizes) - 1)
-    return [middle - before, after - middle, rows_bytes + counts, rows_bytes]
+def check_layer(rank: int, world_size: int) -> None:
+    case = Case(5, 2)
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    begin, end = shard_range(5, world_size, rank)
+    assert layer.experts.range == (begin, end)
+    assert list(layer.experts) == [str(idx) for idx in range(begin, end)]
+    assert f"{begin}:{end} of 5" in repr(layer)
+    torch.manual_seed(rank)
+    for shape in ((DIM,), (2, 3, DIM), (0, DIM), (4, 0, DIM)):
+        x = torch.randn(shape)
+        out = layer(x)
+        assert out.shape == x.shape
+        torch.testing.assert_close(out, dense(x), rtol=0, atol=1e-6)
+        assert torch.equal(out, layer(x))  # the same bits again
+    columns = torch.randn(DIM, 6).t()  # not contiguous
+    torch.testing.assert_close(layer(columns), dense(columns), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=rf"a token has {DIM} features, got tokens \(3, 2\)"):
+        layer(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match="a token has"):
+        layer(torch.zeros(()))
+    with pytest.raises(RuntimeError, match="copy the whole ones before"):
+        copy.deepcopy(layer)
+    with pytest.raises(ValueError, match="choose 1 to 5"):
+        make_layer(Case(5, 6))
+    with pytest.raises(ValueError, match="3 outputs, and there are 2 experts"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 3), [make_expert(), make_expert()])
+    with pytest.raises(ValueError, match="expert 1 shares a parameter"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 2), [make_expert()] * 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", [Case(5, 2), Case(2, 1), Case(5, 3, capacity_factor=0.7)], ids=str)
-@pytest.mark.parametrize("sizes", [[6], [5, 7], [1, 6, 0, 5]], ids=str)
-def test_bytes_of_a_step(case: Case, sizes: list[int], dtype: torch.dtype) -> None:
-    """Choices whose experts are elsewhere, there and back; as much backward; counts once."""
-    for forward, backward, expected_forward, rows in run_ranks(
-        len(sizes), counted, case, sizes, dtype
-    ):
-        assert forward == expected_forward
-        assert backward == rows
+def test_layer() -> None:
+    run_ranks(3, check_layer, 3)
+
+
+def check_any(rank: int, case: Case, sizes: list[int]) -> None:
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    x = torch.randn(sizes[rank], DIM)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-6)
+    assert layer.routing is not None
+    assert int(layer.routing.num_dropped_tokens) == dense.num_dropped
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_layer(data: st.DataObject) -> None:
+    """The dense computation of the same experts, whatever the layer and the tokens."""
+    num_experts = data.draw(st.integers(1, 7))
+    top_k = data.draw(st.integers(1, num_experts))
+    capacity_factor = data.draw(st.none() | st.floats(0.1, 2))
+    case = Case(num_experts, top_k, capacity_factor, top_k > 1 and data.draw(st.booleans()))
+    world_size = data.draw(st.sampled_from([2, 4]))
+    sizes = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size)
+    run_ranks(world_size, check_any, case, data.draw(sizes))
+
+
+def check_double(rank: int) -> None:
+    """Gradients of everything, nearly exactly."""
+    case = Case(4, 3, capacity_factor=0.8)
+    layer = make_layer(case).double()
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    x = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    for module, tokens in ((layer, x), (dense, again)):
+        module(tokens).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-12)
+    for param in dense.parameters():
+        dist.all_reduce(param.grad)
+    dist.all_reduce(layer.router.weight.grad)
+    for name, param in layer.named_parameters():
+        expected = dense.get_parameter(name).grad
+        assert param.grad is not None
+        assert expected is not None
+        torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_in_float64() -> None:
+    run_ranks(4, check_double)
+
+
+def check_skew(rank: int) -> None:
+    """All tokens of all ranks to one expert; then one token of one rank."""
+    layer = make_layer(Case(4, 1))
+    with torch.no_grad():
+        layer.router.weight.zero_()[2] = 1.0
+    layer(torch.rand(7, DIM)).sum().backward()
+    assert layer.routing is not None
+    assert layer.routing.tokens_per_expert.tolist() == [0, 0, 7, 0]
+    weights = layer.routing.weights.detach().sum()
+    dist.all_reduce(weights)
+    for idx, module in layer.experts.items():
+        grad = module.get_parameter("2.bias").grad
+        assert grad is not None
+        assert float(grad[0]) == pytest.approx(float(weights) if idx == "2" else 0.0, rel=1e-5)
+    one = torch.rand(1 if rank == 3 else 0, DIM)
+    layer(one).sum().backward()
+
+
+def test_all_tokens_to_one_expert() -> None:
+    run_ranks(4, check_skew)
+
+
+def check_autocast(rank: int) -> None:
+    case = Case(3, 2)
+    layer = make_layer(case)
+    dense = dense_like(layer, case)
+    torch.manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(5, DIM, dtype=dtype)
+        before = sent_bytes()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        assert out.dtype == dtype
+        assert layer.routing is not None
+        sent = sum(layer.routing.tokens_per_expert.tolist()[slice(2, 3) if rank == 0 else slice(2)])
+        received = torch.tensor(sent)  # there and back in 16 bits, and counts
+        dist.all_reduce(received)
+        rows = DIM * 2 * int(received)
+        assert sent_bytes() - before == rows + 24 + 8 * (3 - len(layer.experts))
+        torch.testing.assert_close(out.float(), dense(x.float()), rtol=0, atol=0.03)
+        out.float().sum().backward()
+    half = layer.bfloat16()
+    assert half(torch.randn(5, DIM).bfloat16()).dtype == torch.bfloat16
+    layer.float()
+    with pytest.raises(ValueError, match=r"disagree on the dtype of tokens: by rank \['torch.fl"):
+        layer(torch.randn(5, DIM, dtype=torch.float32 if rank == 0 else torch.float64))
+    assert layer(torch.randn(5, DIM)).isfinite().all()  # the group is whole
+    with pytest.raises(TypeError, match=r"tokens are of torch\.float64, .*; got torch\.complex64"):
+        plan_dispatch(
+            torch.zeros(3, dtype=torch.int64),
+            torch.zeros(2, DIM, dtype=torch.complex64),
+            layer.experts.group,
+            is_grad_needed=False,
+        )
+
+
+def test_dtypes() -> None:
+    run_ranks(2, check_autocast)
+
+
+def check_needs(rank: int) -> None:
+    """A rank without experts answers in the backward pass, whatever requires grad there."""
+    layer = make_layer(Case(2, 1))  # none on ranks 2 and 3
+    x = torch.randn(4, DIM)
+    layer(x).sum().backward()
+    layer.zero_grad()
+    layer.router.requires_grad_(False)
+    out = layer(x)  # experts alone are trained, and rank 3 has none
+    assert out.requires_grad
+    out.sum().backward()
+    for module in layer.experts.values():
+        assert all(param.grad is not None for param in module.parameters())
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+    mine = x.clone().requires_grad_(rank == 1)  # of one rank alone
+    out = layer(mine)
+    out.sum().backward()
+    assert (mine.grad is not None) == (rank == 1)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    layer.requires_grad_(True)
+    words = "rank 1 is in no_grad mode, and rank 0 waits for it"
+    with torch.set_grad_enabled(rank != 1), pytest.raises(ValueError, match=words):
+        layer(x)
+
+
+def test_who_needs_gradients() -> None:
+    run_ranks(4, check_needs)
+
+
+def check_shape(rank: int) -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(DIM, lambda: nn.Linear(DIM, HIDDEN), 2, 1)
+    with pytest.raises(ValueError, match=rf"expert {rank} makes \(\d+, {HIDDEN}\) of"):
+        layer(torch.randn(4, DIM))
+
+
+def test_an_expert_of_another_shape() -> None:
+    run_ranks(2, check_shape)
+
+
+def check_recomputed(rank: int, use_reentrant: bool) -> None:
+    """The same bits; experts drop the same features, routers choose the same experts again."""
+    grads, bytes_sent = [], []
+    for is_recomputed in (False, True):
+        torch.manual_seed(7)
+        layer = MixtureOfExperts(
+            DIM, lambda: nn.Sequential(make_expert(), nn.Dropout(0.5)), 2, 2, capacity_factor=0.8
+        )
+        torch.manual_seed(rank)
+        x = torch.randn(9, DIM, requires_grad=True)
+        before = sent_bytes()
+        out = checkpoint(layer, x, use_reentrant=use_reentrant) if is_recomputed else layer(x)
+        loss = out.square().sum()
+        if not use_reentrant:  # where the router's losses have no gradient
+            assert layer.routing is not None
+            loss = loss + layer.routing.load_balancing_loss
+        middle = sent_bytes()
+        loss.backward()
+        bytes_sent.append((middle - before, sent_bytes() - middle))
+        grads.append([x.grad, *(param.grad for param in layer.parameters())])
+    assert all(map(torch.equal, *grads))
+    (forward, backward), recomputed = bytes_sent
+    assert recomputed == (forward, backward + forward)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation(use_reentrant: bool) -> None:
+    run_ranks(2, check_recomputed, use_reentrant)
+
+
+def check_from_experts(rank: int) -> None:
+    torch.manual_seed(0)
+    gate = nn.Linear(DIM, 3)
+    gate.weight.requires_grad_(False)
+    experts = [make_expert() for _ in range(3)]
+    layer = MixtureOfExperts.from_experts(gate, experts, 2, normalize_weights=True)
+    assert not layer.router.weight.requires_grad
+    assert layer.router.bias is not None
+    assert layer.router.bias.requires_grad
+    x = torch.randn(5, DIM)
+    probabilities = gate(x).softmax(-1)
+    weights, chosen = probabilities.topk(2)
+    expected = torch.zeros_like(x)
+    for token in range(5):
+        for weight, idx in zip(weights[token] / weights[token].sum(), chosen[token], strict=True):
+            expected[token] += weight * experts[int(idx)](x[token])
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
+    for idx, module in layer.experts.items():
+        assert module is experts[int(idx)]
+
+
+def check_agreement(rank: int) -> None:
+    """Ranks that were seeded differently, or asked for different layers; nobody waits."""
+    torch.manual_seed(rank)
+    with pytest.raises(ValueError, match="disagree on the sum of the router's values, which seeds"):
+        MixtureOfExperts(DIM, make_expert, 4)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"number of experts: rank 0 has 4, rank 1 has 5"):
+        MixtureOfExperts(DIM, make_expert, 4 + rank)
+    with pytest.raises(ValueError, match=r"arguments of the router: rank 0 has .*top_k=1"):
+        MixtureOfExperts(DIM, make_expert, 4, 1 + rank)
+    groups = [dist.new_group([r]) for r in range(2)]
+    torch.manual_seed(0)
+    experts = [make_expert() for _ in range(2)]
+    experts[rank].get_parameter("0.bias").data.fill_(rank + 1.0)
+    with pytest.raises(ValueError, match="disagree on the sum of the experts' values, which seeds"):
+        MixtureOfExperts.from_experts(
+            *(nn.Linear(DIM, 2), experts), group=groups[rank], replica_group=dist.group.WORLD
+        )
+    layer = MixtureOfExperts(DIM, make_expert, 4, device="meta")
+    assert layer.router.weight.is_meta
+
+
+def test_agreement() -> None:
+    run_ranks(2, check_agreement)
+
+
+def test_from_experts() -> None:
+    run_ranks(2, check_from_experts)

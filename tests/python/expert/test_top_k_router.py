@@ -6,34 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import DIM, Case, choose
+from moe_models import DIM
 from torch import nn
 
 from ringcomm.nn import TopKRouter
-
-
-@pytest.mark.parametrize("capacity_factor", [None, 0.3, 1.0, 2.0])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(5, 1), (5, 3), (4, 4), (1, 1)])
-def test_routing(num_experts: int, top_k: int, capacity_factor: float | None) -> None:
-    torch.manual_seed(0)
-    case = Case(num_experts, top_k, capacity_factor)
-    router = TopKRouter(DIM, num_experts, top_k, capacity_factor=capacity_factor)
-    for num_tokens in (0, 1, 13):
-        x = torch.randn(num_tokens, DIM)
-        routing = router(x)
-        kept, num_dropped = choose(routing.probabilities.tolist(), case)
-        found = [
-            [int(e) for e, is_kept in zip(of_token, mask, strict=True) if is_kept]
-            for of_token, mask in zip(routing.experts, routing.is_kept, strict=True)
-        ]
-        assert found == kept
-        assert int(routing.num_dropped_tokens) == num_dropped
-        flat = [e for of_token in kept for e in of_token]
-        assert routing.tokens_per_expert.tolist() == [flat.count(e) for e in range(num_experts)]
-        if capacity_factor is not None:
-            most = router.capacity(num_tokens)
-            assert most is not None
-            assert int(routing.tokens_per_expert.max()) <= most
 
 
 def test_equal_probabilities_take_the_smaller_numbers() -> None:

@@ -27,7 +27,9 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel import clip_grad_norm_, expert, pipeline, tensor
 from ringcomm.parallel.clip import total_norm
+from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.model_axes import Axes, axes_of
+from ringcomm.parallel.tensor.splits import split_params
 
 DIM, VOCAB = 6, 11
 NORMS = (2.0, math.inf, 1.0, 3.0)
@@ -97,7 +99,7 @@ def give_gradients(
     model: nn.Module, dtype: torch.dtype, scale: float = 1.0, poisoned: str | None = None
 ) -> None:
     """To each parameter this rank's part of the gradient of its name."""
-    splits = {param: split for _, param, _, split in tensor.split_params(model)}
+    splits = {param: split for _, param, _, split in split_params(model)}
     for name, param in model.named_parameters():
         shape, split = list(param.shape), splits.get(param)
         if split is not None:
@@ -143,7 +145,7 @@ def make_model(case: Case) -> Any:
         whole = Whole(blocks)
         mine = set(expert.expert_parameters(whole).values())
         if mine and case.dp > 1:
-            for layer in expert.split_experts(whole).values():
+            for layer in split_experts(whole).values():
                 for one in layer.values():
                     fully_shard(one, mesh=mesh["dp"])
             mine = set(expert.expert_parameters(whole).values())

@@ -16,7 +16,7 @@ AXES = ("pp", "dp", "fsdp", "tp", "batch", "ep", "edp")
 
 
 def test_the_lines_of_each_axis_cover_all_ranks_once() -> None:
-    for pp, dp, fsdp, tp, ep in itertools.product((1, 2, 3), repeat=5):
+    for pp, dp, fsdp, tp, ep in itertools.product((1, 2), (1, 2), (1, 3), (1, 2), (1, 2, 3)):
         if (dp * fsdp) % ep == 0:
             check_lines(pp, dp, fsdp, tp, ep)
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import place, run_ranks
 from torch import Tensor, nn
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.parallel import ParallelDims, parallelize
 
 transformers = pytest.importorskip("transformers")
+assert transformers.LlamaForCausalLM  # imported before ranks are forked
 
 WORLD, ROWS, LENGTH, STEPS, LR, MAX_NORM = 4, 8, 12, 3, 0.3, 1.0
 SIZES = {
@@ -53,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ep, edp": ("Mixtral", {"ep": 2}, {}),
     "ep, tp": ("Mixtral", {"ep": 2, "tp": 2}, {}),
     "ep, pp": ("Mixtral", {"ep": 2, "pp": 2}, {}),
+    "tp, whole experts": ("Mixtral", {"tp": 2}, {}),
+    "fsdp, tp, whole experts": ("Mixtral", {"dp": 1, "fsdp": 2, "tp": 2}, {}),
+    "pp, tp, whole experts": ("Mixtral", {"pp": 2, "tp": 2}, {}),
 }
 
 
@@ -84,14 +88,14 @@ def train_alone(kind: str) -> list[float]:
     return found
 
 
-def train_on_mesh(rank: int, name: str) -> list[float]:
+def train_on_mesh(rank: int, name: str, device: str) -> list[float]:
     kind, sizes, options = CASES[name]
-    dims = ParallelDims(**sizes)
-    train = parallelize(make(kind), dims, optimizer_of, **options)
+    dims = ParallelDims(**sizes, device_type=device)
+    train = parallelize(make(kind).to(place(device, rank)), dims, optimizer_of, **options)
     batch = dims["batch"]
     num_rows, found = ROWS // batch.size(), []
     for step in range(STEPS):
-        mine = ids_of(step).split(num_rows)[batch.get_local_rank()]
+        mine = ids_of(step).split(num_rows)[batch.get_local_rank()].to(place(device, rank))
         loss = train.step(mine, mine).reshape(1)
         dist.all_reduce(loss, dist.ReduceOp.AVG, group=batch.get_group())
         norm = train.clip_grad_norm_(MAX_NORM)
@@ -102,8 +106,8 @@ def train_on_mesh(rank: int, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_that_of_one_process(name: str) -> None:
-    everyone = run_ranks(WORLD, train_on_mesh, name)
+def test_training_is_that_of_one_process(name: str, device: str) -> None:
+    everyone = run_ranks(WORLD, train_on_mesh, name, device)
     expected = train_alone(CASES[name][0])
     for found in everyone:
         assert found == pytest.approx(expected, rel=2e-6), name
@@ -211,7 +215,7 @@ def refusals(rank: int) -> list[str]:
 
 def test_what_does_not_go_together_is_an_error_on_all_ranks() -> None:
     texts = [
-        "ep is 2, and LlamaForCausalLM has no experts",
+        "ep is 2, and LlamaForCausalLM has neither experts of Mixtral",
         "tp is 2, and Sequential has neither a plan",
         "pp is 2, and Block is no nn.Sequential",
         "Sequential is no model of transformers, which has a loss: give loss_fn",

@@ -30,7 +30,7 @@ from ringcomm.parallel import (
     set_state_dict,
     zero,
 )
-from ringcomm.parallel.tensor_part import TensorPart, range_boxes
+from ringcomm.parallel.state.tensor_part import TensorPart, range_boxes
 
 assert KINDS, SIZES
 assert transformers

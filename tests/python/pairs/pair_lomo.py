@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from full_states import full_weights, load_full_weights
 from pair_loops import LOOPS, loop_of
 from pair_model import (
     CLIP_NORM,
@@ -16,15 +15,14 @@ from pair_model import (
     GRADIENTS,
     SCALE,
     WORLD_SIZE,
+    Base,
     Net,
     local_of,
-    micro_batches,
     params_in_groups,
 )
 from pair_table import Case, Meaningless, Refused, Table
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import AdaLomo, Lomo
@@ -176,106 +174,37 @@ def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
     return options
 
 
-class Training:
-    """One case, from its start or from a checkpoint, on the ranks of a group."""
+class Training(Base):
+    """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
-        self.case = case
         model = Net(case["weights"], case["recompute"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
         loop = loop_of(case, model, WORLD_SIZE, folder)
+        super().__init__(case, model, loop)
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
                 fully_shard(module)
         kind: Any = Lomo if case["optimizer"] == "Lomo" else AdaLomo
         rest = {"lr": 0.2 if kind is Lomo else 0.05, "weight_decay": 0.01, **_options(case, group)}
-        self.optimizer: Any
         if case["given"] == "model":
             self.optimizer = kind(model, **rest)
         else:
             self.optimizer = kind(params_in_groups(model, case["groups"]), model=model, **rest)
         if case["compile"] == "yes":
             model.compile(backend="aot_eager")
-        self.model: nn.Module = model
-        self.wrapped: nn.Module = model
         if case["around"] == "DDP":
             self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        self.loop: Any = self
         if loop is not None:
-            self.loop = loop
             loop.take(self.optimizer)
 
-    def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of a rank."""
-        for step in steps:
-            self._step(step, ranks)
-
-    def _step(self, step: int, ranks: range) -> None:
-        (rank,) = ranks
-        for batch in micro_batches(self.case, step, rank):
-            loss = batch.loss(self.wrapped)
-            if self.case["loss scale"] == "GradScaler":
-                loss = self.scaler.scale(loss)
-            if self.case["clipping"] == "norm in two passes":
-                self.optimizer.backward(loss)
-            else:
-                self.optimizer.scale(loss).backward()
-        if self.case["clipping"] == "torch":
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        if self.case["loss scale"] == "GradScaler":
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def snapshot(self) -> list[Tensor]:
-        """What tells whether a weight has been written since."""
         if self.shards is None:
             # fully_shard has whole weights in their place after a pass that failed, but not here.
             return [local_of(value).clone() for value in self.model.state_dict().values()]
         return [self.shards.shard_of(param).clone() for param in self.model.parameters()]
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On every rank. Collective."""
-        state = self.model.state_dict() if self.shards is None else full_weights(self.shards)
-        return whole(state)
-
-    def saved(self) -> Any:
-        """Whole weights, and the optimizer's state. Collective."""
-        return self.whole_weights(), self.optimizer.state_dict()
-
-    def load(self, saved: Any) -> None:
-        """Goes on from what saved() has returned."""
-        weights, state = saved
-        if self.shards is not None:
-            load_full_weights(self.shards, weights)
-        else:
-            load_weights(self.model, weights)
-        self.optimizer.load_state_dict(state)
-
-
-def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of whole weights. Collective where they are DTensors."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in state.items()
-    }
-
-
-def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Whole weights into those of a model, which may be DTensors."""
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            mine = weights[name]
-            if isinstance(param, DTensor):
-                mine = distribute_tensor(
-                    mine, param.device_mesh, param.placements, src_data_rank=None
-                )
-            param.copy_(mine)
 
 
 class AdaLomoOracle(torch.optim.Optimizer):

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from full_states import full_weights
-from pair_lomo import load_weights, whole
-from pair_model import CLIP_NORM, DTYPES, SCALE, Net, local_of, micro_batches, params_in_groups
+from pair_model import CLIP_NORM, DTYPES, SCALE, Base, MicroBatch, Net, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
 from pair_zero import torch_optimizer
 from torch import Tensor, nn
@@ -27,12 +25,11 @@ from ringcomm.optim import Lomo
 from ringcomm.parallel import (
     clip_grad_norm_,
     expert,
-    get_state_dict,
     pipeline,
-    set_state_dict,
     tensor,
     zero,
 )
+from ringcomm.parallel.tensor.splits import SplitModule
 
 WORLD_SIZE = 4
 # The ranks of a row share a model; those of a column have the same part of it.
@@ -211,13 +208,13 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens
     if is_tied:
         model.head.weight = model.embedding.weight
     for module in model.modules():
-        if shares_tokens and not isinstance(module, tensor.SplitModule):
+        if shares_tokens and not isinstance(module, SplitModule):
             for param in module.parameters(recurse=False):
                 tensor.all_reduce_grad_(param, group)
 
 
-class Training:
-    """One case, from its start or from a checkpoint, on a mesh of all ranks."""
+class Training(Base):
+    """One case, on a mesh of all ranks."""
 
     def __init__(
         self,
@@ -226,7 +223,6 @@ class Training:
         folder: Path,
         mesh_name: str | None = None,
     ) -> None:
-        self.case = case
         self.mesh = mesh = Mesh(mesh_name or case["mesh"], dist.get_rank())
         # The ranks of the first mesh that a rank of this one stands for.
         num = DATA_RANKS[case["mesh"]] // mesh.data.size()
@@ -244,9 +240,8 @@ class Training:
                     group=mesh.experts,
                     replica_group=mesh.replicas,
                 )
+        super().__init__(case, model)
         self.pipe: pipeline.Pipeline | None = None
-        self.model: nn.Module = model
-        self.wrapped: nn.Module = model
         if mesh.pipeline is not None:
             self._make_pipeline(model, mesh.pipeline)
         else:
@@ -256,7 +251,6 @@ class Training:
             if case["trained by"] == "fully_shard":
                 self._fully_shard()
         self.optimizer = self._make_optimizer()
-        self.loop = self
 
     def _make_pipeline(self, model: Net, group: dist.ProcessGroup) -> None:
         blocks: dict[str, nn.Module] = {"embedding": model.embedding}
@@ -321,22 +315,19 @@ class Training:
         return optimizer
 
     def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of this rank's rows."""
-        del ranks
-        for step in steps:
-            self._step(step)
+        super().run(steps, self.ranks)
 
-    def _step(self, step: int) -> None:
+    def backward(self, batch: MicroBatch, share: float) -> None:
+        if self.pipe is not None:
+            scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
+            self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
+        elif hasattr(self.optimizer, "scale"):
+            super().backward(batch, share)
+        else:
+            (batch.loss(self.wrapped) * share).backward()
+
+    def finish_step(self) -> None:
         kind = self.case["trained by"]
-        share = 1 / len(self.ranks)
-        for batch in (b for rank in self.ranks for b in micro_batches(self.case, step, rank)):
-            if self.pipe is not None:
-                scale = getattr(self.optimizer, "loss_scale", 1.0) * batch.factor * share
-                self.pipe.step(batch.ids, batch.targets, loss_scale=scale)
-            elif hasattr(self.optimizer, "scale"):
-                self.optimizer.scale(batch.loss(self.wrapped) * share).backward()
-            else:
-                (batch.loss(self.wrapped) * share).backward()
         if kind == "optimizer":
             expert.average_gradients(self.model, self.mesh.data)
         elif self.mesh.experts is not None and kind in ("DDP", "fully_shard"):
@@ -344,27 +335,4 @@ class Training:
         if self.case["clipping"] == "function":
             has_own = hasattr(self.optimizer, "clip_grad_norm_")
             clip_grad_norm_(self.optimizer if has_own else self.pipe or self.model, CLIP_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def snapshot(self) -> list[Tensor]:
-        """What tells whether a weight has been written since."""
-        return [local_of(p).clone() for g in self.optimizer.param_groups for p in g["params"]]
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On every rank. Collective."""
-        return full_weights(self.model)
-
-    def saved(self) -> Any:
-        """This rank's weights, and its optimizer's state; or both of all ranks. Collective."""
-        if self.case["resume"] == "same ranks":
-            return whole(self.model.state_dict()), self.optimizer.state_dict()
-        return get_state_dict(self.model, self.optimizer, full=True)
-
-    def load(self, saved: Any) -> None:
-        """Goes on from what saved() has returned."""
-        if self.case["resume"] == "same ranks":
-            load_weights(self.model, saved[0])
-            self.optimizer.load_state_dict(saved[1])
-            return
-        set_state_dict(self.model, self.optimizer, *saved)
+        super().finish_step()

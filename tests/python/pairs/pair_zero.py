@@ -7,19 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from full_states import full_state, full_weights, load_full_state, load_full_weights
-from pair_lomo import load_weights, whole
 from pair_loops import LOOPS, loop_of
-from pair_model import (
-    CLIP_NORM,
-    DTYPES,
-    GRADIENTS,
-    SCALE,
-    Net,
-    local_of,
-    micro_batches,
-    params_in_groups,
-)
+from pair_model import CLIP_NORM, DTYPES, GRADIENTS, SCALE, Base, Net, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -187,89 +176,29 @@ def _options(case: Case) -> dict[str, Any]:
     return options
 
 
-class Training:
-    """One case, from its start or from a checkpoint, on the ranks of a group."""
+class Training(Base):
+    """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
-        self.case, self.group = case, group
         model = Net(case["weights"], case["recompute"])
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
         loop = loop_of(case, model, group.size(), folder)
-        self.model: nn.Module = model
+        super().__init__(case, model, loop)
         if case["around"] == "fully_shard before":
             fully_shard(model)
         stage = 3 if case["stage"] == "infinity" else int(case["stage"])
-        self.optimizer: Any = zero.shard(
+        self.optimizer = zero.shard(
             model, _optimizer(case, model, folder), stage, group=group, **_options(case)
         )
         if case["compile"] == "yes":
             model.compile(backend="aot_eager")
-        self.wrapped: nn.Module = (
-            DistributedDataParallel(model) if case["around"] == "DDP" else model
-        )
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-        self.loop: Any = self
+        if case["around"] == "DDP":
+            self.wrapped = DistributedDataParallel(model)
         if loop is not None:
-            self.loop = loop
             loop.take(self.optimizer)
 
-    def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of some ranks, which this one stands for."""
-        for step in steps:
-            self._step(step, ranks)
-
-    def _step(self, step: int, ranks: range) -> None:
-        for rank in ranks:
-            for batch in micro_batches(self.case, step, rank):
-                loss = batch.loss(self.wrapped) / len(ranks)
-                if self.case["loss scale"] == "GradScaler":
-                    self.scaler.scale(loss).backward()
-                else:
-                    self.optimizer.scale(loss).backward()
-        if self.case["clipping"] != "none" and self.case["loss scale"] == "GradScaler":
-            self.scaler.unscale_(self.optimizer)
-        if self.case["clipping"] == "torch":
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        if self.case["clipping"] == "optimizer":
-            self.optimizer.clip_grad_norm_(CLIP_NORM)
-        if self.case["loss scale"] == "GradScaler":
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def snapshot(self) -> list[Tensor]:
-        """What tells whether a weight has been written since."""
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere
             return [torch.tensor(self.optimizer.num_steps)]
-        return [
-            local_of(param).clone()
-            for group in self.optimizer.param_groups
-            for param in group["params"]
-        ]
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On every rank. Collective."""
-        if isinstance(self.optimizer, zero.ZeroInfinity):
-            return whole(full_weights(self.optimizer))
-        return whole(self.model.state_dict())
-
-    def saved(self) -> Any:
-        """Whole weights, and a state of the optimizer. Collective."""
-        if self.case["resume"] == "same ranks":
-            return self.whole_weights(), self.optimizer.state_dict()
-        return self.whole_weights(), full_state(self.optimizer)
-
-    def load(self, saved: Any) -> None:
-        """Goes on from what saved() has returned."""
-        weights, state = saved
-        if isinstance(self.optimizer, zero.ZeroInfinity):
-            load_full_weights(self.optimizer, weights)
-        else:
-            load_weights(self.model, weights)
-        if self.case["resume"] == "same ranks":
-            self.optimizer.load_state_dict(state)
-        else:
-            load_full_state(self.optimizer, state)
+        return super().snapshot()

@@ -23,8 +23,8 @@ OPTIONAL = {
     "rich": {"ringcomm/doctor/report.py", "ringcomm/measure/screen.py"},
     # Of a model of transformers.
     "transformers": {
-        "ringcomm/integrations/transformers/loss.py",
         "ringcomm/integrations/transformers/pipeline.py",
+        "ringcomm/integrations/transformers/training.py",
     },
     "triton": {"ringcomm/ops/triton_kernels.py", "ringcomm/ops/updates/weight_update_cuda.py"},
 }

@@ -1,8 +1,9 @@
 """The far side of ranks.py: a server that has imported torch once, and the ranks that it forks.
 
 The server is forked from pytest before any test has run, so that neither it nor a rank inherits
-threads. It imports torch and ringcomm, runs nothing of them, and forks ranks when asked. A rank is
-a loop: it takes a pickled function and arguments, calls it, sends back the result or the traceback.
+threads. It imports torch, ringcomm and the modules of tests, runs nothing of them, and forks ranks
+when asked. A rank is a loop: it takes a pickled function and arguments, calls it, sends back the
+result or the traceback.
 
 Nothing survives a killed pytest: the server ends with the socket to it, and the kernel kills ranks
 with the server.
@@ -10,8 +11,10 @@ with the server.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
+import importlib
 import os
 import pickle
 import signal
@@ -52,9 +55,12 @@ def _redirect(path: Path) -> None:
 
 def import_ringcomm() -> None:
     """What a server does before it forks ranks, if it is not told otherwise."""
-    import torch  # noqa: F401
+    import torch
+    import torch._dynamo  # which optimizers import
 
-    import ringcomm  # noqa: F401
+    import ringcomm.parallel.pipeline
+
+    assert torch._dynamo, ringcomm.parallel.pipeline
 
 
 def start_server(folder: Path, prepare: Callable[[], None] = import_ringcomm) -> socket.socket:
@@ -104,7 +110,10 @@ class _Server:
             if request == "stop":
                 return
 
-    def fork_rank(self, rank: int, folder: Path, env: dict[str, str]) -> int:
+    def fork_rank(self, rank: int, folder: Path, env: dict[str, str], module: str) -> int:
+        """Imports a test's module before the fork: ranks would each take seconds for it."""
+        with contextlib.suppress(BaseException):  # a rank that lacks it says why
+            importlib.import_module(module)
         ours, theirs = socket.socketpair()
         server = os.getpid()
         pid = os.fork()

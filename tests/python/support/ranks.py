@@ -39,13 +39,13 @@ class RankFailure(AssertionError):
 class Pool:
     """Some ranks, and what they were told last."""
 
-    def __init__(self, server: Server, env: Sequence[dict[str, str]]) -> None:
+    def __init__(self, server: Server, env: Sequence[dict[str, str]], module: str = "") -> None:
         self._server = server
         self._folder = Path(tempfile.mkdtemp(dir=server.folder))
         self._pids: list[int] = []
         self._calls: list[Connection] = []
         for rank, rank_env in enumerate(env):
-            pid, fd = server.fork_rank(rank, self._folder, rank_env)
+            pid, fd = server.fork_rank(rank, self._folder, rank_env, module)
             self._pids.append(pid)
             self._calls.append(Connection(fd))
 
@@ -162,8 +162,10 @@ class Server:
             raise RankFailure("the server of the ranks does not answer: see its server.log")
         return pickle.loads(self._requests.recv_bytes())
 
-    def fork_rank(self, rank: int, folder: Path, env: dict[str, str]) -> tuple[int, int]:
-        self._ask("fork_rank", rank, folder, env)
+    def fork_rank(
+        self, rank: int, folder: Path, env: dict[str, str], module: str
+    ) -> tuple[int, int]:
+        self._ask("fork_rank", rank, folder, env, module)
         self._socket.settimeout(60.0)
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
         if not fds:
@@ -257,7 +259,7 @@ def run_ranks(
     rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
 
     def make() -> Pool:
-        pool = Pool(server(), rank_env)
+        pool = Pool(server(), rank_env, fn.__module__)
         if backend is not None:
             pool.init_group(backend, pg_options, group_timeout_s)
         return pool

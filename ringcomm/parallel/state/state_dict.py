@@ -9,23 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ringcomm.backend import resolve_group
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.state_parts import (
-    MASTER,
-    ModelParts,
-    OptimizerParts,
+from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
+from ringcomm.parallel.state.tensor_part import (
     Path,
-    State,
+    SameAs,
+    TensorPart,
     all_gathered,
     fill,
+    gather_whole,
     own_elements,
+    part_of,
+    scatter_whole,
 )
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
-from ringcomm.parallel.tensor_part import TensorPart
 from ringcomm.parallel.weight_shards import find_shards
-from ringcomm.parallel.whole_tensors import SameAs, gather_whole, part_of, scatter_whole
 
 __all__ = ["get_state_dict", "set_state_dict"]
 
@@ -38,6 +40,7 @@ def get_state_dict(
     rank0_only: bool = False,
     cpu: bool = False,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[State, State]:
     """The state of a model and of its optimizer, under the names of the whole model.
 
@@ -59,6 +62,7 @@ def get_state_dict(
             time.
         cpu: whether tensors are copied to memory of the CPU; those of `full` are anyway.
         group: the ranks that have the model, all of which call this. Default: all ranks.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
 
     Returns:
         The model's {name: tensor} and the optimizer's {"state": {name: {key: value}},
@@ -76,7 +80,7 @@ def get_state_dict(
     """
     if rank0_only and not full:
         raise ValueError("rank0_only is for full=True: parts are every rank's own")
-    group = _group_of(optimizer, group)
+    group = _group_of(optimizer, group, mesh)
     has_state = not rank0_only or group is None or group.rank() == 0
     server = optimizer if isinstance(optimizer, ParameterServer) else None
     if server is not None and not has_state:
@@ -120,6 +124,7 @@ def set_state_dict(
     strict: bool = True,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Goes on from get_state_dict(), or from whole states of plain torch.
 
@@ -142,6 +147,7 @@ def set_state_dict(
         device: where parameters that are on the meta device get memory. Default: where their values
             are.
         group: as get_state_dict()'s.
+        mesh: likewise.
 
     Raises:
         ValueError: a name or a shape is another model's, or parts are those of another mesh, on any
@@ -150,7 +156,7 @@ def set_state_dict(
 
     Collective.
     """
-    group = _group_of(optimizer, group)
+    group = _group_of(optimizer, group, mesh)
     if len(set(all_gathered((values is None, state is None), group))) > 1:
         raise ValueError("values and state are None on all ranks or on none: give empty dicts")
     parts = ModelParts(_module_of(model))
@@ -268,9 +274,11 @@ def _module_of(model: Any) -> nn.Module:
     raise TypeError(f"wants a model, a Pipeline, or what parallelize() made; got {type(model)}")
 
 
-def _group_of(optimizer: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None:
-        return group
+def _group_of(
+    optimizer: Any, group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup | None:
+    if group is not None or mesh is not None:
+        return resolve_group(group, mesh)
     if isinstance(optimizer, ParameterServer):
         return optimizer.group
     return dist.group.WORLD if dist.is_initialized() else None

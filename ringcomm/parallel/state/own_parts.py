@@ -13,26 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.state.tensor_part import (
+    Box,
+    Path,
+    TensorPart,
+    all_gathered,
+    fill,
+    local_of,
+    own_elements,
+    part_of,
+    range_boxes,
+)
 from ringcomm.parallel.tensor.splits import Split, split_params
-from ringcomm.parallel.tensor_part import Box, TensorPart, range_boxes
 from ringcomm.parallel.weight_shards import WeightShards, find_shards
-from ringcomm.parallel.whole_tensors import local_of, part_of
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.inner import OFFLOADED, is_offloaded
 
-__all__ = [
-    "MASTER",
-    "ModelParts",
-    "OptimizerParts",
-    "Path",
-    "State",
-    "all_gathered",
-    "fill",
-    "own_elements",
-]
+__all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
 
 State = dict[str, Any]
-Path = tuple[str, ...]
 
 # Values of 16-bit weights in float32, which optimizers without them do without.
 MASTER = "master"
@@ -63,12 +62,7 @@ class ModelParts:
         self.values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def of_value(self, value: Tensor, *, is_stored: bool = False) -> Tensor:
-        """A parameter or buffer as a part.
-
-        Args:
-            value: the parameter or buffer.
-            is_stored: whether a piece in another tier is read when the part is used, each time.
-        """
+        """A parameter or buffer as a part; with is_stored one of another tier is read when used."""
         shards = find_shards(value)
         if shards is None:
             return self._placed(value.detach(), value, None, value.shape)
@@ -89,17 +83,8 @@ class ModelParts:
     ) -> Tensor:
         """A value of an optimizer's state for a parameter as a part.
 
-        Args:
-            value: of this rank.
-            param: whose state.
-            key: in its state.
-            span: the elements [begin, end) of the flat parameter that the optimizer updates, where
-                it is neither a DTensor nor whole.
-            is_flat: whether the value of a whole weight has one dimension, as AdaLomo's moments of
-                what is no matrix.
-
-        Raises:
-            ValueError: AdaLomo's moments are of this rank's part of a weight alone.
+        `span` has the elements [begin, end) of the flat parameter that the optimizer updates. With
+        is_flat values have one dimension, as AdaLomo's moments of what is no matrix.
         """
         value = value.detach()
         if span is None and (shards := find_shards(param)) is not None:
@@ -166,19 +151,11 @@ def _stored(part: Tensor, read: Any) -> TensorPart:
 class OptimizerParts:
     """An optimizer's state in parts, under the names of parameters. Collective.
 
-    Args:
-        optimizer: of torch, zero.shard(), ringcomm.optim or ringcomm.parallel.offload.
-        model: of its parameters.
-        group: the ranks of the model.
-        is_stored: whether states in another tier are read when a part is used, one weight's at a
-            time.
+    With is_stored, states in another tier are read when a part is used, one weight's at a time.
 
     Attributes:
         named: values by the name of a parameter and key. They share memory with the optimizer's.
         groups: the parameter groups, with the names of all ranks' parameters.
-
-    Raises:
-        ValueError: the optimizer has a parameter that is not the model's.
     """
 
     def __init__(
@@ -206,11 +183,10 @@ class OptimizerParts:
         self._model = model
         self._cache: dict[Any, State] = {}
         is_stored = is_stored and _is_elsewhere(optimizer)
-        found = {model.name_of[param]: self._parts_of(param, is_stored) for param in self._params}
+        names = self._names = {param: model.name_of[param] for param in self._params}
+        found = {name: self._parts_of(param, is_stored) for param, name in names.items()}
         self.named: dict[str, State] = {name: state for name, state in found.items() if state}
-        names = {param: model.name_of[param] for param in self._params}
         own_names = [[names[param] for param in own["params"]] for own in optimizer.param_groups]
-        self._names = names
         # Stages and experts of other ranks have other parameters.
         everyone = [*zip(*all_gathered(own_names, group), strict=True)]
         scale = self._native.get("loss_scale", {})
@@ -258,25 +234,17 @@ class OptimizerParts:
         return found
 
     def load(self, given: dict[Path, Any], groups: list[State] | None) -> None:
-        """Goes on from a state that fits.
-
-        Args:
-            given: values by ("optimizer", name, key), whole or this rank's parts. A weight without
-                any has not been updated.
-            groups: options.
-        """
+        """Goes on from values that fit, by ("optimizer", name, key), and options of the groups."""
         own_groups = self._native["param_groups"]
         for own, other in zip(own_groups, groups or (), strict=groups is not None):
             own.update({key: value for key, value in other.items() if key != "params"})
         states = {}
         for param in self._params:
             name = self._names[param]
-            parts = self.named.get(name, {})
-            paths = {key: ("optimizer", name, key) for key in parts}
             states[param] = {
-                key: self._taken(param, key, parts[key], given[path])
-                for key, path in paths.items()
-                if path in given
+                key: self._taken(param, key, part, given["optimizer", name, key])
+                for key, part in self.named.get(name, {}).items()
+                if ("optimizer", name, key) in given
             }
         optimizer = self._optimizer
         if isinstance(optimizer, ZeroOptimizer):
@@ -303,20 +271,6 @@ class OptimizerParts:
 
 # As ZeroOptimizer has the loss scale in its parameter groups.
 _SCALE = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
-
-
-def own_elements(part: Tensor, value: Any) -> Tensor:
-    """This rank's elements of a value, whole or a part already; a view of it where that can be."""
-    if isinstance(value, TensorPart | DTensor):
-        return local_of(value)
-    return part_of(part).cut(torch.as_tensor(value))
-
-
-def fill(part: Tensor, value: Any) -> None:
-    """Writes a value, whole or this rank's part, into a part."""
-    local, mine = local_of(part), own_elements(part, value)
-    if local.data_ptr() != mine.data_ptr():
-        local.copy_(mine)
 
 
 def _is_elsewhere(optimizer: Any) -> bool:
@@ -350,12 +304,3 @@ def _init_state(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
-
-
-def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Everybody's objects; this rank's alone without a group. Collective."""
-    if group is None:
-        return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone

@@ -1,4 +1,4 @@
-"""The loss of causal language models of Hugging Face transformers."""
+"""The loss of causal language models of transformers, and its Trainer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.integrations.accelerate import adopt
 from ringcomm.ops.losses.cross_entropy import cross_entropy
+from ringcomm.optim import InBackwardOptimizer
 
-__all__ = ["causal_lm_loss", "loss_options_of", "patch_loss"]
+__all__ = ["causal_lm_loss", "loss_options_of", "patch_loss", "prepare"]
 
 
 def patch_loss(
@@ -76,27 +78,21 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     **unused: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss: token n predicts token n + 1.
+    """transformers' ForCausalLMLoss, with its arguments, for logits that a group has in parts.
 
     Args:
-        logits: shape (batch, length, vocab_size).
-        labels: shape (batch, length), of the same tokens; the loss shifts them. On any device.
-        vocab_size: the classes of the logits.
-        num_items_in_batch: what the sum is divided by; None: the tokens that count.
+        logits: shape (batch, length, classes); of this rank's classes with a group.
+        labels: shape (batch, length); token n predicts label n + 1.
+        vocab_size: the classes of the whole vocabulary.
+        num_items_in_batch: what the sum is divided by. Default: the tokens that count.
         ignore_index: labels without loss.
         shift_labels: labels that are shifted already, in place of `labels`.
-        group: whose ranks share the classes; None where this rank has all of them.
+        group: whose ranks share the classes. Default: this rank has all of them.
         vocab_start: with a group this rank's first class.
         inplace: as in patch_loss().
-        label_smoothing: as in patch_loss().
-        z_loss: as in patch_loss().
+        label_smoothing: likewise.
+        z_loss: likewise.
         unused: what models pass on.
-
-    Returns:
-        The loss, float32, without dimensions.
-
-    Raises:
-        ValueError, TypeError, IndexError: as ringcomm.ops.cross_entropy.
     """
     if shift_labels is None:
         if labels is None:
@@ -115,3 +111,47 @@ def causal_lm_loss(
         z_loss=z_loss,
     )
     return loss
+
+
+def prepare(trainer: Any) -> Any:
+    """Has transformers' Trainer leave gradients to Lomo, AdaLomo or an optimizer of zero.shard().
+
+        dist.init_process_group("ringcomm")  # before TrainingArguments, which do not know the name
+        trainer = Trainer(model, args, train_dataset=data)  # which moves the model
+        trainer.optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
+        prepare(trainer).train()
+
+    Trainer then wraps the model in no DistributedDataParallel, and max_grad_norm clips by the
+    optimizer. Lomo is made with clip_grad_norm=args.max_grad_norm and, in several processes, with
+    group=dist.group.WORLD; in one process it wants prepare() as well.
+
+    Args:
+        trainer: a Trainer with such an optimizer, before train().
+
+    Returns:
+        `trainer`.
+
+    Raises:
+        TypeError: it has no such optimizer.
+        ValueError: max_grad_norm is not 0 and not clip_grad_norm of Lomo; an optimizer of
+            zero.shard() would be saved by process 0 alone; or as
+            ringcomm.integrations.accelerate.prepare().
+    """
+    args, optimizer = trainer.args, trainer.optimizer
+    if isinstance(optimizer, InBackwardOptimizer):
+        own = optimizer.options.clip_grad_norm
+        if args.max_grad_norm > 0 and args.max_grad_norm != own:
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"max_grad_norm is {args.max_grad_norm} and clip_grad_norm of {name} is {own}: make"
+                f" {name} with clip_grad_norm=args.max_grad_norm, or set max_grad_norm=0"
+            )
+    elif args.save_strategy != "no" and not args.save_only_model:
+        raise ValueError(
+            "Trainer saves the optimizer of process 0, which has its own shards alone: set"
+            " save_only_model=True, and save ringcomm.parallel.get_state_dict() yourself"
+        )
+    adopt(trainer.accelerator, optimizer, args.gradient_accumulation_steps)
+    # Trainer would take norms itself where some gradients are DTensors and others used up.
+    trainer._mixed_mesh_grads = False
+    return trainer

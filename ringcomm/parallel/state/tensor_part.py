@@ -1,0 +1,370 @@
+"""Parts of whole tensors: as torch.distributed.checkpoint saves them, gathered, and scattered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ringcomm.parallel.flat_collectives import device_of
+
+__all__ = [
+    "Box",
+    "Path",
+    "SameAs",
+    "TensorPart",
+    "all_gathered",
+    "fill",
+    "gather_whole",
+    "local_of",
+    "own_elements",
+    "part_of",
+    "range_boxes",
+    "scatter_whole",
+]
+
+Path = tuple[str, ...]
+Read = Callable[[], Tensor]
+
+_aten = torch.ops.aten
+# What copies a state dict to the host, or makes room for one: asynchronous saves do.
+_BY_PART = {
+    _aten.detach.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+}
+
+
+class Box(NamedTuple):
+    """Where a rectangle of a tensor begins in each dimension, and its size."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of these elements of a tensor."""
+        for dim, (begin, length) in enumerate(zip(*self, strict=True)):
+            whole = whole.narrow(dim, begin, length)
+        return whole
+
+
+class TensorPart(torch.Tensor):
+    """Boxes of a whole tensor, of which other ranks have the rest.
+
+    DTensor cannot say this of layers that are cut between heads, or unevenly, nor of a piece of a
+    flat weight. Its shape, dtype and device are those of the whole; it is for state dicts, and no
+    operators take it.
+
+    Args:
+        local: this rank's elements, box after box; of one box also in its shape.
+        boxes: which they are, in row-major order of the whole.
+        shape: of the whole.
+        read: returns a tensor like `local`, which is not kept then.
+    """
+
+    _local: Tensor
+    boxes: tuple[Box, ...]
+    _read: Read | None
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, boxes: Iterable[Box], shape: Sequence[int], read: Read | None = None
+    ) -> TensorPart:
+        """See the class."""
+        made: TensorPart = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        made._local = local if read is None else local.new_empty(local.shape, device="meta")
+        made.boxes = tuple(Box(*map(tuple, box)) for box in boxes if 0 not in box.sizes)
+        made._read = read
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """See the class."""
+
+    def to_local(self) -> Tensor:
+        """This rank's elements; writing into them changes this, unless they are stored."""
+        return self._local if self._read is None else self._read()
+
+    def like(self, local: Tensor) -> TensorPart:
+        """The same part of another tensor of the whole shape."""
+        return TensorPart(local, self.boxes, self.shape)
+
+    def pieces(self) -> list[Tensor]:
+        """The elements of each box, in its shape: views of to_local()."""
+        local = self.to_local()
+        if len(self.boxes) == 1:
+            return [local.reshape(self.boxes[0].sizes)]
+        parts = local.reshape(-1).split([math.prod(box.sizes) for box in self.boxes])
+        return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """These elements of another tensor of the whole shape; a view where that can be."""
+        size = self._local.shape
+        if not self.boxes:
+            return whole.new_empty(size)
+        if len(self.boxes) == 1:
+            return self.boxes[0].of(whole).reshape(size)
+        first, last = self.boxes[0], self.boxes[-1]
+        ends = [begin + length - 1 for begin, length in zip(*last, strict=True)]
+        begin, end = _flat_index(first.offsets, whole.shape), _flat_index(ends, whole.shape) + 1
+        if whole.is_contiguous() and end - begin == size.numel():
+            return whole.view(-1)[begin:end].view(size)
+        return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
+
+    def is_part_of(self, other: TensorPart) -> bool:
+        """Whether both are the same elements of a tensor of one shape."""
+        return (self.shape, self.boxes) == (other.shape, other.boxes)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        ranges = (
+            ", ".join(f"{begin}:{begin + length}" for begin, length in zip(*box, strict=True))
+            for box in self.boxes
+        )
+        return f"TensorPart([{'], ['.join(ranges)}] of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Copies, and nothing else."""
+        first = args[0]
+        if func in _BY_PART:
+            return first.like(func(first.to_local(), *args[1:], **(kwargs or {})))
+        if func is _aten.new_empty.default and torch.Size(args[1]) == first.shape:
+            local = first.to_local()
+            return first.like(local.new_empty(local.shape, **(kwargs or {})))
+        if func is _aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
+            first._local.copy_(args[1].to_local())
+            return first
+        raise NotImplementedError(f"{func} of a TensorPart: take to_local()")
+
+    # ---- what torch.distributed.checkpoint calls
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            for box in self.boxes
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box, piece in zip(self.boxes, self.pieces(), strict=True):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return piece
+        raise ValueError(f"this rank has no part that begins at {index.offset}: {self}")
+
+
+def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The boxes that make up elements [begin, end) of a flat tensor; at most 2 * dim - 1."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row_elems = math.prod(shape[1:])
+    boxes: list[Box] = []
+    while begin < end:
+        row, column = divmod(begin, row_elems)
+        num_rows = (end - begin) // row_elems
+        if column == 0 and num_rows:
+            boxes.append(Box((row, *(0 for _ in shape[1:])), (num_rows, *shape[1:])))
+            begin += num_rows * row_elems
+            continue
+        stop = min(end, (row + 1) * row_elems)
+        for offsets, sizes in range_boxes(shape[1:], column, stop - row * row_elems):
+            boxes.append(Box((row, *offsets), (1, *sizes)))
+        begin = stop
+    return boxes
+
+
+def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    found = 0
+    for at, size in zip(index, shape, strict=True):
+        found = found * size + at
+    return found
+
+
+# ---- tensors of any kind
+
+
+def local_of(part: Tensor) -> Tensor:
+    """This rank's elements."""
+    return part.to_local() if isinstance(part, TensorPart | DTensor) else part
+
+
+def part_of(value: Tensor) -> TensorPart:
+    """A tensor of any kind as a part of its whole one; they share memory."""
+    if isinstance(value, TensorPart):
+        return value
+    if isinstance(value, DTensor):
+        sizes, offsets = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        return TensorPart(value.to_local(), [Box(tuple(offsets), tuple(sizes))], value.shape)
+    return TensorPart(value, [Box((0,) * value.dim(), tuple(value.shape))], value.shape)
+
+
+def own_elements(part: Tensor, value: Any) -> Tensor:
+    """This rank's elements of a value, whole or a part already; a view of it where that can be."""
+    if isinstance(value, TensorPart | DTensor):
+        return local_of(value)
+    return part_of(part).cut(torch.as_tensor(value))
+
+
+def fill(part: Tensor, value: Any) -> None:
+    """Writes a value, whole or this rank's part, into a part."""
+    local, mine = local_of(part), own_elements(part, value)
+    if local.data_ptr() != mine.data_ptr():
+        local.copy_(mine)
+
+
+def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Everybody's objects; this rank's alone without a group. Collective."""
+    if group is None:
+        return [mine]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+# ---- whole tensors
+
+
+class SameAs(NamedTuple):
+    """In place of a tensor that is another path's as well: a tied weight."""
+
+    path: Path
+
+
+class _Entry(NamedTuple):
+    """A rank's boxes of a tensor; of what is no tensor, the value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    boxes: tuple[Box, ...]
+    value: Any
+
+
+def gather_whole(
+    parts: Mapping[Path, Any], *, rank0_only: bool, group: dist.ProcessGroup | None
+) -> dict[Path, Any]:
+    """Whole values of all paths that any rank of a group has, in memory of the CPU.
+
+    With rank0_only other ranks get an empty dict, and hold one part at a time. Collective: one
+    object, and each part once, from the first rank that has it.
+    """
+    mine = {path: _entry_of(value) for path, value in parts.items()}
+    of_ranks = all_gathered(mine, group)
+    is_kept = group is None or group.rank() == 0 or not rank0_only
+    found: dict[Path, Any] = {}
+    for path in dict.fromkeys(path for entries in of_ranks for path in entries):
+        owners: dict[_Entry, int] = {}
+        for owner, entries in enumerate(of_ranks):
+            if path in entries and entries[path].dtype is not None:
+                owners.setdefault(entries[path], owner)
+        if not owners:
+            value = next(entries[path].value for entries in of_ranks if path in entries)
+            found[path] = found[value.path] if isinstance(value, SameAs) and is_kept else value
+            continue
+        first = next(iter(owners))
+        if len({(entry.shape, entry.dtype) for entry in owners}) > 1:
+            raise ValueError(
+                f"{'.'.join(path)} has other shapes or dtypes on other ranks: {owners}"
+            )
+        whole = torch.empty(first.shape if is_kept else 0, dtype=first.dtype)
+        for entry, owner in owners.items():
+            if not entry.boxes:
+                continue
+            sent = _sent(parts.get(path), entry, owner, rank0_only, group)
+            if is_kept and sent is not None:
+                part = TensorPart(sent, entry.boxes, entry.shape)
+                for box, piece in zip(part.boxes, part.pieces(), strict=True):
+                    box.of(whole).copy_(piece)
+        if is_kept:
+            found[path] = whole
+    return found if is_kept else {}
+
+
+def _sent(
+    part: Any, entry: _Entry, owner: int, rank0_only: bool, group: dist.ProcessGroup | None
+) -> Tensor | None:
+    """The elements of a rank's part in one dimension, on all ranks, or on rank 0 alone."""
+    if group is None:
+        return local_of(part).detach().reshape(-1)
+    rank, device = group.rank(), device_of(group)
+    if rank == owner:
+        flat = local_of(part).detach().to(device).reshape(-1).contiguous()
+    elif rank0_only and rank != 0:
+        return None
+    else:
+        num_elems = sum(torch.Size(box.sizes).numel() for box in entry.boxes)
+        flat = torch.empty(num_elems, dtype=entry.dtype, device=device)
+    raw = flat.view(torch.uint8)  # not every backend sends every dtype
+    if not rank0_only:
+        dist.broadcast(raw, group=group, group_src=owner)
+    elif owner != 0 and rank == owner:
+        dist.send(raw, group=group, group_dst=0)
+    elif owner != 0:
+        dist.recv(raw, group=group, group_src=owner)
+    return flat
+
+
+def scatter_whole(
+    given: Mapping[Path, Any], more: Any, wanted: Mapping[Path, Any], group: dist.ProcessGroup
+) -> tuple[dict[Path, Any], Any]:
+    """This rank's parts, in new memory, of whole values that rank 0 has; and its object `more`.
+
+    `wanted` has the parts of this rank, which say which elements it keeps; a path that is not in it
+    has None. Collective: one object, and each whole tensor once.
+    """
+    is_first = group.rank() == 0
+    mine = {path: _entry_of(value) for path, value in given.items()} if is_first else None
+    told: list[Any] = [mine, more]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    entries, more = told
+    found: dict[Path, Any] = {}
+    for path, entry in entries.items():
+        if entry.dtype is None:
+            found[path] = entry.value
+            continue
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=device_of(group))
+        if is_first:
+            whole.copy_(local_of(given[path]))
+        dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
+        part = wanted.get(path)
+        if isinstance(part, Tensor) and part.shape == whole.shape:
+            box = part_of(part)
+            found[path] = box.like(box.cut(whole).clone())
+        else:
+            found[path] = None if part is None else whole
+    return found, more
+
+
+def _entry_of(value: Any) -> _Entry:
+    if not isinstance(value, Tensor):
+        return _Entry((), None, (), value)
+    return _Entry(tuple(value.shape), value.dtype, part_of(value).boxes, None)

@@ -1,0 +1,389 @@
+"""Layers whose features, rows or heads are split over ranks (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self
+
+from ringcomm.backend import resolve_group
+from ringcomm.env import checks_targets
+from ringcomm.ops import shard_range
+from ringcomm.parallel.tensor.regions import (
+    all_reduce_grad_,
+    copy_to_tp,
+    gather_from_tp,
+    reduce_from_tp,
+)
+from ringcomm.parallel.tensor.splits import Split, SplitModule, take_part
+
+__all__ = [
+    "ColumnParallelLinear",
+    "HeadShares",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "share_heads",
+]
+
+
+# ---- heads of attention
+
+_rows: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+class HeadShares(NamedTuple):
+    """How ranks share heads.
+
+    Attributes:
+        num_together: query heads that stay together, those of one key and value head; 1 if these
+            are copied.
+        num_replicas: ranks in a row that have the same key and value head.
+    """
+
+    num_together: int
+    num_replicas: int
+
+
+def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShares:
+    """Shares query heads, and key and value heads, of which each serves several (GQA) or all (MQA).
+
+        shares = share_heads(32, 8, group.size())
+        q = ColumnParallelLinear(dim, 32 * width, shard_multiple=shares.num_together * width)
+        k = ColumnParallelLinear(
+            dim, 8 * width, shard_multiple=width, num_replicas=shares.num_replicas
+        )
+        o = RowParallelLinear(32 * width, dim, shard_multiple=shares.num_together * width)
+
+    Raises:
+        ValueError: the heads are no multiple, or the ranks cannot share them.
+    """
+    if min(num_heads, num_kv_heads) < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} for keys")
+    if num_kv_heads >= world_size:
+        return HeadShares(num_heads // num_kv_heads, 1)
+    if world_size % num_kv_heads or num_heads % world_size:
+        raise ValueError(
+            f"{world_size} ranks cannot share {num_heads} query heads over {num_kv_heads} key and"
+            f" value heads: take at most {num_kv_heads} ranks, or a multiple of {num_kv_heads}"
+            f" that divides {num_heads}"
+        )
+    return HeadShares(1, world_size // num_kv_heads)
+
+
+def _ranks_in_a_row(group: dist.ProcessGroup, num: int) -> dist.ProcessGroup:
+    """The group of ranks 0 to num - 1, num to 2 num - 1, ... of a group; made once. Collective."""
+    if num == group.size():
+        return group
+    made = _rows.setdefault(group, {})
+    if num not in made:
+        first = group.rank() // num * num
+        ranks = dist.get_process_group_ranks(group)[first : first + num]
+        new = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+        assert isinstance(new, dist.ProcessGroup)
+        made[num] = new
+    return made[num]
+
+
+# ---- linear layers
+
+
+class _ParallelLinear(SplitModule):
+    """A part of nn.Linear: `weight` and `bias` are this rank's."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
+        """This rank's part of a whole layer, whose values are the same on all ranks.
+
+        Args:
+            linear: of which this rank's part is copied.
+            options: group, mesh, sequence_dim and the others of the class.
+        """
+        kind: Any = cls
+        has_bias = linear.bias is not None
+        made: Self = kind(
+            linear.in_features, linear.out_features, has_bias, **options, _whole=linear
+        )
+        return made
+
+    def _ranges(self, dim: int, shard_multiple: int, num_parts: int) -> list[tuple[int, int]]:
+        """The features [begin, end) of all parts, in whole units such as heads."""
+        num = self.in_features if dim else self.out_features
+        if shard_multiple < 1 or num % shard_multiple:
+            what = "in_features" if dim else "out_features"
+            raise ValueError(f"{what}={num} is no whole number of units of {shard_multiple}")
+        ranges = (shard_range(num // shard_multiple, num_parts, part) for part in range(num_parts))
+        return [(begin * shard_multiple, end * shard_multiple) for begin, end in ranges]
+
+    def _take(self, whole: nn.Linear | None, split: Split, has_bias: bool, **kind: Any) -> None:
+        """The weights of a whole layer, cut, in memory of their own; drawn if there is none."""
+        drawn_on = _device(kind["device"]) if whole is None else None
+        if whole is None:
+            sizes = self.in_features, self.out_features
+            whole = nn.Linear(*sizes, has_bias, device="meta", dtype=kind["dtype"])
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        self.splits = {"weight": split}
+        self.weight = take_part(
+            whole.weight, split, drawn_on, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5))
+        )
+        if not has_bias:
+            self.register_parameter("bias", None)
+            return
+        if split.dim == 0:
+            self.splits["bias"] = split
+        self.bias = take_part(
+            whole.bias,
+            self.splits.get("bias"),
+            drawn_on,
+            lambda x: nn.init.uniform_(x, -bound, bound),
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """nn.Linear of which each rank has some output features.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear. Seed
+            all ranks alike: on the CPU they take the values of nn.Linear, on other devices those
+            of another draw, the same for any number of ranks. The whole is never in memory.
+        group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
+        shard_multiple: output features that stay together, such as those of a head.
+        num_replicas: so many ranks in a row have the same features, such as a key and value head
+            where there are fewer than ranks; its gradient is summed over them.
+        copy_input: whether the input passes copy_to_tp(). Layers that share an input do that once.
+        gather_output: whether the result is whole on all ranks, by gather_from_tp().
+        sequence_dim: see copy_to_tp().
+
+    Attributes:
+        features: the output features [begin, end) of this rank.
+
+    Raises:
+        ValueError: out_features is no whole number of units, the group of copies.
+
+    Collective where there are copies.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        shard_multiple: int = 1,
+        num_replicas: int = 1,
+        copy_input: bool = True,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        _whole: nn.Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.copy_input = resolve_group(group, mesh), copy_input
+        self.gather_output, self.sequence_dim = gather_output, sequence_dim
+        self.in_features, self.out_features = in_features, out_features
+        rank, world_size = self.group.rank(), self.group.size()
+        if num_replicas < 1 or world_size % num_replicas or (gather_output and num_replicas > 1):
+            raise ValueError(f"{world_size} ranks cannot have {num_replicas} copies of each part")
+        parts = self._ranges(0, shard_multiple, world_size // num_replicas)
+        ranges = tuple(part for part in parts for _ in range(num_replicas))
+        self.features = ranges[rank]
+        split = Split(0, ranges, rank, num_replicas)
+        self._take(_whole, split, bias, device=device, dtype=dtype)
+        if num_replicas > 1:
+            copies = _ranks_in_a_row(self.group, num_replicas)
+            for param in self.parameters():
+                all_reduce_grad_(param, copies)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., this rank's output features), or to all of them."""
+        if self.copy_input:
+            x = copy_to_tp(x, self.group, sequence_dim=self.sequence_dim, inplace=True)
+        out = F.linear(x, self.weight, self.bias)
+        if not self.gather_output:
+            return out
+        sizes = [end - begin for begin, end in self.splits["weight"].ranges]
+        return gather_from_tp(out, sizes, self.group)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear has it."""
+        begin, end = self.features
+        return f"in_features={self.in_features}, out_features={begin}:{end} of {self.out_features}"
+
+
+class RowParallelLinear(_ParallelLinear):
+    """nn.Linear of which each rank has some input features, the result of a layer split by columns.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as ColumnParallelLinear's. All ranks have
+            the bias.
+        group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
+        shard_multiple: input features that stay together.
+        sequence_dim: see reduce_from_tp().
+
+    Attributes:
+        features: the input features [begin, end) of this rank.
+
+    Raises:
+        ValueError: in_features is no whole number of units.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        shard_multiple: int = 1,
+        sequence_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        _whole: nn.Linear | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
+        self.in_features, self.out_features = in_features, out_features
+        rank = self.group.rank()
+        ranges = tuple(self._ranges(1, shard_multiple, self.group.size()))
+        self.features = ranges[rank]
+        self._take(_whole, Split(1, ranges, rank), bias, device=device, dtype=dtype)
+        if self.bias is not None and sequence_dim is not None:
+            all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., this rank's input features) to (..., out_features), or this rank's tokens of it."""
+        part = F.linear(x, self.weight)
+        out = reduce_from_tp(part, self.group, sequence_dim=self.sequence_dim, inplace=True)
+        return out if self.bias is None else out + self.bias
+
+    def extra_repr(self) -> str:
+        """As nn.Linear has it."""
+        begin, end = self.features
+        return f"in_features={begin}:{end} of {self.in_features}, out_features={self.out_features}"
+
+
+# ---- embeddings
+
+
+class VocabParallelEmbedding(SplitModule):
+    """nn.Embedding of which each rank has some rows.
+
+    A rank's result is 0 for ids that it has not, so that the sum over the ranks has the bits of the
+    whole layer; gradients of rows are at their owners alone.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
+            nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
+        group: None for the default group.
+        mesh: a one-dimensional DeviceMesh, in place of a group.
+        sequence_dim: of the result, see reduce_from_tp(); 1 for tokens (batch, length).
+        reduce_output: whether the result passes reduce_from_tp(). Without it a rank's result is its
+            part of the sum.
+
+    Attributes:
+        rows: the ids [begin, end) of this rank; none where there are fewer than ranks.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        sequence_dim: int | None = None,
+        reduce_output: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        _whole: nn.Embedding | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
+        self.reduce_output = reduce_output
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        rank, num_ranks = self.group.rank(), self.group.size()
+        ranges = tuple(shard_range(num_embeddings, num_ranks, part) for part in range(num_ranks))
+        split = Split(0, ranges, rank)
+        begin, end = self.rows = ranges[rank]
+        self.splits = {"weight": split}
+        drawn_on = _device(device) if _whole is None else None
+        whole = _whole or nn.Embedding(
+            num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype
+        )
+        self.padding_idx = idx = whole.padding_idx
+        self.weight = take_part(whole.weight, split, drawn_on, nn.init.normal_)
+        if drawn_on is not None and idx is not None and begin <= idx < end:
+            self.weight.detach()[idx - begin] = 0
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, **options: Any) -> Self:
+        """This rank's part of a whole layer, whose values are the same on all ranks.
+
+        Args:
+            embedding: of which this rank's part is copied.
+            options: group, mesh, sequence_dim and reduce_output of the class.
+
+        Raises:
+            ValueError: it has max_norm, scale_grad_by_freq or sparse gradients.
+        """
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ValueError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse=True is not split"
+            )
+        sizes = embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx
+        return cls(*sizes, **options, _whole=embedding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids of any shape, the same on all ranks, to (..., embedding_dim), or this rank's tokens.
+
+        Raises:
+            IndexError: an id is not in the whole embedding; on all ranks. On a GPU and in compiled
+                code, where to look would wait for the device, such a result is NaN instead; on a
+                GPU RINGCOMM_CHECK_TARGETS=1 has it looked at.
+        """
+        is_id = (ids >= 0) & (ids < self.num_embeddings)
+        is_free = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if (is_free or (ids.is_cuda and checks_targets())) and not is_id.all():
+            raise IndexError(f"ids are in [0, {self.num_embeddings}), got others")
+        begin, end = self.rows
+        is_mine = (ids >= begin) & (ids < end)
+        # An id of another rank is 0 in the sum, an id of no rank is NaN.
+        other = torch.where(is_id, 0.0, float("nan")).to(self.weight.dtype)[..., None]
+        if begin == end:
+            out = other.expand(*ids.shape, self.embedding_dim) + self.weight.sum()
+        else:
+            local = torch.where(is_mine, ids - begin, 0)
+            out = torch.where(is_mine[..., None], F.embedding(local, self.weight), other)
+            if self.padding_idx is not None:  # as in torch, it has no gradient
+                is_pad = (ids == self.padding_idx)[..., None]
+                out = torch.where(is_pad, out.detach(), out)
+        if not self.reduce_output:
+            return out
+        return reduce_from_tp(out, self.group, sequence_dim=self.sequence_dim, inplace=True)
+
+    def extra_repr(self) -> str:
+        """As nn.Embedding has it."""
+        begin, end = self.rows
+        return f"{begin}:{end} of {self.num_embeddings}, {self.embedding_dim}"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or torch.get_default_device())
