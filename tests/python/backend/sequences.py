@@ -257,3 +257,10 @@ def run_deviation(run: Run, at: int, deviant: int, change: dict[str, Any]) -> li
             run.wrong.append(f"the error took more than {SOON_S} s: {error}")
     dist.destroy_process_group(run.fresh)
     return run.wrong
+
+
+def run_cases(rank: int, cases: Sequence[Case], serial: int, marks: str) -> list[str]:
+    """What was wrong in any of them; their serials begin at this one."""
+    return [
+        text for i, case in enumerate(cases) for text in run_case(rank, case, serial + i, marks)
+    ]

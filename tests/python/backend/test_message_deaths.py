@@ -111,7 +111,7 @@ def test_ctrl_c_while_gloo_connects(tmp_path: Any) -> None:
         assert seconds < 0.5 + SOON_S
 
 
-@pytest.mark.parametrize("env", ["p2p", "hosts"])
+@pytest.mark.parametrize("env", ENVS)
 def test_death_before_a_new_group(env: str) -> None:
     """Known from the group of all ranks: nothing of rank 1 is in the store."""
     for error in run_ranks(
