@@ -83,7 +83,7 @@ def test_every_operation_and_type(pool: str, kind: str, marks: str) -> None:
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_sizes_at_which_all_reduce_changes_its_path(pool: str, marks: str) -> None:
-    """In each group: chunks of one element, one_shot and more, a piece and more, a slot and more."""
+    """In each group: chunks of one element; one_shot, a piece and a slot, and one more."""
     calls = []
     for group, (members, options) in enumerate(FAMILY):
         n = len(members)

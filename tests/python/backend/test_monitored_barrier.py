@@ -68,7 +68,7 @@ def check_missing(rank: int, missing: list[int], waits_for_all: bool, is_late: b
     ],
 )
 def test_missing_ranks(missing: list[int], waits_for_all: bool, is_late: bool, words: str) -> None:
-    results = run_ranks(4, check_missing, missing, waits_for_all, is_late)
+    results = run_ranks(4, check_missing, missing, waits_for_all, is_late, fresh=True)
     for rank, error in enumerate(results):
         if rank in missing and not is_late:
             continue

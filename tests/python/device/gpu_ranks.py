@@ -7,7 +7,8 @@ environment, which `make test-gpu` sets for each layout that the box allows:
     GPU_TEST_RANKS    2 by default
     GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first
 
-On emulated devices it runs everywhere, with two ranks on one and, most of them, with three on two.
+On emulated devices it runs everywhere: with two ranks on one, with three on two, with two that take
+turns, and with three over messages.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ GRACE_S = 8.0
 
 @dataclass(frozen=True)
 class Gpus:
-    """Ranks of one kind of device; `num_devices` and `mps` are of emulated ones."""
+    """Ranks of one kind of device.
+
+    Emulated ones are on `num_devices`, under MPS or not; without `kernels` they exchange data over
+    "emup2p", whose sends and receives behave as NCCL's.
+    """
 
     kind: str
     world_size: int
     num_devices: int = 1
     mps: bool = True
+    kernels: bool = True
 
     @property
     def is_cuda(self) -> bool:
@@ -91,7 +97,10 @@ class Gpus:
             rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
             if self.world_size > 2:  # room for messages with several peers
                 rank_env.setdefault("RINGCOMM_EMULATOR_SMS", "48")
-            rank_env |= emulated_gpu.with_kernels()
+            if self.kernels:
+                rank_env |= emulated_gpu.with_kernels()
+            else:  # slow, and what is free is poisoned
+                rank_env |= {"RINGCOMM_EMULATOR_POISON": "1", "RINGCOMM_EMULATOR_DELAY_US": "100"}
         name = self.backend if backend == "" else backend
         # What the ranks of a pool share is its environment: so ranks of another group are others.
         rank_env["RINGCOMM_TEST_GROUP"] = f"{name} {group_timeout_s}"
@@ -147,21 +156,23 @@ cuda_marks = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 _real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
-_two_on_one, _three_on_two, _in_turns = (
+_two_on_one, _three_on_two, _in_turns, _messages = (
     pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
     for gpus, name in (
         (Gpus(EMULATED, 2), "emu2on1"),
         (Gpus(EMULATED, 3, 2), "emu3on2"),
         (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
+        (Gpus(EMULATED, 3, kernels=False), "emu3on1-p2p"),
     )
 )
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
-on_gpus_in_turns_too = pytest.mark.parametrize(
-    "gpus", [_real, _two_on_one, _three_on_two, _in_turns]
+on_all_gpus = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
 )
 # Of what takes its time and does not depend on the number of ranks.
-on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one])
+on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
+on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])
 
 
 # ---- in ranks

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import time
 from typing import Any
 
 import emugpu
@@ -18,13 +17,7 @@ import torch
 import torch.distributed as dist
 from emulated_gpu import run_on_gpus
 
-from ringcomm import (
-    _C,
-    CollectiveTimeoutError,
-    PeerDiedError,
-    RingcommError,
-    message_backend,
-)
+from ringcomm import CollectiveTimeoutError, PeerDiedError, RingcommError
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
@@ -70,20 +63,6 @@ def check_arguments(rank: int) -> None:
 
 def test_wrong_arguments() -> None:
     run(2, check_arguments)
-
-
-def check_carrier(rank: int) -> None:
-    assert _C.device_transports(backend()) == {}
-    dist.all_reduce(torch.ones(1, device=GPU))
-    assert _C.device_transports(backend()) == {f"{GPU}:{rank}": "p2p over emup2p"}
-    assert message_backend.for_device("gloo", GPU) == "emup2p"
-    assert message_backend.for_device("emup2p", GPU) == "emup2p"
-    with pytest.raises(ValueError, match=r"xpu .*cpu:ringcomm,cuda:nccl"):
-        message_backend.for_device("gloo", "xpu")
-
-
-def test_what_carries() -> None:
-    run(2, check_carrier, fresh=True)
 
 
 # ---- ranks that are late, or do not come
@@ -134,50 +113,6 @@ def check_barrier(rank: int) -> None:
 
 def test_barrier_has_the_host_wait() -> None:
     run(2, check_barrier, fresh=True)
-
-
-def what_ended(rank: int) -> str:
-    """The error of the group, which its hosts find beside the data."""
-    for _ in range(500):
-        try:
-            dist.all_reduce(torch.ones(1, device=GPU))
-        except RingcommError as error:
-            return str(error)
-        time.sleep(0.02)
-    return "nothing"
-
-
-def check_mismatch(rank: int) -> str:
-    dist.all_reduce(torch.ones(1, device=GPU))
-    if rank == 0:
-        dist.all_reduce(torch.ones(300, device=GPU))
-    else:
-        dist.broadcast(torch.ones(300, dtype=torch.int64, device=GPU), 0)
-    return what_ended(rank)
-
-
-def test_calls_that_differ_name_both() -> None:
-    for said in run(2, check_mismatch, fresh=True):
-        assert "all_reduce" in said
-        assert "broadcast" in said
-
-
-def check_missing(rank: int) -> str:
-    dist.all_reduce(torch.ones(1, device=GPU))
-    if rank == 2:
-        store().wait(["the others know"])
-        return ""
-    work = dist.all_reduce(torch.ones(300, device=GPU), async_op=True)
-    assert work is not None
-    emugpu.synchronize()  # gives up
-    said = what_ended(rank)
-    store().set("the others know", "yes")
-    return said
-
-
-def test_a_rank_that_never_comes_is_named() -> None:
-    said = run(3, check_missing, fresh=True, group_timeout_s=1.0)
-    assert all("rank 2" in text for text in said[:2])
 
 
 def check_killed(rank: int) -> None:

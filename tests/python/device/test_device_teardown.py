@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
-from test_device_ipc import transport
+from test_device_transports import transport
 
 import ringcomm
 

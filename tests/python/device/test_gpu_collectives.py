@@ -9,8 +9,8 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, on_gpu, on_gpus
-from test_collectives import OPS
+from gpu_ranks import Gpus, device, on_all_gpus, on_gpu, on_gpus
+from oracle import OPS
 from torch import Tensor
 
 from ringcomm import ops
@@ -32,38 +32,37 @@ def same(actual: Tensor, expected: Tensor) -> None:
 # ---- all_reduce
 
 
-def check_types(rank: int, op: str) -> None:
-    dtypes = oracle.INTS if op in oracle.BIT_OPS else oracle.FLOATS + oracle.INTS
-    for dtype in [*dtypes, *([] if op == "avg" else [torch.bool])]:
-        inputs = inputs_of(1003, dtype)
-        tensor = on_gpu(inputs[rank])
-        dist.all_reduce(tensor, OPS[op])
-        same(tensor, oracle.reduced(inputs, op))
+def check_types(rank: int, ops_of_call: list[str]) -> None:
+    for op in ops_of_call:
+        dtypes = oracle.INTS if op in oracle.BIT_OPS else oracle.FLOATS + oracle.INTS
+        for dtype in [*dtypes, *([] if op == "avg" else [torch.bool])]:
+            inputs = inputs_of(1003, dtype)
+            tensor = on_gpu(inputs[rank])
+            dist.all_reduce(tensor, OPS[op])
+            same(tensor, oracle.reduced(inputs, op))
 
 
-@on_gpus
-@pytest.mark.parametrize("op", [*oracle.NUMBER_OPS, *oracle.BIT_OPS])
-def test_types_and_reductions(gpus: Gpus, op: str) -> None:
-    gpus.run(check_types, op)
+@on_all_gpus
+def test_types_and_reductions(gpus: Gpus) -> None:
+    gpus.run(check_types, list(OPS))
 
 
-def check_sizes(rank: int, dtype: torch.dtype) -> None:
-    for num_elems in SIZES:
-        for turn in range(2):
-            inputs = inputs_of(num_elems, dtype, turn)
+def check_sizes(rank: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for num_elems in SIZES:
+            inputs = inputs_of(num_elems, dtype)
             tensor = on_gpu(inputs[rank])
             dist.all_reduce(tensor)
             same(tensor, oracle.reduced(inputs, "sum"))
 
 
-@on_gpus
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_sizes(gpus: Gpus, dtype: torch.dtype) -> None:
-    gpus.run(check_sizes, dtype)
+@on_all_gpus
+def test_sizes(gpus: Gpus) -> None:
+    gpus.run(check_sizes)
 
 
 def check_places(rank: int) -> None:
-    """Vectors that begin anywhere, and tensors with holes."""
+    """Vectors that begin anywhere, and tensors with holes; factors of PREMUL_SUM."""
     for offset in range(1, 9):
         inputs = inputs_of(5000 + offset, torch.bfloat16)
         tensor = on_gpu(inputs[rank])
@@ -71,14 +70,25 @@ def check_places(rank: int) -> None:
         expected = oracle.reduced(inputs, "sum")
         expected[:offset] = inputs[rank][:offset]
         same(tensor, expected)
-    inputs = [value.reshape(60, 50) for value in inputs_of(3000)]
-    columns = on_gpu(inputs[rank]).t()
-    dist.all_reduce(columns)
-    same(columns.t().contiguous(), oracle.reduced(inputs, "sum"))
+    world_size = dist.get_world_size()
+    for is_async in (False, True):
+        base = torch.full((20, 4), 7.0, device=device())
+        work = dist.all_reduce(base[:, 1], async_op=is_async)
+        assert work is None or work.wait()
+        assert (base.cpu()[:, 1] == 7.0 * world_size).all()
+        assert (base.cpu()[:, [0, 2, 3]] == 7.0).all()
+        column = torch.zeros(20, 4, device=device())
+        work = dist.broadcast(column[:, 2] if rank else base[:, 1], 0, async_op=is_async)
+        assert work is None or work.wait()
+        assert rank == 0 or (column.cpu()[:, 2] == 7.0 * world_size).all()
+        scaled = torch.ones(1003, dtype=torch.complex64, device=device())
+        work = dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), async_op=is_async)
+        assert work is None or work.wait()
+        assert (scaled.cpu() == 0.5 * world_size).all()
 
 
-@on_gpus
-def test_any_place_and_layout(gpus: Gpus) -> None:
+@on_all_gpus
+def test_any_place_and_layout_and_premul_sum(gpus: Gpus) -> None:
     gpus.run(check_places)
 
 
@@ -94,22 +104,10 @@ def float_bits(rank: int) -> list[bytes]:
     return found
 
 
-@on_gpus
+@on_all_gpus
 def test_rounded_sums_have_the_same_bits_on_all_ranks_each_time(gpus: Gpus) -> None:
     results = gpus.run(float_bits)
     assert all(found == results[0] for found in results)
-
-
-def check_premul(rank: int) -> None:
-    inputs = inputs_of(1003)
-    tensor = on_gpu(inputs[rank])
-    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
-    same(tensor, oracle.reduced(inputs, "sum") * 0.5)
-
-
-@on_gpus
-def test_premul_sum(gpus: Gpus) -> None:
-    gpus.run(check_premul)
 
 
 # ---- the others
@@ -205,14 +203,24 @@ def send_and_receive(rank: int, num_elems: int) -> None:
 
 
 def coalesced(rank: int, num_elems: int) -> None:
-    inputs = [inputs_of(num_elems + extra) for extra in range(3)]
+    world_size = dist.get_world_size()
+    inputs = [inputs_of(world_size * (num_elems + extra)) for extra in range(3)]
+    sums = [oracle.reduced(per_rank, "sum") for per_rank in inputs]
     tensors = [on_gpu(per_rank[rank]) for per_rank in inputs]
-    with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    manager.wait()
-    for tensor, per_rank in zip(tensors, inputs, strict=True):
-        same(tensor, oracle.reduced(per_rank, "sum"))
+    parts = [tensor.new_empty(tensor.numel() // world_size) for tensor in tensors]
+    for is_async, calls in (
+        (False, [(reduce_scatter_single, pair) for pair in zip(parts, tensors, strict=True)]),
+        (True, [(dist.all_reduce, (tensor,)) for tensor in tensors]),
+        (False, [(all_gather_single, pair) for pair in zip(tensors, parts, strict=True)]),
+    ):
+        with dist._coalescing_manager(device=device(), async_ops=is_async) as manager:
+            for call, arguments in calls:
+                call(*arguments)
+        if is_async:
+            manager.wait()
+    for tensor, part, total in zip(tensors, parts, sums, strict=True):
+        same(part, total.chunk(world_size)[rank])
+        same(tensor, total)
 
 
 def barrier(rank: int, num_elems: int) -> None:
@@ -243,9 +251,11 @@ def check_sizes_of(rank: int, number: int) -> None:
         OTHERS[number](rank, num_elems)
 
 
-@on_gpus
+@on_all_gpus
 @pytest.mark.parametrize("number", range(len(OTHERS)), ids=[fn.__name__ for fn in OTHERS])
 def test_collective(gpus: Gpus, number: int) -> None:
+    if OTHERS[number] is send_and_receive:
+        gpus.skip_if_they_take_turns("there are no sends and receives")
     gpus.run(check_sizes_of, number)
 
 

@@ -16,8 +16,8 @@ from ranks import RankFailure
 from test_errors import caught
 
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
-LATE_S = {True: 2.0, False: 0.3}
-TIMEOUT_S = {True: 4.0, False: 1.5}
+LATE_S = {True: 2.0, False: 0.2}
+TIMEOUT_S = {True: 4.0, False: 1.0}
 # Beyond the time-out: for a machine that is busy, or whose processes take turns on a GPU.
 PATIENCE_S = 20.0
 NUM_LATER_CALLS, LATER_CALL_S = 10, 0.2
