@@ -96,60 +96,6 @@ def test_equals_gloo_bitwise() -> None:
     assert_weights(ours[0].weights, theirs[0].weights, atol=0)
 
 
-def accumulate(rank: int) -> None:
-    """no_sync: gradients of two micro-batches, one exchange."""
-    model = wrap(make_model())
-    halves = [tensor.chunk(2) for tensor in batch(0, rank, WORLD)]
-    with model.no_sync():
-        nn.functional.mse_loss(model(halves[0][0]), halves[1][0]).backward()
-    local = model.module[7].bias.grad.clone()
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, local)
-    assert not torch.equal(everyone[0], everyone[1])
-    nn.functional.mse_loss(model(halves[0][1]), halves[1][1]).backward()
-    reference = make_model()
-    x, y = batch(0)
-    (nn.functional.mse_loss(reference(x), y) * 2).backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
-
-
-def test_no_sync() -> None:
-    run_ranks(WORLD, accumulate)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.shared, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return (self.left if rank == 0 else self.right)(self.shared(x))
-
-
-def train_branches(rank: int) -> None:
-    """Each rank uses another part; a third is used by none."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 4)
-    reference = Branches()
-    (sum(reference(x[r], r).square().mean() for r in range(2)) / 2).backward()
-    module = Branches()
-    module.unused = nn.Linear(4, 4)
-    model = wrap(module, find_unused_parameters=True)
-    for _ in range(2):
-        model.zero_grad()
-        model(x[rank], rank).square().mean().backward()
-        for name, parameter in reference.named_parameters():
-            actual = module.get_parameter(name).grad
-            torch.testing.assert_close(actual, parameter.grad, rtol=0, atol=1e-6)
-        assert module.unused.weight.grad is None
-
-
-def test_unused_parameters() -> None:
-    run_ranks(WORLD, train_branches)
-
-
 # ---- communication hooks
 
 

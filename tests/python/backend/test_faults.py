@@ -6,7 +6,6 @@ of calls: test_message_deaths.py; at every step, without torch: tests/cpp/test_d
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import signal
@@ -260,114 +259,6 @@ def test_rank_that_never_comes(tmp_path: Path, env: str) -> None:
     assert error["type"] == "CollectiveTimeoutError", error
     assert error["rank"] == 1
     assert "rank 1 did not join" in error["text"]
-
-
-# ---- ranks that end while a group is made
-
-
-def end_process(how: str) -> None:
-    if how == "exec":
-        os.execv("/bin/sleep", ["sleep", "60"])
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-
-def kill_named(error: dict[str, Any]) -> None:
-    """Ends what the rank that an error names has become."""
-    pid = error.get("pid", -1)
-    if pid > 1:  # kill(-1) would end every process
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-class CountingStore(dist.Store):
-    """A FileStore that ends its process behind the n-th operation, counted from the first set()."""
-
-    def __init__(
-        self, store: Any, end_behind: int, how: str, whole: CountingStore | None = None
-    ) -> None:
-        super().__init__()
-        self._store = store
-        self._end_behind = end_behind
-        self._how = how
-        self._whole = whole or self
-        self._clones: list[CountingStore] = []  # for C++, which holds no Python object
-        self.num_operations = 0
-
-    def _count(self) -> None:
-        whole = self._whole
-        whole.num_operations += 1
-        if whole.num_operations == self._end_behind:
-            end_process(self._how)
-
-    def clone(self) -> Any:
-        copy = CountingStore(self._store.clone(), self._end_behind, self._how, self._whole)
-        self._whole._clones.append(copy)
-        return copy
-
-    def add(self, key: str, amount: int) -> int:
-        value: int = self._store.add(key, amount)
-        self._count()
-        return value
-
-    def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
-        self._store.wait(keys, *timeout)
-        self._count()
-
-    def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(key, value)
-        self._count()
-
-    def get(self, key: str) -> bytes:
-        value = self._store.get(key)
-        self._count()
-        return value
-
-    def check(self, keys: list[str]) -> bool:
-        is_there = self._store.check(keys)
-        if is_there:  # how often a rank asks in vain is a matter of time
-            self._count()
-        return is_there
-
-
-def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: str) -> Any:
-    """What the first group and its first barrier come to, and this rank's operations."""
-    store = CountingStore(dist.FileStore(path, 3), end_behind if rank == victim else 0, how)
-
-    def make_and_use() -> None:
-        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=3)
-        dist.barrier()
-
-    error, num_operations = timed(make_and_use), store.num_operations
-    if how == "exec":
-        time.sleep(0.5)  # the others see the same
-        kill_named(error)
-    return error, num_operations
-
-
-def die_behind_operations(tmp_path: Path, victim: int, how: str, sample: int, env: Any) -> None:
-    """Behind every `sample`-th operation, or every one where RINGCOMM_ALL_DEATHS asks for it."""
-    kind: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
-    results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), victim, 0, how, **kind)
-    num_operations = results[victim][1]
-    assert num_operations >= 5
-    stride = 1 if "RINGCOMM_ALL_DEATHS" in os.environ else sample
-    for end_behind in range(1, num_operations + 1, stride):
-        args = (victim, end_behind, how)
-        path = str(tmp_path / str(end_behind))
-        results = run_ranks(3, make_group_and_die, path, *args, may_die=[victim], **kind)
-        for rank in {0, 1, 2} - {victim}:
-            error, _ = results[rank]
-            assert error.get("type") == "PeerDiedError", (end_behind, rank, error)
-            assert error["rank"] == victim, (end_behind, rank, error)
-            # From its own start on: also the waits for the others' imports.
-            assert error["seconds"] < 1 + SOON_S, (end_behind, rank, error)
-
-
-def make_group_after_death(rank: int) -> Any:
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return timed(lambda: dist.new_group([1, 0, 2], sort_ranks=False))
 
 
 def leave_at_once(rank: int) -> Any:

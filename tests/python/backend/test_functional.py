@@ -13,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 from curves import Block, batch
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 WORLD = 2
 Program = Callable[[Tensor], Tensor]
@@ -20,6 +22,10 @@ Program = Callable[[Tensor], Tensor]
 
 def group() -> Any:
     return dist.group.WORLD
+
+
+def largest(xs: list[Tensor]) -> Tensor:
+    return torch.maximum(xs[0], xs[1])
 
 
 def around(x: Tensor) -> Tensor:
@@ -57,56 +63,40 @@ def in_place(x: Tensor) -> Tensor:
 
 
 # What to run, and what it gives from the ranks' inputs: (results of a single process, rank).
-PROGRAMS: dict[str, tuple[Program, Callable[[list[Tensor], int], Tensor]]] = {
-    "all_reduce sum": (
-        lambda x: funcol.all_reduce(x, "sum", group()),
-        lambda xs, rank: xs[0] + xs[1],
-    ),
-    "all_reduce avg": (
-        lambda x: funcol.all_reduce(x, "avg", group()),
-        lambda xs, rank: (xs[0] + xs[1]) / 2,
-    ),
-    "all_reduce max": (
-        lambda x: funcol.all_reduce(x, "max", [0, 1]),
-        lambda xs, rank: torch.maximum(xs[0], xs[1]),
-    ),
-    "all_gather dim 0": (
-        lambda x: funcol.all_gather_tensor(x, 0, group()),
-        lambda xs, rank: torch.cat(xs),
-    ),
+Oracle = Callable[[list[Tensor], int], Tensor]
+PROGRAMS: dict[str, tuple[Program, Oracle]] = {
+    "all_reduce sum": (lambda x: funcol.all_reduce(x, "sum", group()), lambda xs, r: xs[0] + xs[1]),
+    "all_reduce max": (lambda x: funcol.all_reduce(x, "max", [0, 1]), lambda xs, r: largest(xs)),
     "all_gather dim 1": (
         lambda x: funcol.all_gather_tensor(x, 1, group()),
-        lambda xs, rank: torch.cat(xs, 1),
+        lambda xs, r: torch.cat(xs, 1),
     ),
     "reduce_scatter dim 0": (
-        lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, group()),
-        lambda xs, rank: (xs[0] + xs[1]).chunk(2)[rank],
+        lambda x: funcol.reduce_scatter_tensor(x, "avg", 0, group()),
+        lambda xs, r: (xs[0] + xs[1]).chunk(2)[r] / 2,
     ),
     "reduce_scatter dim 1": (
         lambda x: funcol.reduce_scatter_tensor(x, "max", 1, group()),
-        lambda xs, rank: torch.maximum(xs[0], xs[1]).chunk(2, 1)[rank],
+        lambda xs, r: largest(xs).chunk(2, 1)[r],
     ),
-    "broadcast": (lambda x: funcol.broadcast(x, 1, group()), lambda xs, rank: xs[1]),
+    "broadcast": (lambda x: funcol.broadcast(x, 1, group()), lambda xs, r: xs[1]),
     "coalesced": (
         coalesced,
-        lambda xs, rank: torch.cat(
+        lambda xs, r: torch.cat(
             [xs[0] + xs[1], xs[0] + xs[1] + 2, xs[0][:1], xs[1][:1], xs[0][1:], xs[1][1:]]
-            + [factor * (xs[0] + xs[1]).chunk(2)[rank] for factor in (1, 2)]
+            + [factor * (xs[0] + xs[1]).chunk(2)[r] for factor in (1, 2)]
         ),
     ),
     "in place": (
         in_place,
-        lambda xs, rank: torch.cat([xs[0] + xs[1], *xs, (xs[0] + xs[1]).chunk(2)[rank]]),
+        lambda xs, r: torch.cat([xs[0] + xs[1], *xs, (xs[0] + xs[1]).chunk(2)[r]]),
     ),
-    "all_to_all": (
-        all_to_all,
-        lambda xs, rank: torch.cat([x.chunk(2)[rank] for x in xs]),
-    ),
+    "all_to_all": (all_to_all, lambda xs, r: torch.cat([x.chunk(2)[r] for x in xs])),
     "all_to_all uneven": (
         all_to_all_uneven,
-        lambda xs, rank: torch.cat([xs[0].split([1, 3])[rank], xs[1].split([3, 1])[rank]]),
+        lambda xs, r: torch.cat([xs[0].split([1, 3])[r], xs[1].split([3, 1])[r]]),
     ),
-    "permute": (around, lambda xs, rank: xs[1 - rank]),
+    "permute": (around, lambda xs, r: xs[1 - r]),
 }
 
 
@@ -116,7 +106,7 @@ NEEDS_CXX = pytest.mark.skipif(
 )
 # One rank compiles what the other waits for, some seconds on a quiet machine.
 PATIENCE: dict[str, Any] = {"timeout_s": 240.0, "group_timeout_s": 120.0}
-COMPILERS = [None, "aot_eager", pytest.param("inductor", marks=NEEDS_CXX)]
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=[NEEDS_CXX, pytest.mark.slow])]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +128,12 @@ def prepare(compiler: str) -> None:
         inductor.cpp_cache_precompile_headers = False
 
 
-def check(rank: int, name: str, compiler: str | None) -> None:
+def check(rank: int, names: list[str], compiler: str | None) -> None:
+    for name in names:
+        check_program(rank, name, compiler)
+
+
+def check_program(rank: int, name: str, compiler: str | None) -> None:
     """Between two elementwise operations: a compiler may fuse, and must keep the order."""
     program, expected = PROGRAMS[name]
 
@@ -157,22 +152,22 @@ def check(rank: int, name: str, compiler: str | None) -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"], ids=["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_functional(name: str, compiler: str | None) -> None:
-    run_ranks(WORLD, check, name, compiler)
+def test_functional(compiler: str | None) -> None:
+    run_ranks(WORLD, check, list(PROGRAMS), compiler, **PATIENCE)
 
 
+@pytest.mark.slow
 @NEEDS_CXX
 @pytest.mark.parametrize("name", ["coalesced", "in place"])
 def test_inductor(name: str, inductor_env: dict[str, str]) -> None:
-    run_ranks(WORLD, check, name, "inductor", env=inductor_env, **PATIENCE)
+    run_ranks(WORLD, check, [name], "inductor", env=inductor_env, **PATIENCE)
 
 
 # ---- gradients
 
 
 def check_autograd(rank: int) -> None:
-    """Of a gathered and of a scattered tensor: each the other's gradient."""
+    """Of a gathered, a scattered and an exchanged tensor; DTensor from one dimension to another."""
     x = torch.arange(12.0).view(4, 3).requires_grad_()
     weights = torch.arange(24.0).view(8, 3)
     gathered = funcol.all_gather_tensor_autograd(x, 0, group())
@@ -182,9 +177,21 @@ def check_autograd(rank: int) -> None:
     part = funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group())
     (part * weights.chunk(4)[rank]).sum().backward()
     assert torch.equal(x.grad, weights[:4])  # type: ignore[arg-type]
+    x.grad = None
+    moved = funcol.all_to_all_single_autograd(x * (rank + 1), None, None, group())
+    expected = [(r + 1) * x.detach().chunk(2)[rank] for r in range(WORLD)]
+    assert torch.equal(moved.detach() + 0, torch.cat(expected))
+    (moved.sum() * 2).backward()
+    assert (x.grad == 2.0 * (rank + 1)).all()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = torch.arange(35.0).view(7, 5)
+    layout: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+    rows = DTensor.from_local(whole.chunk(2)[rank], mesh, [Shard(0)], **layout)
+    columns = rows.redistribute(mesh, [Shard(1)]).to_local()
+    assert torch.equal(columns, whole.chunk(2, 1)[rank])
 
 
-def test_autograd() -> None:
+def test_autograd_and_dtensor() -> None:
     run_ranks(WORLD, check_autograd)
 
 
@@ -226,16 +233,15 @@ def make_block() -> Block:
     return block
 
 
-def run_parallel_block(rank: int, compiler: str | None) -> list[float]:
+def run_parallel_block(rank: int, compiler: str) -> list[float]:
+    prepare(compiler)
     module: Any = ParallelBlock(make_block(), rank)
-    if compiler is not None:
-        prepare(compiler)
-        module = torch.compile(module, backend=compiler, fullgraph=True)
+    module = torch.compile(module, backend=compiler, fullgraph=True)
     return run_block(module, rank, WORLD)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_training(compiler: str | None, inductor_env: dict[str, str]) -> None:
+def test_training(compiler: str, inductor_env: dict[str, str]) -> None:
     env = inductor_env if compiler == "inductor" else None
     expected = run_block(make_block())
     assert expected[-1] < 0.9 * expected[0]

@@ -18,6 +18,7 @@ import ringcomm
 from ringcomm import Options, ops
 
 _ops = torch.ops.ringcomm
+MIB = 1 << 20
 
 
 def group_name() -> str:
@@ -128,26 +129,6 @@ def test_out(world_size: int, options: Options) -> None:
     run_ranks(world_size, check_out, options)
 
 
-def check_wrong_out(rank: int) -> None:
-    base = torch.ones(5)
-    for out, error, words in (
-        (torch.ones(3), ValueError, r"shape \[4\] into one of shape \[3\]"),
-        (torch.ones(4).double(), TypeError, "Float into Double"),
-        (base[1:], RuntimeError, "overlap|single memory location"),
-        (torch.ones(1).expand(4), ValueError, "location"),
-        (torch.ones(4, requires_grad=True), ValueError, "requires grad"),
-    ):
-        with pytest.raises(error, match=words):
-            ops.all_reduce(base[:4], out=out)
-    with pytest.raises(ValueError, match="requires grad"):
-        ops.all_reduce(torch.ones(4, requires_grad=True), out=torch.ones(4))
-    oracle.assert_equal(ops.all_reduce(base, out=torch.empty(5)), torch.full((5,), 2.0))
-
-
-def test_wrong_out() -> None:
-    run_ranks(2, check_wrong_out)
-
-
 # ---- gradients: those of the sum of the ranks' losses, computed in one process
 
 
@@ -221,62 +202,52 @@ def test_gradients(world_size: int) -> None:
     run_ranks(world_size, check_gradient)
 
 
-def check_no_gradient(rank: int) -> None:
-    x = torch.ones(4, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="max"):
-        ops.all_reduce(x, "max").sum().backward()
-    with pytest.raises(NotImplementedError, match="avg"):
-        ops.reduce(x, 0, "avg").sum().backward()
-    assert not ops.all_reduce(x.detach()).requires_grad
-    for call in (
-        lambda: ops.all_reduce_(x),
-        lambda: ops.broadcast_(x, 0),
-        lambda: ops.ring_all_reduce_(x),
-        lambda: ops.all_reduce_(x * 2),
-    ):
-        with pytest.raises(ValueError, match="requires grad"):
+# ---- refusals
+
+
+def check_refusals(rank: int) -> None:
+    x, base = torch.ones(4, requires_grad=True), torch.ones(5)
+    ones, no_gradient = torch.ones, NotImplementedError
+    wrong: list[tuple[Callable[[], Any], Any, str]] = [
+        (lambda: ops.all_reduce(x, "max").sum().backward(), no_gradient, "max"),
+        (lambda: ops.reduce(x, 0, "avg").sum().backward(), no_gradient, "avg"),
+        (lambda: ops.all_reduce_(x), ValueError, "requires grad"),
+        (lambda: ops.broadcast_(x, 0), ValueError, "requires grad"),
+        (lambda: ops.ring_all_reduce_(x), ValueError, "requires grad"),
+        (lambda: ops.all_reduce_(x * 2), ValueError, "requires grad"),
+        (lambda: ops.all_reduce(x, out=ones(4)), ValueError, "requires grad"),
+        (lambda: ops.all_reduce(base[:4], out=x), ValueError, "requires grad"),
+        (lambda: ops.all_reduce(ones(4), out=ones(3)), ValueError, r"shape \[4\] into .*\[3\]"),
+        (lambda: ops.all_reduce(ones(4), out=ones(4).double()), TypeError, "Float into Double"),
+        (lambda: ops.all_reduce(base[:4], out=base[1:]), RuntimeError, "overlap|single memory"),
+        (lambda: ops.all_reduce(ones(4), out=ones(1).expand(4)), ValueError, "location"),
+        (lambda: ops.all_reduce(ones(2), "mean"), ValueError, "unknown reduction 'mean'"),
+        (lambda: ops.reduce_scatter(ones(3)), ValueError, "2 parts"),
+        (lambda: ops.all_gather(torch.tensor(1.0)), ValueError, "scalar"),
+        (lambda: ops.broadcast(ones(2), 5), ValueError, "5"),
+        (lambda: ops.ring_all_reduce_(ones(2), num_slots=1), ValueError, "2 to 64"),
+        (lambda: ops.ring_all_reduce_(ones(2), slot_bytes=100), ValueError, "multiple of 64"),
+        (lambda: ops.ring_all_reduce_(ones(2), num_slots=64, slot_bytes=MIB), ValueError, "fit"),
+    ]
+    for call, kind, words in wrong:
+        with pytest.raises(kind, match=words):
             call()
+    # Overwriting what a backward pass needs is an error there, not a wrong gradient.
+    for overwrite in (ops.all_reduce_, ops.ring_all_reduce_, lambda t: ops.broadcast_(t, 0)):
+        y = torch.full((4,), rank + 2.0)
+        loss = (x * y).sum()
+        overwrite(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert not ops.all_reduce(x.detach()).requires_grad
     with torch.no_grad():
         ops.all_reduce_(x)
     assert x.tolist() == [2, 2, 2, 2]
 
 
-def test_what_has_no_gradient() -> None:
-    run_ranks(2, check_no_gradient)
-
-
-def check_saved_tensor(rank: int) -> None:
-    """Overwriting what a backward pass needs is an error there, not a wrong gradient."""
-    for overwrite in (ops.all_reduce_, ops.ring_all_reduce_, lambda t: ops.broadcast_(t, 0)):
-        weight = torch.ones(3, requires_grad=True)
-        x = torch.full((3,), rank + 2.0)
-        loss = (weight * x).sum()
-        overwrite(x)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-def test_overwriting_a_saved_tensor() -> None:
-    run_ranks(2, check_saved_tensor)
-
-
-def check_wrong(rank: int) -> None:
-    for call, words in (
-        (lambda: ops.all_reduce(torch.ones(2), "mean"), "unknown reduction 'mean'"),
-        (lambda: ops.reduce_scatter(torch.ones(3)), "2 parts"),
-        (lambda: ops.all_gather(torch.tensor(1.0)), "scalar"),
-        (lambda: ops.broadcast(torch.ones(2), 5), "5"),
-        (lambda: ops.ring_all_reduce_(torch.ones(2), num_slots=1), "2 to 64"),
-        (lambda: ops.ring_all_reduce_(torch.ones(2), slot_bytes=100), "multiple of 64"),
-        (lambda: ops.ring_all_reduce_(torch.ones(2), num_slots=64, slot_bytes=1 << 20), "fit"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-    oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
-
-
-def test_wrong_arguments() -> None:
-    run_ranks(2, check_wrong)
+def test_refusals() -> None:
+    run_ranks(2, check_refusals)
+    run_ranks(1, check_no_group, backend=None)
 
 
 def check_no_group(rank: int) -> None:
@@ -284,29 +255,17 @@ def check_no_group(rank: int) -> None:
         ops.all_reduce(torch.ones(2))
 
 
-def test_without_a_group() -> None:
-    run_ranks(1, check_no_group, backend=None, fresh=True)
-
-
 def check_over_gloo(rank: int) -> None:
-    """All but the explicit ring run over any backend."""
-    oracle.assert_equal(ops.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
-    oracle.assert_equal(ops.all_reduce(torch.ones(2), out=torch.empty(2)), torch.full((2,), 2.0))
-    oracle.assert_equal(ops.all_gather(torch.ones(1)), torch.ones(2))
-    with pytest.raises(ValueError, match="gloo"):
-        ops.ring_all_reduce_(torch.ones(2))
-
-
-def test_over_gloo() -> None:
-    run_ranks(2, check_over_gloo, backend="gloo", fresh=True)
-
-
-def check_foreign_backend_ends(rank: int) -> None:
-    """Its sockets go with its group, whatever our operators did there."""
+    """All but the explicit ring run over any backend, whose sockets go with its group."""
     num_fds = len(os.listdir("/proc/self/fd"))
     group = dist.new_group(backend="gloo")
+    twos = torch.full((2,), 2.0)
     for _ in range(3):
-        ops.all_reduce(torch.ones(2), group=group, out=torch.empty(2))
+        oracle.assert_equal(ops.all_reduce(torch.ones(2), group=group), twos)
+        oracle.assert_equal(ops.all_reduce(torch.ones(2), group=group, out=torch.empty(2)), twos)
+        oracle.assert_equal(ops.all_gather(torch.ones(1), group=group), torch.ones(2))
+    with pytest.raises(ValueError, match="gloo"):
+        ops.ring_all_reduce_(torch.ones(2), group=group)
     assert len(os.listdir("/proc/self/fd")) > num_fds
     dist.destroy_process_group(group)
     del group
@@ -314,8 +273,8 @@ def check_foreign_backend_ends(rank: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
-def test_a_foreign_backend_ends() -> None:
-    run_ranks(2, check_foreign_backend_ends, fresh=True)
+def test_over_another_backend() -> None:
+    run_ranks(2, check_over_gloo, fresh=True)
 
 
 # ---- torch.compile

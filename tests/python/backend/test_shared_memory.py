@@ -200,23 +200,6 @@ def test_buffers_are_read_where_they_are(op: str) -> None:
     run_ranks(2, check_reads_in_place, op, fresh=True)
 
 
-def check_large(rank: int) -> None:
-    """Results beyond the caches; several pieces of the staged form after a mixed first phase."""
-    values = torch.full((6_000_000,), float(rank + 1))
-    for is_shared in (True, rank == 0):
-        make = shared_copy if is_shared else torch.clone
-        tensor = make(values)
-        dist.all_reduce(tensor)
-        assert (tensor == 3).all()
-        outputs = torch.empty(12_000_000)
-        dist.all_gather_into_tensor(outputs, make(values))
-        assert (outputs == torch.tensor([1.0, 2.0]).repeat_interleave(6_000_000)).all()
-
-
-def test_large() -> None:
-    run_ranks(2, check_large)
-
-
 # ---- failures
 
 

@@ -187,7 +187,7 @@ def wait_late(rank: int) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     held = emugpu.hold(emugpu.current_stream())
     dist.all_reduce(tensor)
-    time.sleep(2.5)
+    time.sleep(1.5)
     held.release()
     begin = time.monotonic()
     emugpu.synchronize()

@@ -69,7 +69,7 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
     peers = "gloo,mpi4py,nccl"
     code, records = run(
         tmp_path / "records.jsonl",
-        *("--peers", peers, "--sizes", "1k,64k", "--dtype", "float32,bfloat16"),
+        *("--peers", peers, "--sizes", "1k", "--dtype", "float32,bfloat16"),
         *("--layout", "one", "--clock", clock, "--plot", str(drawing)),
     )
     assert code == ranks.EXIT_OK
@@ -80,7 +80,7 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
     expected = [
         (dtype, size, backend)
         for dtype in ("float32", "bfloat16")
-        for size in (1024, 65536)
+        for size in (1024,)
         for backend in ("ringcomm", "gloo")
     ]
     assert points == expected
@@ -107,6 +107,7 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
         assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices")
 def test_every_operation(tmp_path: Path) -> None:
     names = ",".join(name for name in OPERATIONS if name != "all_reduce_shared")
@@ -139,7 +140,7 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "num_state_bytes"),
-    [("adamw", "bfloat16", 12), ("adamw", "float32", 8), ("lomo", "bfloat16", 0)],
+    [("adamw", "bfloat16", 12), ("lomo", "float32", 0)],
 )
 def test_steps(tmp_path: Path, optimizer: str, dtype: str, num_state_bytes: int) -> None:
     path = tmp_path / "records.jsonl"
@@ -274,7 +275,7 @@ def await_end(pids: list[int]) -> None:
 @pytest.mark.usefixtures("control")
 @pytest.mark.parametrize("hangs", [False, True])
 def test_mps_lasts_as_long_as_the_block(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
-    monkeypatch.setattr(mps, "ANSWER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(mps, "ANSWER_TIMEOUT_S", 1.0)
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/of/another")
     if hangs:
         monkeypatch.setenv("MPS_HANGS", "1")

@@ -24,7 +24,7 @@ pytestmark = needs_emulated_gpu
 GPU = "emugpu"
 BY_IPC = {"RINGCOMM_EMULATOR_VMM": "0"}
 IN_TURNS = {"RINGCOMM_EMULATOR_MPS": "0"}
-LATE_S = 1.0
+LATE_S = 0.5
 
 
 def run(fn: Any, *args: Any, env: dict[str, str], world_size: int = 2, **options: Any) -> list[Any]:
@@ -51,8 +51,7 @@ def check_leaving(rank: int, late: int) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("env", [BY_IPC, IN_TURNS], ids=["ipc", "turns"])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(("env", "late"), [(BY_IPC, 0), (IN_TURNS, 1)], ids=["ipc", "turns"])
 def test_ranks_free_what_others_have_open_when_those_have_closed_it(
     env: dict[str, str], late: int
 ) -> None:
@@ -107,6 +106,7 @@ def check_kept_open(rank: int) -> None:
     use(None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
     run(check_kept_open, env=BY_IPC)
 

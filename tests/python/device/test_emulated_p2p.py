@@ -20,34 +20,6 @@ def run(world_size: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
     return run_on_gpus(world_size, fn, *args, backend="emugpu:emup2p", env=DELAYS, **options)
 
 
-def _message(source: int, to: int, numel: int) -> torch.Tensor:
-    return torch.arange(numel, dtype=torch.int64) * 100 + source * 10 + to
-
-
-def _all_at_once(rank: int, numel: int) -> None:
-    world_size = dist.get_world_size()
-    others = [peer for peer in range(world_size) if peer != rank]
-    received = {peer: torch.empty(numel, dtype=torch.int64, device="emugpu") for peer in others}
-    ops = []
-    for peer in others:
-        message = _message(rank, peer, numel).to("emugpu").add_(0)
-        ops.append(dist.P2POp(dist.isend, message, peer))
-        ops.append(dist.P2POp(dist.irecv, received[peer], peer))
-    del message  # what is under way is kept
-    works = dist.batch_isend_irecv(ops)
-    del ops
-    for work in works:
-        work.wait()
-    for peer in others:
-        assert torch.equal(received[peer].cpu(), _message(peer, rank, numel))
-    assert all(work.is_completed() and work.exception() is None for work in works)
-
-
-@pytest.mark.parametrize("numel", [1, 30_000])
-def test_messages_of_a_batch_run_together(numel: int) -> None:
-    run(3, _all_at_once, numel)
-
-
 def _in_order(rank: int) -> None:
     tensors = [torch.full((numel,), numel, device="emugpu") for numel in (3, 1, 2)]
     for tag, tensor in enumerate(tensors):
@@ -110,16 +82,3 @@ def _both_send_first(rank: int) -> None:
 
 def test_two_ranks_that_both_send_first_outside_of_a_batch_wait_for_each_other() -> None:
     run(2, _both_send_first, group_timeout_s=0.7, fresh=True)
-
-
-def _wrong_arguments(rank: int) -> None:
-    for tensor, error in (
-        (torch.ones(4), "No backend type associated"),
-        (torch.ones(4, 4, device="emugpu").t()[1:], "contiguous"),
-    ):
-        with pytest.raises((ValueError, RuntimeError), match=error):
-            dist.send(tensor, 1 - rank)
-
-
-def test_what_it_cannot_send_is_refused() -> None:
-    run(2, _wrong_arguments)

@@ -20,7 +20,7 @@ LATE_S = {True: 2.0, False: 0.2}
 TIMEOUT_S = {True: 4.0, False: 1.0}
 # Beyond the time-out: for a machine that is busy, or whose processes take turns on a GPU.
 PATIENCE_S = 20.0
-NUM_LATER_CALLS, LATER_CALL_S = 10, 0.2
+NUM_LATER_CALLS, LATER_CALL_S = 20, 0.1
 
 
 def ones(num_elems: int = 1000) -> torch.Tensor:
@@ -78,6 +78,8 @@ def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
 @on_some_gpus
 @pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
 def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_elems: int) -> None:
+    if not gpus.kernels and num_elems > 100:
+        pytest.skip("messages have no boards")
     timeout_s = TIMEOUT_S[gpus.is_cuda]
     results = gpus.run(miss, num_elems, timeout_s, group_timeout_s=timeout_s, fresh=True)
     for rank, said in enumerate(results):
@@ -85,7 +87,7 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_
         if rank != 1:
             assert said["type"] == "CollectiveTimeoutError", said
             assert "rank 1" in said["text"]
-            assert said["op"] == "all_reduce"
+            assert said["op"] == "all_reduce" or not gpus.kernels  # else of the hosts' comparison
             assert said["seconds"] < timeout_s + PATIENCE_S
 
 
