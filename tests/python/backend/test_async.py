@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import os
-import resource
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import oracle
@@ -145,38 +142,6 @@ def test_asynchronous_calls(check: Callable[[int], None], transport: str) -> Non
 
 def test_results_of_one_rank_alone() -> None:
     run_ranks(1, check_results)
-
-
-def ask_without_threads(rank: int, path: str) -> None:
-    """Rank 1 comes when rank 0 has asked for the future of a work that is not over."""
-    tensor = torch.ones(3)
-    work: Any = dist.all_reduce(tensor, async_op=True)  # starts the group's own thread
-    work.wait()
-    if rank == 1:
-        while not os.path.getsize(path):
-            time.sleep(0.01)
-        dist.all_reduce(tensor)
-        return
-    work = dist.all_reduce(tensor, async_op=True)
-    limits, uid = resource.getrlimit(resource.RLIMIT_NPROC), os.getuid()
-    if uid == 0:  # whom the limit does not hold
-        os.setresuid(65534, 65534, 0)
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, limits[1]))
-    with pytest.raises(RuntimeError, match=r"the thread ringcomm-future could not be started"):
-        work.get_future()
-    resource.setrlimit(resource.RLIMIT_NPROC, limits)
-    if uid == 0:
-        os.setresuid(0, 0, 0)
-    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-    with open(path, "w") as file:
-        file.write("asked")
-    assert doubled.wait().tolist() == [8.0] * 3
-
-
-def test_a_future_without_a_thread_is_an_error_of_who_asks(tmp_path: Path) -> None:
-    path = tmp_path / "asked"
-    path.touch()
-    run_ranks(2, ask_without_threads, str(path), fresh=True)
 
 
 def check_gil(rank: int) -> None:

@@ -1,8 +1,8 @@
 """Every operation with every type and reduction over each carrier, and what is special of tensors.
 
 A table covers operations, types and reductions with sizes at which paths change, groups, layouts
-and roots; its calls and their model are those of sequence_calls.py. Combinations of more are drawn
-in test_random_sequences.py.
+and roots. Its calls and their model are in sequence_calls.py and sequence_side.py; combinations of
+more are drawn in test_random_sequences.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from oracle import OPS
 from ranks import run_ranks
-from sequence_calls import KINDS, MOVED, REDUCED, REDUCTIONS, Call, ops_of
+from sequence_calls import KINDS, REDUCTIONS
+from sequence_side import MOVED, REDUCED, Call, ops_of
 from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, run_cases
 from torch import Tensor
 

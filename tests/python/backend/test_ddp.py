@@ -125,7 +125,6 @@ def train_with_hook(rank: int, name: str) -> Run:
     hooks: dict[str, tuple[Any, Any]] = {
         "allreduce": (group, default_hooks.allreduce_hook),
         "fp16": (group, default_hooks.fp16_compress_hook),
-        "fp16_wrapper": (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
         "chained": (None, chained_hook),
         "power_sgd": (
             powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2),
@@ -143,7 +142,6 @@ def train_with_hook(rank: int, name: str) -> Run:
     [
         ("allreduce", 1e-5),
         ("fp16", 1e-3),
-        ("fp16_wrapper", 1e-3),
         ("chained", 1e-5),
         ("power_sgd", 0.1),
     ],

@@ -75,6 +75,12 @@ def all_to_all(num_elems: int, dtype: torch.dtype = f32) -> Call:
     return call
 
 
+def ring(num_slots: int) -> Call:
+    return lambda g: ringcomm.ops.ring_all_reduce_(
+        torch.ones(10), group=g, num_slots=num_slots, slot_bytes=64
+    )
+
+
 # What rank 0 calls, what all others call, and a word of each in the message.
 DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "size": (all_reduce(4), all_reduce(5), "16 bytes", "20 bytes"),
@@ -92,6 +98,7 @@ DIFFERENT: dict[str, tuple[Call, Call, str, str]] = {
     "gather_size": (all_gather(4), all_gather(3), "16 bytes", "12 bytes"),
     "scatter_size": (reduce_scatter(4), reduce_scatter(3), "16 bytes", "12 bytes"),
     "all_to_all_size": (all_to_all(4), all_to_all(3), "16 bytes", "12 bytes"),
+    "slots": (ring(2), ring(3), "2 slots of 64 bytes", "3 slots of 64 bytes"),
     "shares": (all_to_all(4), all_gather(4), "all_to_all", "all_gather"),
 }
 # Sizes that do not fit each other on one pair of three ranks: what each calls, and what is said.

@@ -65,10 +65,12 @@ def test_all_reduce(world_size: int, carrier: str, algorithm: str) -> None:
     env: Any = {"RINGCOMM_TRANSPORT": carrier}
     if carrier == "hosts":
         env = [{"RINGCOMM_HOST_ID": host} for host in "abab"]
-    for dtype in oracle.FLOATS:
-        run_ranks(world_size, check_algorithm, algorithm, dtype, SIZES, env=env)
-    pieces = [777_777] if carrier == "shm" else [30_001]
-    run_ranks(world_size, check_algorithm, algorithm, torch.bfloat16, pieces, env=env)
+    is_shm = carrier == "shm"
+    for dtype in oracle.FLOATS if is_shm else (torch.float32, torch.bfloat16):
+        sizes = SIZES if is_shm else [0, 2, 129, 5003]
+        run_ranks(world_size, check_algorithm, algorithm, dtype, sizes, env=env)
+    if is_shm:
+        run_ranks(world_size, check_algorithm, algorithm, torch.bfloat16, [777_777], env=env)
 
 
 def check_others(rank: int, dtype: torch.dtype) -> None:

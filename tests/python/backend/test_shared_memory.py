@@ -136,10 +136,6 @@ def check_fork(rank: int) -> None:
     assert (inherited[1:] == dist.get_world_size()).all()
 
 
-def test_fork() -> None:
-    run_ranks(2, check_fork, fresh=True)
-
-
 # ---- collectives run directly on them
 
 
@@ -292,10 +288,6 @@ def check_reuse(rank: int) -> None:
     assert before[0] == 1
 
 
-def test_nothing_grows() -> None:
-    run_ranks(2, check_reuse, fresh=True)
-
-
 def check_many_regions(rank: int) -> None:
     """Memory that grew region by region; each is fetched by the peers when it is first used."""
     tensors = []
@@ -310,10 +302,6 @@ def check_many_regions(rank: int) -> None:
     num_memfds = sum("memfd:ringcomm" in os.readlink(link) for link in links)
     assert num_memfds == _C.shared_memory_usage()["num_regions"]  # none of peers or groups
     assert num_peer_regions() == num_memfds
-
-
-def test_many_regions() -> None:
-    run_ranks(2, check_many_regions, fresh=True)
 
 
 def check_groups(rank: int) -> None:
@@ -340,10 +328,6 @@ def check_groups(rank: int) -> None:
         thread.join()
     for idx, one in enumerate(tensors):
         assert (one == idx).all()
-
-
-def test_groups_come_and_go() -> None:
-    run_ranks(2, check_groups, fresh=True)
 
 
 # ---- c10d's allocator
@@ -394,5 +378,9 @@ def check_allocator(rank: int) -> None:
     assert plain[-1] < plain[0]
 
 
-def test_fsdp2_takes_its_buffers_from_the_group() -> None:
-    run_ranks(2, check_allocator, fresh=True)
+CHECKS = [check_fork, check_reuse, check_many_regions, check_groups, check_allocator]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_memory_in_ranks(check: Callable[[int], None]) -> None:
+    run_ranks(2, check, fresh=True)

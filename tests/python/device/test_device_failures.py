@@ -1,6 +1,6 @@
-"""Device collectives that cannot be: wrong arguments, ranks that do not come, groups that end.
+"""Device collectives over messages that end early: limits of waits, deaths, aborts.
 
-On emulated GPUs, over sends and receives that behave as NCCL's.
+On emulated GPUs, over sends and receives that behave as NCCL's; more in test_gpu_faults.py.
 """
 
 from __future__ import annotations
@@ -34,38 +34,6 @@ def backend() -> Any:
 
 def store() -> Any:
     return dist.distributed_c10d._get_default_store()
-
-
-# ---- arguments
-
-
-def check_arguments(rank: int) -> None:
-    world_size = dist.get_world_size()
-    gpu, cpu = torch.ones(4, device=GPU), torch.ones(4)
-    other = torch.ones(4, device=f"{GPU}:{1 - rank % 2}")
-    assert gpu.device != other.device
-    for source in (cpu, other):
-        outputs = [gpu, *(source for _ in range(world_size - 1))]
-        with pytest.raises(ValueError, match=rf"on {GPU}:\d and on (cpu|{GPU}:\d); .*one device"):
-            dist.all_gather(outputs, gpu)
-    for wrong, error, message in (
-        (lambda: dist.broadcast(gpu, world_size), ValueError, "not|rank"),
-        (lambda: dist.all_reduce(gpu.bool(), dist.ReduceOp.AVG), ValueError, "avg .*bool"),
-        (lambda: dist.all_reduce(gpu, dist.ReduceOp.BOR), ValueError, "bor .*float32"),
-        (lambda: dist.reduce_scatter_tensor(gpu, gpu), ValueError, "needs an input of"),
-        (lambda: dist.all_reduce(gpu[:1].expand(3)), ValueError, "one memory location"),
-    ):
-        with pytest.raises(error, match=message):
-            wrong()
-    dist.all_reduce(gpu)  # which has ended nothing
-    assert gpu.tolist() == [world_size] * 4
-
-
-def test_wrong_arguments() -> None:
-    run(2, check_arguments)
-
-
-# ---- ranks that are late, or do not come
 
 
 def check_wait_with_limit(rank: int) -> None:

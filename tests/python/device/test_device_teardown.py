@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_leave_is_not_waited_for_for_ever() -> None:
     run(check_kept_open, env=BY_IPC)
 
 
-def test_events_that_were_opened_are_closed_where_another_rank_has_none() -> None:
+def test_events_are_closed_where_another_rank_has_none() -> None:
     """Two ranks have each other's events open when the third says that it cannot hand out its."""
     env = {**with_kernels(), **IN_TURNS}
     own = [env, {**env, "RINGCOMM_EMULATOR_IPC": "0"}, env]

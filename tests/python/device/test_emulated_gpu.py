@@ -47,10 +47,6 @@ def _copies(rank: int) -> None:
         assert torch.equal(pinned.to("emugpu", non_blocking=True).cpu(), cpu)
 
 
-def test_copies_between_host_and_devices_of_any_layout_and_dtype() -> None:
-    run(_copies)
-
-
 def _operators(rank: int) -> None:
     def calculate(device: str) -> list[torch.Tensor]:
         x = torch.arange(12.0, device=device).reshape(3, 4)
@@ -72,10 +68,6 @@ def _operators(rank: int) -> None:
     assert torch.tensor([], device="emugpu").cpu().numel() == 0
 
 
-def test_operators_give_what_they_give_on_the_cpu() -> None:
-    run(_operators)
-
-
 def _devices(rank: int) -> None:
     assert (emugpu.device_count(), emugpu.current_device()) == (2, 0)
     with emugpu.device(1):
@@ -88,10 +80,6 @@ def _devices(rank: int) -> None:
     assert emugpu.memory_allocated(1) == before + x.nbytes
     del x
     assert emugpu.memory_allocated(1) == before
-
-
-def test_devices_are_chosen_as_cudas() -> None:
-    run(_devices)
 
 
 def _asynchronous(rank: int) -> None:
@@ -119,20 +107,12 @@ def _asynchronous(rank: int) -> None:
     assert done.query()
 
 
-def test_work_is_done_in_the_order_of_its_stream_and_the_host_goes_on() -> None:
-    run(_asynchronous)
-
-
 def _failure(rank: int) -> None:
     x = torch.arange(4, device="emugpu")
     x.index_select(0, torch.tensor([7], device="emugpu"))
     with pytest.raises(RuntimeError, match=r"on a stream of an emulated GPU: .*index out of range"):
         emugpu.synchronize()
     emugpu.synchronize()
-
-
-def test_what_fails_on_a_stream_is_raised_when_it_is_waited_for() -> None:
-    run(_failure)
 
 
 def _freed_memory(rank: int, is_recorded: bool) -> list[int]:
@@ -173,10 +153,6 @@ def _freed_on_its_own_stream(rank: int) -> None:
         assert z.tolist() == [0] * 1000
 
 
-def test_memory_is_used_anew_in_the_order_of_its_stream() -> None:
-    run(_freed_on_its_own_stream)
-
-
 def _captured(rank: int) -> None:
     x, total = torch.zeros(4, device="emugpu"), torch.zeros(4, device="emugpu")
     graph = emugpu.CUDAGraph()
@@ -197,5 +173,17 @@ def _captured(rank: int) -> None:
     assert x.sum().item() == 4 * 99
 
 
-def test_work_is_captured_and_replayed() -> None:
-    run(_captured)
+CHECKS = [
+    _copies,
+    _operators,
+    _devices,
+    _asynchronous,
+    _failure,
+    _freed_on_its_own_stream,
+    _captured,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[1:])
+def test_emulated_gpu(check: Callable[[int], None]) -> None:
+    run(check)

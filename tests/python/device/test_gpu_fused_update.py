@@ -76,7 +76,9 @@ def kinds_of(name: str) -> list[Kind]:
     return [kind for kind in KINDS if not (kind[2] and name.startswith("lomo"))]
 
 
-def check_parts(rank: int, name: str) -> None:
+def check_parts(rank: int, name: str) -> list[bytes]:
+    """Also: all ranks have the same parameters."""
+    found = []
     own_groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     for kind in kinds_of(name):
         for num_elems in [*sizes(dist.get_world_size())[1:], TWO_SLICES]:
@@ -85,13 +87,16 @@ def check_parts(rank: int, name: str) -> None:
                 fused.fused(step)
                 parts.in_parts(step, own_groups[rank])
             fused.assert_same(parts)
+            found.append(oracle.bits(fused.param.cpu()))
     dist.destroy_process_group(own_groups[rank])
+    return found
 
 
 @on_gpus
 @pytest.mark.parametrize("name", ["momentum", "adamw", "lomo_clipped"])
 def test_same_bits_as_the_parts(gpus: Gpus, name: str) -> None:
-    gpus.run(check_parts, name, fresh=True)
+    results = gpus.run(check_parts, name, fresh=True)
+    assert all(found == results[0] for found in results)
 
 
 def check_host(rank: int, name: str) -> None:
@@ -141,19 +146,6 @@ def check_exact_update(rank: int) -> None:
 @on_all_gpus
 def test_an_update_without_rounding(gpus: Gpus) -> None:
     gpus.run(check_exact_update)
-
-
-def param_bits(rank: int) -> bytes:
-    steps = Steps("adamw", 70_001, (BF16, BF16, True), device())
-    for step in (1, 2, 3):
-        steps.fused(step)
-    return oracle.bits(steps.param.cpu())
-
-
-@on_gpus
-def test_all_ranks_have_the_same_bits(gpus: Gpus) -> None:
-    results = gpus.run(param_bits)
-    assert all(found == results[0] for found in results)
 
 
 def spoilt(rank: int) -> None:
