@@ -20,6 +20,7 @@ from torch import Tensor
 import ringcomm
 
 Array = Any  # numpy's, of int64
+CPU = torch.device("cpu")
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 INTS = (*UNSIGNED, "int8", "int16", "int32", "int64")
@@ -107,6 +108,7 @@ class Side:
         group: None is the default group.
         marks: for barriers: one number for each global rank, in memory that all have.
         is_swapped: the model takes the values of ranks 0 and 1 for each other's (a check of it).
+        device: of the tensors.
     """
 
     call: Call
@@ -116,6 +118,7 @@ class Side:
     group: Any
     marks: Array
     is_swapped: bool = False
+    device: torch.device = CPU
     expectations: list[Expectation] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -159,7 +162,7 @@ class Side:
     def factor(self, rank: int) -> float:
         """Of premul_sum. The product of it and a value is whole."""
         factors = [0.5, 2.0, -1.0, 4.0] if self.call.dtype in FLOATS else [3.0, -2.0, 1.0, -1.0]
-        return factors[rank]
+        return factors[rank % 4]
 
     def reduced(self, num_elems: int, slot: int = 0) -> Array:
         op = self.call.op
@@ -206,15 +209,15 @@ class Side:
             choices = ["plain", "offset", "strided", *([] if is_flat else ["transposed"])]
             layout = self.own_random.choice(choices)
         length = 2 * num_elems + 2 if layout == "strided" else num_elems + 2 * (layout == "offset")
-        if self.own_random.random() < self.shared_share:
+        if self.own_random.random() < self.shared_share and self.device == CPU:
             base = ringcomm.empty_shared(length, dtype=self.dtype)
         else:
-            base = torch.empty(length, dtype=self.dtype)
+            base = torch.empty(length, dtype=self.dtype, device=self.device)
         base.copy_(torch.tensor(1))
         view = _layout(layout, base, num_elems)
         if not isinstance(given, int):
             fill(view, given)
-        after = base.clone()
+        after = base.to(CPU, copy=True)
         if expected is not None:
             fill(_layout(layout, after, num_elems), expected)
         self.expectations.append(Expectation(base, after))
@@ -232,8 +235,9 @@ class Side:
         for check in self.checks:
             check()
         for idx, tensor in enumerate(self.expectations):
-            actual, expected = _bytes_of(tensor.base).copy(), _bytes_of(tensor.expected)
-            _bytes_of(tensor.base)[:] = 85
+            actual = _bytes_of(tensor.base.to(CPU, copy=True))
+            expected = _bytes_of(tensor.expected)
+            tensor.base.view(torch.uint8).fill_(85)
             if np.array_equal(actual, expected):
                 continue
             where = np.flatnonzero(actual != expected) // tensor.base.element_size()

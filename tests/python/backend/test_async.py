@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from ringcomm import Options
@@ -144,7 +144,8 @@ def test_results_of_one_rank_alone() -> None:
     run_ranks(1, check_results)
 
 
-def check_gil(rank: int) -> None:
+@in_ranks(2)
+def test_waiting_releases_the_gil(rank: int) -> None:
     """A rank that waits leaves the interpreter to its other threads."""
     ticks = [0]
     stop = threading.Event()
@@ -162,7 +163,3 @@ def check_gil(rank: int) -> None:
     stop.set()
     thread.join()
     assert ticks[0] > 10
-
-
-def test_waiting_releases_the_gil() -> None:
-    run_ranks(2, check_gil)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 import _ringcomm_autoload
 import ringcomm
@@ -178,19 +178,17 @@ def test_stats(world_size: int, transport: str) -> None:
     run_ranks(world_size, check_stats, transport == "p2p", env=env)
 
 
-def check_stats_of_gloo(rank: int) -> None:
+@in_ranks(1, backend="gloo", fresh=True)
+def test_stats_of_another_backend(rank: int) -> None:
     with pytest.raises(ValueError, match="gloo"):
         ringcomm.stats(dist.group.WORLD)
-
-
-def test_stats_of_another_backend() -> None:
-    run_ranks(1, check_stats_of_gloo, backend="gloo", fresh=True)
 
 
 # ---- what its object offers: options, splits, numbers, its end
 
 
-def check_options(rank: int) -> None:
+@in_ranks(3)
+def test_options(rank: int) -> None:
     group: Any = dist.new_group(
         backend="ringcomm",
         pg_options=Options(algorithm="ring", num_slots=3, deterministic="rank_order"),
@@ -216,11 +214,8 @@ def check_options(rank: int) -> None:
         dist.destroy_process_group(each)
 
 
-def test_options() -> None:
-    run_ranks(3, check_options)
-
-
-def check_split(rank: int) -> None:
+@in_ranks(3)
+def test_split(rank: int) -> None:
     """ProcessGroup.split_group. dist.split_group wants a group bound to an accelerator."""
     with pytest.raises(RuntimeError, match="No device associated"):
         dist.split_group(split_ranks=[[0, 2], [1]])
@@ -242,11 +237,8 @@ def check_split(rank: int) -> None:
     assert (tensor == 3).all()
 
 
-def test_split() -> None:
-    run_ranks(3, check_split)
-
-
-def check_sequence(rank: int) -> None:
+@in_ranks(2)
+def test_sequence_numbers(rank: int) -> None:
     """Numbers are given when calls are made, also to those that wait for their turn."""
     backend = backend_of()
     first = backend._get_sequence_number_for_group()
@@ -259,11 +251,8 @@ def check_sequence(rank: int) -> None:
     assert backend._get_sequence_number_for_group() == first + 3
 
 
-def test_sequence_numbers() -> None:
-    run_ranks(2, check_sequence)
-
-
-def check_end(rank: int) -> None:
+@in_ranks(2)
+def test_end(rank: int) -> None:
     """abort() and shutdown() may be called again and in any order."""
     error_type = torch._C._distributed_c10d.ErrorType
     for order in (("abort", "abort", "shutdown"), ("shutdown", "abort", "shutdown")):
@@ -281,10 +270,6 @@ def check_end(rank: int) -> None:
             dist.barrier(group)
         dist.barrier()
         dist.destroy_process_group(group)
-
-
-def test_end() -> None:
-    run_ranks(2, check_end)
 
 
 def time_out(rank: int) -> str:

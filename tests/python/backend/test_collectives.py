@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import OPS
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS, REDUCTIONS
 from sequence_side import MOVED, REDUCED, Call, ops_of
 from sequences import FAMILY, POOLS, WAIT_S, WORLD, Case, run_cases
@@ -148,7 +148,8 @@ def test_worlds_and_placements(hosts: str) -> None:
     run_ranks(len(hosts), check_world, fresh=True, env=env)
 
 
-def check_alone(rank: int) -> None:
+@in_ranks(1)
+def test_world_of_one(rank: int) -> None:
     value = torch.arange(6.0)
     for is_async in (False, True):
         for op in ("sum", "avg", "product", "min", "max"):
@@ -176,10 +177,6 @@ def check_alone(rank: int) -> None:
     oracle.assert_equal(output, value)
 
 
-def test_world_of_one() -> None:
-    run_ranks(1, check_alone)
-
-
 # ---- values
 
 
@@ -204,7 +201,8 @@ def test_all_ranks_get_the_same_bits(algorithm: str) -> None:
     assert all(found == results[0] for found in results)
 
 
-def check_nan_and_complex(rank: int) -> None:
+@in_ranks(2)
+def test_nan_of_any_rank_arrives_and_complex_numbers_are_summed(rank: int) -> None:
     for dtype, holder, op in itertools.product(oracle.FLOATS, range(2), ("min", "max", "sum")):
         tensor = torch.full((40,), float(rank + 1), dtype=dtype)
         if rank == holder:
@@ -227,11 +225,8 @@ def check_nan_and_complex(rank: int) -> None:
             oracle.assert_equal(output, expected.split(sizes)[rank])
 
 
-def test_nan_of_any_rank_arrives_and_complex_numbers_are_summed() -> None:
-    run_ranks(2, check_nan_and_complex)
-
-
-def check_premul(rank: int) -> None:
+@in_ranks(2)
+def test_premul_sum(rank: int) -> None:
     """The product is rounded in the tensor's type; factors may be tensors, and of complex ones."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         inputs = [oracle.floats(r, 501, dtype) for r in range(2)]
@@ -257,14 +252,11 @@ def check_premul(rank: int) -> None:
     dist.barrier()
 
 
-def test_premul_sum() -> None:
-    run_ranks(2, check_premul)
-
-
 # ---- tensors
 
 
-def check_tensors(rank: int) -> None:
+@in_ranks(2)
+def test_parameters_and_views(rank: int) -> None:
     """Parameters of any layout, negative views (their memory holds other numbers), inference mode.
 
     (Conjugates themselves are refused by torch.distributed.)
@@ -300,11 +292,8 @@ def check_tensors(rank: int) -> None:
     oracle.assert_equal(received.resolve_neg(), value)
 
 
-def test_parameters_and_views() -> None:
-    run_ranks(2, check_tensors)
-
-
-def check_coalescing(rank: int) -> None:
+@in_ranks(2)
+def test_coalesced_blocks(rank: int) -> None:
     """The work of a block: done when all are, with all results; an exception leaves no block."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="without startCoalescing"):
@@ -337,10 +326,6 @@ def check_coalescing(rank: int) -> None:
     assert [[part.max().item() for part in of_rank] for of_rank in lists] == [[0, 10], [1, 11]]
     with pytest.raises(ValueError, match="all_gather_coalesced"):
         dist.all_gather_coalesced(lists[1:], values)
-
-
-def test_coalesced_blocks() -> None:
-    run_ranks(2, check_coalescing)
 
 
 # ---- environment

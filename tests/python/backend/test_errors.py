@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
 import ringcomm
 from ringcomm import CollectiveTimeoutError, MismatchError, Options, RingcommError
@@ -190,7 +190,8 @@ def test_receive_of_another_size(env: str) -> None:
     assert "16 bytes" in error["text"]
 
 
-def differ_often(rank: int) -> None:
+@in_ranks(2)
+def test_no_asynchronous_error_is_lost(rank: int) -> None:
     """An error that another thread finds while the caller is still submitting is not lost."""
     for _ in range(40):
         group = dist.new_group(backend="ringcomm")
@@ -204,10 +205,6 @@ def differ_often(rank: int) -> None:
         assert not work.is_success()
         dist.barrier()
         dist.destroy_process_group(group)
-
-
-def test_no_asynchronous_error_is_lost() -> None:
-    run_ranks(2, differ_often)
 
 
 # ---- groups that differ, and bad options
@@ -236,7 +233,7 @@ ODD: list[tuple[list[Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), ODD, ids=["shm", "p2p", "p2p_backend"])
 def test_different_options(tmp_path: Path, options: list[Any], words: str) -> None:
-    args = (options, {}, str(tmp_path))
+    args: Any = (options, {}, str(tmp_path))
     for error in run_ranks(2, make_group, *args, backend=None, fresh=True):
         assert error["type"] == "MismatchError"
         assert words in error["text"]
@@ -343,17 +340,14 @@ WRONG: list[Wrong] = [
 ]
 
 
-def call_wrongly(rank: int) -> None:
+@in_ranks(2)
+def test_wrong_arguments(rank: int) -> None:
     for call, kind, words in WRONG:
         with pytest.raises(kind, match=words):
             call()
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [2, 2, 2]
-
-
-def test_wrong_arguments() -> None:
-    run_ranks(2, call_wrongly)
 
 
 def test_error_types() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from test_errors import ENVS, caught
 
 from ringcomm import Options
@@ -171,7 +171,8 @@ def test_killed_in_the_middle(hosts: str, algorithm: Any, victim: int, delay_s: 
             assert error["seconds"] < delay_s + 2 * SOON_S, (rank, error)
 
 
-def die_after_the_last(rank: int) -> None:
+@in_ranks(2, fresh=True, may_die=[1])
+def test_last_words_arrive(rank: int) -> None:
     """What a rank sent or published before its end arrives all the same."""
     if rank == 1:
         dist.send(torch.arange(10), 0)
@@ -184,10 +185,6 @@ def die_after_the_last(rank: int) -> None:
     received = torch.zeros(10, dtype=torch.int64)
     dist.recv(received, 1)
     assert received.tolist() == list(range(10))
-
-
-def test_last_words_arrive() -> None:
-    run_ranks(2, die_after_the_last, fresh=True, may_die=[1])
 
 
 def lose_the_store(rank: int, port: int) -> dict[str, Any]:
@@ -215,7 +212,8 @@ def test_killed_with_the_store() -> None:
 # ---- limits of waits
 
 
-def wait_shortly(rank: int) -> None:
+@in_ranks(2)
+def test_wait_with_a_limit(rank: int) -> None:
     """A wait that gives up leaves the work going; it may be waited for again."""
     tensor = torch.ones(4)
     if rank == 1:
@@ -237,10 +235,6 @@ def wait_shortly(rank: int) -> None:
     else:
         dist.barrier()
         dist.send(torch.full((4,), 5.0), 0)
-
-
-def test_wait_with_a_limit() -> None:
-    run_ranks(2, wait_shortly)
 
 
 def make_alone(rank: int, path: str) -> dict[str, Any]:
@@ -371,7 +365,7 @@ def use_in_child(rank: int, path: str) -> list[str]:
         signal.alarm(20)
         calls = [
             *(receive.wait, dist.barrier, lambda: dist.send(tensor, 1 - rank)),
-            lambda: dist.all_reduce(tensor, async_op=True).wait(),  # type: ignore[union-attr]
+            lambda: dist.all_reduce(tensor, async_op=True).wait(),
             dist.destroy_process_group,
         ]
         said = [caught(call).get("text", "fine").replace("\n", " ") for call in calls]
@@ -379,7 +373,7 @@ def use_in_child(rank: int, path: str) -> list[str]:
         dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
         own = torch.ones(2)
         dist.all_reduce(own)
-        dist.all_reduce(own, async_op=True).wait()  # type: ignore[union-attr]
+        dist.all_reduce(own, async_op=True).wait()
         found.write_text("\n".join([*said, str(own.tolist())]))
         os._exit(0)
     os.waitpid(pid, 0)

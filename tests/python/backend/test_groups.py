@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -95,7 +95,8 @@ def test_ways_to_make_groups(transport: str) -> None:
     run_ranks(4, check_ways_to_make_groups, env={"RINGCOMM_TRANSPORT": transport})
 
 
-def check_many_groups(rank: int) -> None:
+@in_ranks(2, fresh=True)
+def test_64_groups_at_once(rank: int) -> None:
     before = resources()
     groups = [dist.new_group(backend="ringcomm") for _ in range(64)]
     works: list[Any] = []
@@ -112,11 +113,8 @@ def check_many_groups(rank: int) -> None:
     assert_back_to(before)
 
 
-def test_64_groups_at_once() -> None:
-    run_ranks(2, check_many_groups, fresh=True)
-
-
-def check_mesh(rank: int) -> None:
+@in_ranks(4, fresh=True)
+def test_device_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     for name, expected in (("dp", rank % 2 * 2 + 2), ("cp", rank), ("tp", rank // 2 * 4 + 1)):
         assert dist.get_backend(mesh.get_group(name)) == "ringcomm"
@@ -124,10 +122,6 @@ def check_mesh(rank: int) -> None:
     assert sum_of(mesh["dp", "tp"]["tp"].get_group(), rank) == rank // 2 * 4 + 1
     assert sum_of(mesh["dp", "cp"]._flatten("all").get_group(), rank) == rank % 2 * 2 + 2
     assert sum_of(mesh["dp", "cp", "tp"]._flatten("world").get_group(), rank) == 6
-
-
-def test_device_mesh() -> None:
-    run_ranks(4, check_mesh, fresh=True)
 
 
 # ---- groups come and go

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from test_errors import caught
 
 import ringcomm
@@ -94,7 +94,8 @@ def test_rank_0_missing() -> None:
     assert error["rank"] == 0
 
 
-def check_arguments(rank: int) -> None:
+@in_ranks(2)
+def test_arguments(rank: int) -> None:
     group: Any = dist.group.WORLD
     with pytest.raises(TypeError, match="timedelta"):
         ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
@@ -103,10 +104,6 @@ def check_arguments(rank: int) -> None:
     with pytest.raises(ValueError, match="GLOO"):
         dist.monitored_barrier()
     group.monitored_barrier()
-
-
-def test_arguments() -> None:
-    run_ranks(2, check_arguments)
 
 
 def after_death(rank: int) -> dict[str, Any]:

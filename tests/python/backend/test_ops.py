@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 import ringcomm
@@ -28,7 +28,8 @@ def group_name() -> str:
 # ---- opcheck
 
 
-def check_ops(rank: int) -> None:
+@in_ranks(2, timeout_s=120)
+def test_opcheck(rank: int) -> None:
     """On all ranks at once: opcheck calls an operator a fixed number of times."""
     name = group_name()
     world_size = dist.get_world_size()
@@ -51,10 +52,6 @@ def check_ops(rank: int) -> None:
     ]
     for operator, args in calls:
         torch.library.opcheck(operator.default, args)
-
-
-def test_opcheck() -> None:
-    run_ranks(2, check_ops, timeout_s=120)
 
 
 # ---- values
@@ -254,7 +251,8 @@ def check_no_group(rank: int) -> None:
         ops.all_reduce(torch.ones(2))
 
 
-def check_over_gloo(rank: int) -> None:
+@in_ranks(2, fresh=True)
+def test_over_another_backend(rank: int) -> None:
     """All but the explicit ring run over any backend, whose sockets go with its group."""
     num_fds = len(os.listdir("/proc/self/fd"))
     group = dist.new_group(backend="gloo")
@@ -272,10 +270,6 @@ def check_over_gloo(rank: int) -> None:
     assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
-def test_over_another_backend() -> None:
-    run_ranks(2, check_over_gloo, fresh=True)
-
-
 # ---- torch.compile
 
 
@@ -291,7 +285,8 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
     return ops.all_reduce(scattered, "avg") + ops.broadcast(root, 0) + buffer
 
 
-def check_compile(rank: int) -> None:
+@in_ranks(2, timeout_s=120)
+def test_compile(rank: int) -> None:
     torch.manual_seed(rank)
     x, weight = torch.randn(4, 3), torch.randn(3, 5)
 
@@ -307,10 +302,6 @@ def check_compile(rank: int) -> None:
     compiled = run(torch.compile(layer, fullgraph=True, backend="aot_eager"))
     for actual, expected in zip(compiled, eager, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_compile() -> None:
-    run_ranks(2, check_compile, timeout_s=120)
 
 
 # ---- the explicit ring

@@ -20,7 +20,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
 import ringcomm
@@ -199,7 +199,8 @@ def test_buffers_are_read_where_they_are(op: str) -> None:
 # ---- failures
 
 
-def check_mismatch(rank: int) -> None:
+@in_ranks(2)
+def test_mismatch(rank: int) -> None:
     for sharing in range(4):
         group: Any = dist.new_group()
         values = torch.ones(50_000 + rank)
@@ -209,10 +210,6 @@ def check_mismatch(rank: int) -> None:
         assert (tensor == 1).all()
         dist.barrier()
         dist.destroy_process_group(group)
-
-
-def test_mismatch() -> None:
-    run_ranks(2, check_mismatch)
 
 
 def all_reduce_often(tensor: Tensor) -> None:
@@ -247,17 +244,14 @@ def test_a_peer_dies(world_size: int, before_mapping: bool) -> None:
     run_ranks(world_size, check_death, before_mapping, fresh=True, may_die=[1])
 
 
-def check_timeout(rank: int) -> None:
+@in_ranks(2, fresh=True, group_timeout_s=0.4)
+def test_timeout(rank: int) -> None:
     tensor = ringcomm.empty_shared(50_000).fill_(1)
     time.sleep(1.0 * rank)
     with pytest.raises(ringcomm.CollectiveTimeoutError) as caught:
         dist.all_reduce(tensor)
     assert caught.value.rank == 1
     assert rank == 0 or (tensor == 1).all()
-
-
-def test_timeout() -> None:
-    run_ranks(2, check_timeout, fresh=True, group_timeout_s=0.4)
 
 
 # ---- what is left behind

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 import ringcomm
@@ -48,7 +48,8 @@ def test_sum(counts: list[int]) -> None:
         run_ranks(len(counts), check_sum, counts, dtype, turn % 2 == 0)
 
 
-def check_others(rank: int) -> None:
+@in_ranks(2)
+def test_sparse_dimensions_and_reductions(rank: int) -> None:
     """Several sparse dimensions; another reduction is refused, and nothing was exchanged."""
     dense = torch.arange(24.0).reshape(2, 3, 4) * (torch.arange(24).reshape(2, 3, 4) % 2 == rank)
     tensor = dense.to_sparse()
@@ -60,11 +61,8 @@ def check_others(rank: int) -> None:
     check_sum(rank, [5, 5], torch.float32, False)
 
 
-def test_sparse_dimensions_and_reductions() -> None:
-    run_ranks(2, check_others)
-
-
-def check_mismatch(rank: int) -> None:
+@in_ranks(2)
+def test_mismatch_is_told_to_every_rank(rank: int) -> None:
     for kind in ("dtype", "shape", "layout"):
         group: Any = dist.new_group()
         check_mismatch_of(rank, kind, group)
@@ -82,10 +80,6 @@ def check_mismatch_of(rank: int, kind: str, group: Any) -> None:
         dist.all_reduce(tensor, group=group)
 
 
-def test_mismatch_is_told_to_every_rank() -> None:
-    run_ranks(2, check_mismatch)
-
-
 def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches:
@@ -94,7 +88,8 @@ def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
         optimizer.step()
 
 
-def check_ddp(rank: int) -> None:
+@in_ranks(2)
+def test_ddp_with_sparse_gradients(rank: int) -> None:
     """Two ranks with halves of each batch end where one process with all of it does."""
 
     def build() -> torch.nn.Module:
@@ -113,7 +108,3 @@ def check_ddp(rank: int) -> None:
     train(ddp, [batch[mine] for batch in batches], targets[mine])
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_ddp_with_sparse_gradients() -> None:
-    run_ranks(2, check_ddp)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
 from oracle import OPS
-from test_gpu_collectives import OTHERS, check_types, inputs_of, send_and_receive
+from test_gpu_collectives import COVERED, OTHERS, check_kind, inputs_of, send_and_receive
 from test_gpu_faults import ones, outcome
 from torch import Tensor
 
@@ -70,13 +70,13 @@ def transport(rank: int) -> str:
     return str(name)
 
 
-def check_box(rank: int, sizes: list[int]) -> str:
+def check_box(rank: int) -> str:
     name = transport(rank)
-    check_types(rank, ["sum", "max"])
+    for kind in COVERED:
+        check_kind(rank, kind, 15)
     for check in OTHERS:
-        for num_elems in sizes:
-            if check is not send_and_receive or "taking turns" not in name:
-                check(rank, num_elems)
+        if check is not send_and_receive or "taking turns" not in name:
+            check(rank, 1003)
     return name
 
 
@@ -84,7 +84,7 @@ def check_box(rank: int, sizes: list[int]) -> str:
 def test_boxes(box: Box) -> None:
     # With room for messages of all pairs of ranks beside collectives.
     env = {**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48", **box.env}
-    results = run_on_gpus(3, check_box, [1, 1003], num_devices=box.num_devices, env=env)
+    results = run_on_gpus(3, check_box, num_devices=box.num_devices, env=env)
     assert len(set(results)) == 1
     assert all(text in results[0] for text in box.said), results[0]
 

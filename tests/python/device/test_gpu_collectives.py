@@ -9,15 +9,17 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, on_all_gpus, on_gpu, on_gpus
-from oracle import OPS
+from gpu_ranks import Gpus, device, module, on_all_gpus, on_gpu, on_gpus
+from sequence_calls import COLLECTIVES, KINDS
+from sequence_side import Side
+from test_collectives import covering_calls
 from torch import Tensor
 
 from ringcomm import ops
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 # Nothing; less than a rank each; a vector and a bit; two shots; pieces, not divided by any ranks.
 SIZES = [0, 1, 67, 30_011, 400_009]
+COVERED = [*(kind for kind in COLLECTIVES if kind != "barrier"), "coalesced"]
 
 
 def inputs_of(num_elems: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -29,40 +31,29 @@ def same(actual: Tensor, expected: Tensor) -> None:
     oracle.assert_equal(actual.cpu(), expected)
 
 
-# ---- all_reduce
+# ---- every operation, type and reduction
 
 
-def check_types(rank: int, ops_of_call: list[str]) -> None:
-    for op in ops_of_call:
-        dtypes = oracle.INTS if op in oracle.BIT_OPS else oracle.FLOATS + oracle.INTS
-        for dtype in [*dtypes, *([] if op == "avg" else [torch.bool])]:
-            inputs = inputs_of(1003, dtype)
-            tensor = on_gpu(inputs[rank])
-            dist.all_reduce(tensor, OPS[op])
-            same(tensor, oracle.reduced(inputs, op))
-
-
-@on_all_gpus
-def test_types_and_reductions(gpus: Gpus) -> None:
-    gpus.run(check_types, list(OPS))
-
-
-def check_sizes(rank: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        for num_elems in SIZES:
-            inputs = inputs_of(num_elems, dtype)
-            tensor = on_gpu(inputs[rank])
-            dist.all_reduce(tensor)
-            same(tensor, oracle.reduced(inputs, "sum"))
+def check_kind(rank: int, kind: str, stride: int = 1) -> None:
+    """Every `stride`-th of the calls that cover operations, types and sizes."""
+    members = range(dist.get_world_size())
+    for number, call in enumerate(covering_calls(kind)[::stride]):
+        side = Side(call, number, rank, members, None, None, device=device())
+        works = KINDS[kind](side)
+        for work in works if isinstance(works, list) else [works]:
+            assert work is None or work.wait() is not False
+        module().synchronize()
+        assert side.wrong() == [], call
 
 
 @on_all_gpus
-def test_sizes(gpus: Gpus) -> None:
-    gpus.run(check_sizes)
+@pytest.mark.parametrize("kind", COVERED)
+def test_every_operation_and_type(gpus: Gpus, kind: str) -> None:
+    gpus.run(check_kind, kind, 1 if kind == "all_reduce" else 3)
 
 
 def check_places(rank: int) -> None:
-    """Vectors that begin anywhere, and tensors with holes; factors of PREMUL_SUM."""
+    """Vectors that begin anywhere, and large ones; factors of PREMUL_SUM."""
     for offset in range(1, 9):
         inputs = inputs_of(5000 + offset, torch.bfloat16)
         tensor = on_gpu(inputs[rank])
@@ -70,25 +61,18 @@ def check_places(rank: int) -> None:
         expected = oracle.reduced(inputs, "sum")
         expected[:offset] = inputs[rank][:offset]
         same(tensor, expected)
-    world_size = dist.get_world_size()
-    for is_async in (False, True):
-        base = torch.full((20, 4), 7.0, device=device())
-        work = dist.all_reduce(base[:, 1], async_op=is_async)
-        assert work is None or work.wait()
-        assert (base.cpu()[:, 1] == 7.0 * world_size).all()
-        assert (base.cpu()[:, [0, 2, 3]] == 7.0).all()
-        column = torch.zeros(20, 4, device=device())
-        work = dist.broadcast(column[:, 2] if rank else base[:, 1], 0, async_op=is_async)
-        assert work is None or work.wait()
-        assert rank == 0 or (column.cpu()[:, 2] == 7.0 * world_size).all()
-        scaled = torch.ones(1003, dtype=torch.complex64, device=device())
-        work = dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), async_op=is_async)
-        assert work is None or work.wait()
-        assert (scaled.cpu() == 0.5 * world_size).all()
+    for num_elems in SIZES:
+        inputs = inputs_of(num_elems)
+        tensor = on_gpu(inputs[rank])
+        dist.all_reduce(tensor)
+        same(tensor, oracle.reduced(inputs, "sum"))
+    scaled = torch.ones(1003, dtype=torch.complex64, device=device())
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    assert (scaled.cpu() == 0.5 * dist.get_world_size()).all()
 
 
 @on_all_gpus
-def test_any_place_and_layout_and_premul_sum(gpus: Gpus) -> None:
+def test_any_place_and_size(gpus: Gpus) -> None:
     gpus.run(check_places)
 
 
@@ -113,80 +97,6 @@ def test_rounded_sums_have_the_same_bits_on_all_ranks_each_time(gpus: Gpus) -> N
 # ---- the others
 
 
-def broadcast(rank: int, num_elems: int) -> None:
-    for root in range(dist.get_world_size()):
-        inputs = inputs_of(num_elems, seed=root)
-        tensor = on_gpu(inputs[rank])
-        dist.broadcast(tensor, root)
-        same(tensor, inputs[root])
-
-
-def reduce(rank: int, num_elems: int) -> None:
-    for root in range(dist.get_world_size()):
-        inputs = inputs_of(num_elems, seed=root)
-        tensor = on_gpu(inputs[rank])
-        dist.reduce(tensor, root)
-        if rank == root:
-            same(tensor, oracle.reduced(inputs, "sum"))
-
-
-def all_gather(rank: int, num_elems: int) -> None:
-    inputs = inputs_of(num_elems)
-    own = on_gpu(inputs[rank])
-    gathered = own.new_empty(len(inputs) * num_elems)
-    all_gather_single(gathered, own)
-    same(gathered, torch.cat(inputs))
-    parts = [torch.empty_like(own) for _ in inputs]
-    dist.all_gather(parts, own)
-    for part, expected in zip(parts, inputs, strict=True):
-        same(part, expected)
-
-
-def reduce_scatter(rank: int, num_elems: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = inputs_of(world_size * num_elems)
-    expected = oracle.reduced(inputs, "sum")[rank * num_elems : (rank + 1) * num_elems]
-    own = on_gpu(inputs[rank])
-    part = own.new_empty(num_elems)
-    reduce_scatter_single(part, own)
-    same(part, expected)
-    part.zero_()
-    dist.reduce_scatter(part, [piece.clone() for piece in own.split(num_elems or 1)][:world_size])
-    same(part, expected)
-
-
-def all_to_all(rank: int, num_elems: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = inputs_of(world_size * num_elems)
-    own = on_gpu(inputs[rank])
-    result = torch.empty_like(own)
-    dist.all_to_all_single(result, own)
-    same(result, torch.cat([x[rank * num_elems : (rank + 1) * num_elems] for x in inputs]))
-
-
-def uneven_all_to_all(rank: int, num_elems: int) -> None:
-    """Rank i sends i + j + num_elems elements to rank j."""
-    world_size = dist.get_world_size()
-    counts = [[i + j + num_elems for j in range(world_size)] for i in range(world_size)]
-    inputs = [oracle.integers(i, sum(counts[i]), torch.float32) for i in range(world_size)]
-    arrives = [counts[i][rank] for i in range(world_size)]
-    result = on_gpu(torch.empty(sum(arrives)))
-    dist.all_to_all_single(result, on_gpu(inputs[rank]), arrives, counts[rank])
-    same(result, torch.cat([inputs[i].split(counts[i])[rank] for i in range(world_size)]))
-
-
-def gather_and_scatter(rank: int, num_elems: int) -> None:
-    inputs = inputs_of(num_elems)
-    own = on_gpu(inputs[rank])
-    parts = [torch.empty_like(own) for _ in inputs] if rank == 1 else None
-    dist.gather(own, parts, 1)
-    for part, expected in zip(parts or [], inputs, strict=bool(parts)):
-        same(part, expected)
-    result = torch.empty_like(own)
-    dist.scatter(result, [on_gpu(x) for x in inputs] if rank == 1 else None, 1)
-    same(result, inputs[rank])
-
-
 def send_and_receive(rank: int, num_elems: int) -> None:
     world_size = dist.get_world_size()
     inputs = inputs_of(num_elems)
@@ -200,27 +110,6 @@ def send_and_receive(rank: int, num_elems: int) -> None:
     if rank < 2:
         dist.send(own, 1) if rank == 0 else dist.recv(result, 0)
         same(result, inputs[0] if rank == 1 else inputs[before])
-
-
-def coalesced(rank: int, num_elems: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = [inputs_of(world_size * (num_elems + extra)) for extra in range(3)]
-    sums = [oracle.reduced(per_rank, "sum") for per_rank in inputs]
-    tensors = [on_gpu(per_rank[rank]) for per_rank in inputs]
-    parts = [tensor.new_empty(tensor.numel() // world_size) for tensor in tensors]
-    for is_async, calls in (
-        (False, [(reduce_scatter_single, pair) for pair in zip(parts, tensors, strict=True)]),
-        (True, [(dist.all_reduce, (tensor,)) for tensor in tensors]),
-        (False, [(all_gather_single, pair) for pair in zip(tensors, parts, strict=True)]),
-    ):
-        with dist._coalescing_manager(device=device(), async_ops=is_async) as manager:
-            for call, arguments in calls:
-                call(*arguments)
-        if is_async:
-            manager.wait()
-    for tensor, part, total in zip(tensors, parts, sums, strict=True):
-        same(part, total.chunk(world_size)[rank])
-        same(tensor, total)
 
 
 def barrier(rank: int, num_elems: int) -> None:
@@ -240,10 +129,7 @@ def own_operators(rank: int, num_elems: int) -> None:
     same(tensor, expected)
 
 
-OTHERS: list[Callable[[int, int], Any]] = [
-    *(broadcast, reduce, all_gather, reduce_scatter, all_to_all, uneven_all_to_all),
-    *(gather_and_scatter, send_and_receive, coalesced, barrier, own_operators),
-]
+OTHERS: list[Callable[[int, int], Any]] = [send_and_receive, barrier, own_operators]
 
 
 def check_sizes_of(rank: int, number: int) -> None:

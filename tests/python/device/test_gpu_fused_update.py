@@ -111,8 +111,8 @@ def check_host(rank: int, name: str) -> None:
                 ours.fused(step)
                 host.fused(step)
             tolerance = 2.0**-7 if kind[0] == BF16 else 1e-5
-            limits = {"rtol": tolerance, "atol": tolerance}
-            torch.testing.assert_close(ours.param.cpu(), host.param, **limits)
+            found = ours.param.cpu()
+            torch.testing.assert_close(found, host.param, rtol=tolerance, atol=tolerance)
             for key, value in ours.state.items():
                 expected = host.state[key]
                 torch.testing.assert_close(value.cpu(), expected, rtol=1e-4, atol=1e-6, msg=key)

@@ -146,7 +146,7 @@ def test_tensors_live_as_long_as_they_are_used(gpus: Gpus) -> None:
 def check_works_are_dropped(rank: int) -> None:
     """Nobody waits for these, or keeps their tensors; the device does, as long as it uses them."""
     world_size = dist.get_world_size()
-    dist.all_reduce(ones(), async_op=True).wait()  # type: ignore[union-attr]
+    dist.all_reduce(ones(), async_op=True).wait()
     module().synchronize()
     gc.collect()
     before = module().memory_allocated()
