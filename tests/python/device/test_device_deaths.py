@@ -33,6 +33,7 @@ BOXES: dict[str, dict[str, str]] = {
     "ipc": {"RINGCOMM_EMULATOR_VMM": "0", "RINGCOMM_EMULATOR_SMS": "48"},
     "turns": {"RINGCOMM_EMULATOR_MPS": "0"},
     "one GPU": {},
+    "messages": {},
 }
 
 
@@ -81,7 +82,7 @@ def outcome(rank: int, in_turns: bool) -> dict[str, Any]:
 
 def run(fn: Any, *args: Any, how: str, step: int = 0, world_size: int = WORLD_SIZE) -> list[Any]:
     """In one of the BOXES; rank DIES ends at that call of its driver, if it is told one."""
-    env = {**with_kernels(), **BOXES[how]}
+    env = {**({} if how == "messages" else with_kernels()), **BOXES[how]}
     own = [dict(env) for _ in range(world_size)]
     if step:
         own[DIES]["RINGCOMM_EMULATOR_DIE_AT"] = str(step)
@@ -129,7 +130,7 @@ def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, range(5, 2000, 7)) > 30
 
 
-def die_in_a_turn(rank: int) -> dict[str, Any]:
+def die_in_a_call(rank: int) -> dict[str, Any]:
     """The hosts have met, and the others' streams wait for what the dead rank's never came to."""
     group = dist.new_group()
     tensor = torch.ones(1000, device=GPU)
@@ -144,8 +145,9 @@ def die_in_a_turn(rank: int) -> dict[str, Any]:
     return error
 
 
-def test_a_rank_that_dies_in_a_turn_is_named_and_its_group_can_be_destroyed() -> None:
-    assert_named(run(die_in_a_turn, how="turns"))
+@pytest.mark.parametrize("how", ["turns", "messages"])
+def test_a_rank_that_dies_in_a_call_is_named_and_its_group_can_be_destroyed(how: str) -> None:
+    assert_named(run(die_in_a_call, how=how))
 
 
 def wait_late(rank: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import emugpu
 import emulated_gpu
 import pytest
 import torch
+import torch.distributed as dist
 from emulated_gpu import run_on_gpus
 
 pytestmark = emulated_gpu.needs_emulated_gpu
@@ -187,3 +188,40 @@ CHECKS = [
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[1:])
 def test_emulated_gpu(check: Callable[[int], None]) -> None:
     run(check)
+
+
+# ---- emup2p, which stands in for NCCL's sends and receives where there is no GPU
+
+
+def _in_order(rank: int) -> None:
+    tensors = [torch.full((numel,), numel, device="emugpu") for numel in (3, 1, 2)]
+    for tag, tensor in enumerate(tensors):
+        if rank == 0:
+            dist.send(tensor, 1, tag=7 - tag)
+        else:
+            received = torch.zeros_like(tensor)
+            dist.recv(received, 0, tag=tag)
+            assert torch.equal(received.cpu(), tensor.cpu())
+
+
+def _both_send_first(rank: int) -> None:
+    x, y = torch.ones(4, device="emugpu"), torch.zeros(4, device="emugpu")
+    sent = dist.isend(x, 1 - rank)
+    received = dist.irecv(y, 1 - rank)
+    assert sent is not None
+    assert received is not None
+    emugpu.synchronize()
+    assert y.tolist() == [0.0] * 4
+    for work in (sent, received):
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(RuntimeError, match=f"sends to rank {1 - rank}, .* within 700 ms"):
+            work.wait()
+    with pytest.raises(RuntimeError, match="within 700 ms"):
+        dist.isend(x, 1 - rank)
+
+
+def test_messages_match_in_the_order_of_calls_and_wait_for_each_other_outside_of_batches() -> None:
+    options: dict[str, Any] = {"backend": "emugpu:emup2p", "env": DELAYS}
+    run_on_gpus(2, _in_order, **options)
+    run_on_gpus(2, _both_send_first, group_timeout_s=0.7, fresh=True, **options)
