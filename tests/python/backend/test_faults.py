@@ -363,19 +363,21 @@ def use_in_child(rank: int, path: str) -> list[str]:
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        calls = [
-            *(receive.wait, dist.barrier, lambda: dist.send(tensor, 1 - rank)),
-            lambda: dist.all_reduce(tensor, async_op=True).wait(),
-            dist.destroy_process_group,
-        ]
-        said = [caught(call).get("text", "fine").replace("\n", " ") for call in calls]
-        store = dist.FileStore(path, 2)
-        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
-        own = torch.ones(2)
-        dist.all_reduce(own)
-        dist.all_reduce(own, async_op=True).wait()
-        found.write_text("\n".join([*said, str(own.tolist())]))
-        os._exit(0)
+        try:
+            calls = [
+                *(receive.wait, dist.barrier, lambda: dist.send(tensor, 1 - rank)),
+                lambda: dist.all_reduce(tensor, async_op=True).wait(),
+                dist.destroy_process_group,
+            ]
+            said = [caught(call).get("text", "fine").replace("\n", " ") for call in calls]
+            store = dist.FileStore(path, 2)
+            dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+            own = torch.ones(2)
+            dist.all_reduce(own)
+            dist.all_reduce(own, async_op=True).wait()
+            found.write_text("\n".join([*said, str(own.tolist())]))
+        finally:
+            os._exit(0)
     os.waitpid(pid, 0)
     collective.wait()
     dist.send(torch.full((4,), float(rank)), 1 - rank)

@@ -122,12 +122,16 @@ def check_fork(rank: int) -> None:
     later[0][::1024] = 4
     pid = os.fork()
     if pid == 0:
-        is_right = not ringcomm.is_shared(inherited)  # the parent's
-        inherited[0] = 2
-        own = ringcomm.empty_shared(1000).fill_(9)
-        later.clear()  # frees nothing: the blocks are the parent's
-        is_right &= ringcomm.is_shared(own) and _C.shared_memory_usage()["num_blocks"] == 1
-        os._exit(0 if is_right else 1)
+        code = 1
+        try:
+            assert not ringcomm.is_shared(inherited)  # the parent's
+            inherited[0] = 2
+            own = ringcomm.empty_shared(1000).fill_(9)
+            assert ringcomm.is_shared(own)
+            later.clear()  # frees nothing: the blocks are the parent's
+            code = int(_C.shared_memory_usage()["num_blocks"] != 1)
+        finally:
+            os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert inherited[0] == 2  # shared with the child
     assert (inherited[1:] == 1).all()
@@ -150,8 +154,9 @@ def check_direct(rank: int) -> None:
             dist.all_reduce(tensor, dist.ReduceOp.AVG)
             is_large = tensor.nbytes >= (8 if world_size == 2 else 64) << 10
             assert direct() - num_calls == is_large
-            expected = 2 * (world_size - 1) * tensor.nbytes // world_size if is_large else 0
-            assert abs(direct("sent_bytes") - sent_bytes - expected) <= 64 * world_size
+            if num_elems == 120_000:  # which 2, 3 and 4 ranks divide
+                expected = 2 * (world_size - 1) * tensor.nbytes // world_size
+                assert direct("sent_bytes") - sent_bytes == expected
             if is_large:
                 dist.all_reduce(staged, dist.ReduceOp.AVG)
                 oracle.assert_equal(tensor, staged)
