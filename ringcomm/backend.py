@@ -1,7 +1,6 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +17,11 @@ _log = logging.getLogger("ringcomm")
 DEFAULT_SLOT_BYTES = 256 << 10
 # A message costs much more than a slot in shared memory.
 DEFAULT_MESSAGE_BYTES = 1 << 20
+# What the engine is told of a group's options.
+_FIELDS = (
+    *("algorithm", "is_rank_ordered", "num_slots", "slot_bytes", "one_shot_max_bytes"),
+    *("transport", "p2p_backend"),
+)
 
 
 def create(dist_backend_opts: Any, pg_options: Any) -> Any:
@@ -34,38 +38,33 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         FileNotFoundError: there is no such tuning file.
         RingcommError: the ranks could not meet, or have different options.
     """
-    if not isinstance(pg_options, _C.GroupOptions):
-        pg_options = _engine_options(pg_options, dist_backend_opts.group_size)
+    size = dist_backend_opts.group_size
+    if isinstance(pg_options, _C.GroupOptions):
+        fields = {name: getattr(pg_options, name) for name in _FIELDS}
+    else:
+        fields = _engine_options(pg_options, size)
     backend = _C.create_process_group(
         store=dist_backend_opts.store,
         rank=dist_backend_opts.group_rank,
-        size=dist_backend_opts.group_size,
+        size=size,
         timeout=dist_backend_opts.timeout,
-        algorithm=pg_options.algorithm,
-        is_rank_ordered=pg_options.is_rank_ordered,
-        num_slots=pg_options.num_slots,
-        slot_bytes=pg_options.slot_bytes,
-        one_shot_max_bytes=pg_options.one_shot_max_bytes,
-        transport=pg_options.transport,
-        p2p_backend=pg_options.p2p_backend,
         group_name=str(dist_backend_opts.group_id),
         # Empty of the default group, which has all ranks.
-        global_ranks=list(
-            dist_backend_opts.global_ranks_in_group or range(dist_backend_opts.group_size)
-        ),
+        global_ranks=list(dist_backend_opts.global_ranks_in_group or range(size)),
+        **fields,
     )
     _log.info(
         "group %s, rank %d of %d: %s",
         dist_backend_opts.group_id,
         dist_backend_opts.group_rank,
-        dist_backend_opts.group_size,
+        size,
         _C.transport_of(backend),
     )
     return backend
 
 
-def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
-    """The fields of _C.GroupOptions, from an `Options` or None and the environment."""
+def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
+    """The _FIELDS, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
@@ -78,37 +77,28 @@ def _engine_options(pg_options: Any, world_size: int) -> SimpleNamespace:
             'deterministic of ringcomm.Options is None or "rank_order", '
             f"got {options.deterministic!r}"
         )
-    return SimpleNamespace(
-        algorithm=options.algorithm,
-        is_rank_ordered=options.deterministic == "rank_order",
-        num_slots=_whole("num_slots", options.num_slots),
-        slot_bytes=_whole("slot_bytes", options.slot_bytes)
-        if options.slot_bytes is not None
-        else DEFAULT_MESSAGE_BYTES
-        if options.transport == "p2p"
-        else DEFAULT_SLOT_BYTES,
-        one_shot_max_bytes=_tuned(options.tuning, world_size),
-        transport=options.transport or "",
-        p2p_backend=_p2p_backend(options),
-    )
+    slot_bytes = options.slot_bytes
+    if slot_bytes is None:
+        slot_bytes = DEFAULT_MESSAGE_BYTES if options.transport == "p2p" else DEFAULT_SLOT_BYTES
+    tuned = tuning.load(options.tuning).one_shot_max_bytes(world_size) if options.tuning else None
+    return {
+        "algorithm": options.algorithm,
+        "is_rank_ordered": options.deterministic == "rank_order",
+        "num_slots": _whole("num_slots", options.num_slots),
+        "slot_bytes": _whole("slot_bytes", slot_bytes),
+        "one_shot_max_bytes": tuned or 0,
+        "transport": options.transport or "",
+        "p2p_backend": _p2p_backend(options),
+    }
 
 
 def _p2p_backend(options: Options) -> str:
-    """What carries messages if it turns out that ranks share no memory; empty where nothing does.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
+    """What carries messages where ranks share no memory; empty if nothing does."""
     if options.transport == "shm":
         return ""
     if options.transport is None and options.p2p_backend == "gloo" and not dist.is_gloo_available():
         return ""  # a group on one host needs none
     return message_backend.checked(options.p2p_backend)
-
-
-def _tuned(path: str | None, world_size: int) -> int:
-    """Where a tuning file ends one_shot for this many ranks; 0 where none says."""
-    return (tuning.load(path).one_shot_max_bytes(world_size) or 0) if path else 0
 
 
 def _whole(name: str, value: int) -> int:

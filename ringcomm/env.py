@@ -8,29 +8,32 @@ import os
 
 __all__ = ["checks_targets", "option"]
 
-# Options of a group, by field; what they mean stands at ringcomm.Options.
-_TEXTS = {
-    "algorithm": "RINGCOMM_ALGORITHM",
-    "deterministic": "RINGCOMM_DETERMINISTIC",
-    "p2p_backend": "RINGCOMM_P2P_BACKEND",
-    "transport": "RINGCOMM_TRANSPORT",
-    "tuning": "RINGCOMM_TUNING",
-}
-_NUMBERS = {
-    "num_slots": "RINGCOMM_NUM_SLOTS",
-    "slot_bytes": "RINGCOMM_SLOT_BYTES",
+# Options of a group, by field: the variable, and the type of its value. See ringcomm.Options.
+_OPTIONS = {
+    "algorithm": ("RINGCOMM_ALGORITHM", str),
+    "deterministic": ("RINGCOMM_DETERMINISTIC", str),
+    "num_slots": ("RINGCOMM_NUM_SLOTS", int),
+    "p2p_backend": ("RINGCOMM_P2P_BACKEND", str),
+    "slot_bytes": ("RINGCOMM_SLOT_BYTES", int),
+    "transport": ("RINGCOMM_TRANSPORT", str),
+    "tuning": ("RINGCOMM_TUNING", str),
 }
 
 
 def option(field: str) -> str | int | None:
-    """The value for a field of ringcomm.Options; None when its variable is unset or empty.
+    """The value for a field of ringcomm.Options; None if its variable is unset or empty.
 
     Raises:
-        ValueError: the variable wants a whole number and has none.
+        ValueError: the variable is not the whole number that it should be.
     """
-    if field in _NUMBERS:
-        return _integer(_NUMBERS[field])
-    return os.environ.get(_TEXTS[field]) or None
+    name, kind = _OPTIONS[field]
+    text = os.environ.get(name)
+    try:
+        return kind(text) if text else None
+    except ValueError:
+        raise ValueError(
+            f"the environment variable {name} wants a whole number, got {text!r}"
+        ) from None
 
 
 def checks_targets() -> bool:
@@ -45,15 +48,3 @@ def checks_targets() -> bool:
             f"the environment variable RINGCOMM_CHECK_TARGETS wants 0 or 1, got {text!r}"
         )
     return text == "1"
-
-
-def _integer(name: str) -> int | None:
-    text = os.environ.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"the environment variable {name} wants a whole number, got {text!r}"
-        ) from None

@@ -1,10 +1,9 @@
 """The backend of torch.distributed that carries a group's messages: transport "p2p".
 
-Those of CPU tensors are asked for by name; those of a device go by what torch.distributed has for
-it, unless the name fits it too. Either is made for one group and used by nobody else, so that its
-tags and its order are ringcomm's.
-Gloo connects over the network interface of the host's name; the environment variable
-GLOO_SOCKET_IFNAME, Gloo's own, names another one.
+CPU tensors use the backend that is named in the options; tensors of a device use the one that torch
+has for it, unless the named one takes them too. Either is made for one group alone, so its tags and
+its order belong to ringcomm. Gloo connects over the network interface of the host's name; its own
+environment variable GLOO_SOCKET_IFNAME names another one.
 """
 
 import datetime
@@ -24,13 +23,10 @@ _MADE = "made"
 
 
 def checked(name: str) -> str:
-    """The name in lower case.
-
-    Args:
-        name: "gloo", or a backend registered with dist.Backend.register_backend.
+    """The name in lower case: "gloo", or a backend of dist.Backend.register_backend.
 
     Raises:
-        ValueError: there is no such backend, or it cannot carry messages.
+        ValueError: there is no such backend.
     """
     known = {other.lower() for other in dist.Backend._plugins}
     if dist.is_gloo_available():
@@ -44,14 +40,7 @@ def checked(name: str) -> str:
 
 
 def for_device(asked: str, device_type: str) -> str:
-    """What carries messages of a device's tensors.
-
-    Args:
-        asked: p2p_backend of the group's options, or "".
-        device_type: torch's name, such as "cuda".
-
-    Returns:
-        `asked` where it is a backend for such tensors, else torch's own: "nccl" for "cuda".
+    """What carries a device's tensors: `asked` if it takes them, else torch's own ("nccl").
 
     Raises:
         ValueError: there is none.
@@ -82,18 +71,11 @@ def make(
 ) -> Any:
     """Makes this rank's end of the backend; called by the engine, collective over the group.
 
-    Args:
-        name: as checked() or for_device() returns it.
-        store: the group's.
-        rank: of this process in the group.
-        size: ranks of the group.
-        timeout: of making it; messages have none.
-        group_name: torch's.
-        global_ranks: the group's, by rank.
-        goes_on: called every 50 ms or so with a rank that is missing: whether to wait for it.
+    `timeout` is of making it: messages have none. `goes_on` is called every 50 ms or so with a
+    missing rank, and says whether to wait for it.
 
     Returns:
-        A c10d Backend. All ranks have theirs by then: a rank that leaves the group at once would
+        A c10d Backend, when all ranks have theirs: a rank that leaves the group at once would
         otherwise close connections that others are still making.
 
     Raises:

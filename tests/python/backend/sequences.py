@@ -1,26 +1,26 @@
 """Random sequences of calls on overlapping groups, run by one rank; strategies draw them.
 
-See sequence_calls.py for what a call is and what it must give, test_random_sequences.py for how a
+See sequence_side.py for what a call is and what it must give, test_random_sequences.py for how a
 sequence is run again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from sequence_calls import KINDS, Call, Side
+from sequence_calls import KINDS
+from sequence_side import Call, Side
 
 import ringcomm
 from ringcomm import Options
@@ -69,28 +69,6 @@ class Case:
 
     def members(self, call: Call) -> tuple[int, ...]:
         return self.fresh if call.group < 0 else FAMILY[call.group][0]
-
-    def to_json(self) -> str:
-        defaults = asdict(Call(""))
-
-        def short(call: dict[str, Any]) -> dict[str, Any]:
-            told = {key: value for key, value in call.items() if value != defaults[key]}
-            if "threads" in told:
-                told["threads"] = [[short(one) for one in thread] for thread in told["threads"]]
-            return told
-
-        calls = [short(asdict(call)) for call in self.calls]
-        return json.dumps({**vars(self), "calls": calls})
-
-    @staticmethod
-    def from_json(text: str) -> Case:
-        def call(told: dict[str, Any]) -> Call:
-            threads = tuple(tuple(map(call, thread)) for thread in told.pop("threads", ()))
-            return Call(**told, threads=threads)
-
-        told = json.loads(text)
-        calls, fresh = tuple(map(call, told.pop("calls"))), tuple(told.pop("fresh"))
-        return Case(calls, fresh, **told)
 
 
 def new_group(members: tuple[int, ...], options: Options) -> Any:
@@ -257,3 +235,10 @@ def run_deviation(run: Run, at: int, deviant: int, change: dict[str, Any]) -> li
             run.wrong.append(f"the error took more than {SOON_S} s: {error}")
     dist.destroy_process_group(run.fresh)
     return run.wrong
+
+
+def run_cases(rank: int, cases: Sequence[Case], serial: int, marks: str) -> list[str]:
+    """What was wrong in any of them; their serials begin at this one."""
+    return [
+        text for i, case in enumerate(cases) for text in run_case(rank, case, serial + i, marks)
+    ]

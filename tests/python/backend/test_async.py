@@ -3,143 +3,57 @@
 from __future__ import annotations
 
 import datetime
-import os
-import resource
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 from ringcomm import Options
 
-WORLDS = [2, 3]
-
 
 def check_many_in_flight(rank: int) -> None:
+    """Waited for in any order and twice; some are dropped at once, with their tensors."""
     world_size = dist.get_world_size()
     inputs = [
         [oracle.integers(r, 1000 * (i % 7) + i, torch.float32, i) for r in range(world_size)]
         for i in range(60)
     ]
     tensors = [own[rank].clone() for own in inputs]
-    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    works: list[Any] = []
+    for tensor in tensors:
+        works.append(dist.all_reduce(tensor, async_op=True))
+        dist.all_reduce(torch.zeros(4, 6).t(), async_op=True)
     later = torch.ones(3)
     dist.all_reduce(later)  # a synchronous one runs after those in flight
     assert all(work.is_completed() for work in works)
-    for work in reversed(works):  # in any order, and twice
+    for work in reversed(works):
         assert work.wait()
         assert work.wait()
-        assert work.is_completed()
         assert work.is_success()
     for tensor, own in zip(tensors, inputs, strict=True):
         oracle.assert_equal(tensor, oracle.reduced(own, "sum"))
     assert later.tolist() == [world_size] * 3
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_many_in_flight(world_size: int) -> None:
-    run_ranks(world_size, check_many_in_flight)
-
-
-def check_dependent_order(rank: int) -> None:
+def check_order(rank: int) -> None:
     """Without a wait between them, collectives on one tensor run in the order of their calls."""
-    world_size = dist.get_world_size()
     tensor = torch.ones(100_000)
-    works = []
     for _ in range(5):
-        works.append(dist.all_reduce(tensor, async_op=True))
-    works.append(dist.broadcast(tensor, 0, async_op=True))
-    works[-1].wait()
-    assert (tensor == float(world_size) ** 5).all()
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_calls_run_in_order(world_size: int) -> None:
-    run_ranks(world_size, check_dependent_order)
-
-
-def check_dropped(rank: int) -> None:
-    """Works, and tensors, that the caller lets go of at once."""
-    for i in range(20):
-        dist.all_reduce(torch.full((5000 + i,), 1.0), async_op=True)
-        dist.all_reduce(torch.zeros(4, 6).t(), async_op=True)
-    total = torch.ones(2)
-    dist.all_reduce(total)
-    assert total.tolist() == [dist.get_world_size()] * 2
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_dropped_works(world_size: int) -> None:
-    run_ranks(world_size, check_dropped)
-
-
-def check_results(rank: int) -> None:
-    world_size = dist.get_world_size()
-    tensor = torch.full((3,), rank + 1.0)
-    work: Any = dist.all_reduce(tensor, async_op=True)
-    (value,) = work.get_future().wait()
-    assert value.data_ptr() == tensor.data_ptr()
-    assert work.result()[0].data_ptr() == tensor.data_ptr()
-    # The future of a work that is over, asked for late.
-    late = work.get_future().then(lambda future: future.value()[0] * 2).wait()
-    oracle.assert_equal(late, tensor * 2)
-    outputs = [torch.empty(3) for _ in range(world_size)]
-    work = dist.all_gather(outputs, tensor, async_op=True)
-    for output, given in zip(outputs, work.get_future().wait(), strict=True):
-        assert output.data_ptr() == given.data_ptr()
-        oracle.assert_equal(output, tensor)
-    barrier: Any = dist.barrier(async_op=True)
-    assert barrier.get_future().wait() is not None
-    assert work.wait(datetime.timedelta(seconds=5))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_and_futures(world_size: int) -> None:
-    run_ranks(world_size, check_results)
-
-
-def ask_without_threads(rank: int, path: str) -> None:
-    """Rank 1 comes when rank 0 has asked for the future of a work that is not over."""
-    tensor = torch.ones(3)
-    work: Any = dist.all_reduce(tensor, async_op=True)  # starts the group's own thread
+        dist.all_reduce(tensor, async_op=True)
+    work: Any = dist.broadcast(tensor, 0, async_op=True)
     work.wait()
-    if rank == 1:
-        while not os.path.getsize(path):
-            time.sleep(0.01)
-        dist.all_reduce(tensor)
-        return
-    work = dist.all_reduce(tensor, async_op=True)
-    limits, uid = resource.getrlimit(resource.RLIMIT_NPROC), os.getuid()
-    if uid == 0:  # whom the limit does not hold
-        os.setresuid(65534, 65534, 0)
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, limits[1]))
-    with pytest.raises(RuntimeError, match=r"the thread ringcomm-future could not be started"):
-        work.get_future()
-    resource.setrlimit(resource.RLIMIT_NPROC, limits)
-    if uid == 0:
-        os.setresuid(0, 0, 0)
-    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
-    with open(path, "w") as file:
-        file.write("asked")
-    assert doubled.wait().tolist() == [8.0] * 3
-
-
-def test_a_future_without_a_thread_is_an_error_of_who_asks(tmp_path: Path) -> None:
-    path = tmp_path / "asked"
-    path.touch()
-    run_ranks(2, ask_without_threads, str(path), fresh=True)
+    assert (tensor == float(dist.get_world_size()) ** 5).all()
 
 
 def check_chain(rank: int) -> None:
     """PowerSGD's way: a callback issues the next collective and waits for it, three deep."""
-    world_size = dist.get_world_size()
 
     def next_one(future: Any) -> Tensor:
         value = future.value()
@@ -151,33 +65,16 @@ def check_chain(rank: int) -> None:
         (tensor,) = dist.all_reduce(future.value(), async_op=True).get_future().wait()
         return tensor
 
-    for _ in range(20):
-        tensor = torch.ones(1000)
-        work: Any = dist.all_reduce(tensor, async_op=True)
-        result = work.get_future().then(next_one).then(next_async).then(next_one).wait()
-        assert (result == float(world_size) ** 4).all()
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_callbacks_that_communicate(world_size: int) -> None:
-    run_ranks(world_size, check_chain)
-
-
-def check_callback_error(rank: int) -> None:
     def fail(future: Any) -> None:
         raise ZeroDivisionError("the callback's own")
 
-    work: Any = dist.all_reduce(torch.ones(2), async_op=True)
-    future = work.get_future().then(fail)
+    for _ in range(20):
+        work: Any = dist.all_reduce(torch.ones(1000), async_op=True)
+        result = work.get_future().then(next_one).then(next_async).then(next_one).wait()
+        assert (result == float(dist.get_world_size()) ** 4).all()
     with pytest.raises(Exception, match="the callback's own"):
-        future.wait()
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [2, 2]
-
-
-def test_error_in_a_callback() -> None:
-    run_ranks(2, check_callback_error)
+        work.get_future().then(fail).wait()
+    dist.barrier()
 
 
 def check_opposite_orders(rank: int) -> None:
@@ -213,12 +110,43 @@ def check_opposite_orders(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_groups_side_by_side() -> None:
-    run_ranks(2, check_opposite_orders)
+def check_results(rank: int) -> None:
+    world_size = dist.get_world_size()
+    tensor = torch.full((3,), rank + 1.0)
+    work: Any = dist.all_reduce(tensor, async_op=True)
+    (value,) = work.get_future().wait()
+    assert value.data_ptr() == work.result()[0].data_ptr() == tensor.data_ptr()
+    # The future of a work that is over, asked for late.
+    late = work.get_future().then(lambda future: future.value()[0] * 2).wait()
+    oracle.assert_equal(late, tensor * 2)
+    outputs = [torch.empty(3) for _ in range(world_size)]
+    work = dist.all_gather(outputs, tensor, async_op=True)
+    for output, given in zip(outputs, work.get_future().wait(), strict=True):
+        assert output.data_ptr() == given.data_ptr()
+        oracle.assert_equal(output, tensor)
+    barrier: Any = dist.barrier(async_op=True)
+    assert barrier.get_future().wait() is not None
+    assert work.wait(datetime.timedelta(seconds=5))
 
 
-def check_gil(rank: int) -> None:
-    """Who waits leaves the interpreter to the other threads."""
+CHECKS: list[Callable[[int], None]] = [
+    *(check_many_in_flight, check_order, check_chain, check_opposite_orders, check_results)
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_asynchronous_calls(check: Callable[[int], None], transport: str) -> None:
+    run_ranks(2, check, env={"RINGCOMM_TRANSPORT": transport})
+
+
+def test_results_of_one_rank_alone() -> None:
+    run_ranks(1, check_results)
+
+
+@in_ranks(2)
+def test_waiting_releases_the_gil(rank: int) -> None:
+    """A rank that waits leaves the interpreter to its other threads."""
     ticks = [0]
     stop = threading.Event()
 
@@ -235,41 +163,3 @@ def check_gil(rank: int) -> None:
     stop.set()
     thread.join()
     assert ticks[0] > 10
-
-
-def test_waiting_releases_the_gil() -> None:
-    run_ranks(2, check_gil)
-
-
-def check_overlapping_output(rank: int, is_async: bool) -> None:
-    """One element seen four times cannot hold four results: an error, now, and the group lives."""
-    with pytest.raises(ValueError, match=r"one memory location.*clone"):
-        dist.all_reduce(torch.ones(1).expand(4), async_op=is_async)
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [2, 2]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_expanded_output(is_async: bool) -> None:
-    run_ranks(2, check_overlapping_output, is_async)
-
-
-def check_inference_mode(rank: int, is_async: bool) -> None:
-    with torch.inference_mode():
-        tensor = torch.ones(4, 6).t()
-        work: Any = dist.all_reduce(tensor, async_op=is_async)
-        if work is not None:
-            work.wait()
-        assert (tensor == 2).all()
-        other = torch.ones(4, 6).t()
-        if rank == 0:
-            dist.send(other * 3, 1)
-        else:
-            dist.irecv(other, 0).wait()  # type: ignore[union-attr]
-            assert (other == 3).all()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_inference_mode(is_async: bool) -> None:
-    run_ranks(2, check_inference_mode, is_async)

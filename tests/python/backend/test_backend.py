@@ -1,21 +1,25 @@
-"""ringcomm as a backend of torch.distributed: registration, groups, counters, resources."""
+"""ringcomm as a backend of torch.distributed: registration, environment, counters, its object."""
 
 from __future__ import annotations
 
+import copy
+import datetime
 import importlib.metadata
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 
+import _ringcomm_autoload
 import ringcomm
-from ringcomm import Options
+from ringcomm import _C, Options, RingcommError
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,11 +49,16 @@ print("fine")
 """
 
 
-def run_program(tmp_path: Path, backend: str, register: str, folder: Path) -> None:
+def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
+    """torch finds an installed ringcomm by itself; else it is registered by hand, or twice."""
+    names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
+    is_installed = "ringcomm" in names
+    register = "" if is_installed else "import _ringcomm_autoload as a; a.register(); a.register()"
+    backend = "cpu:ringcomm"
     program = PROGRAM.format(register=register, store=str(tmp_path / "store"), backend=backend)
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=folder,
+        cwd=tmp_path if is_installed else ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -59,54 +68,31 @@ def run_program(tmp_path: Path, backend: str, register: str, folder: Path) -> No
     assert done.stdout == "fine\n", done.stderr
 
 
-def entry_points() -> list[str]:
-    return [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
-
-
-@pytest.mark.skipif(
-    "ringcomm" not in entry_points(),
-    reason="ringcomm is not installed here, so that torch does not know it by itself",
-)
-def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
-    run_program(tmp_path, "ringcomm", "", tmp_path)
-
-
-def test_registered_by_hand(tmp_path: Path) -> None:
-    register = "import _ringcomm_autoload as a; a.register(); a.register()"
-    run_program(tmp_path, "cpu:ringcomm", register, ROOT)
-
-
 def test_defaults_stay() -> None:
     assert ringcomm.__version__
+    _ringcomm_autoload.register()  # again
     defaults = dist.Backend.default_device_backend_map
     assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl")
     assert dist.Backend.backend_capability["ringcomm"] == ["cpu", "cuda"]
 
 
-def check_names(rank: int) -> None:
-    assert dist.get_backend() == "ringcomm"
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    assert backend.name() == "ringcomm"
-    assert backend.size() == dist.get_world_size()
-    assert backend.rank() == rank
+def backend_of(group: Any = None) -> Any:
+    world: Any = dist.group.WORLD
+    return (group or world)._get_backend(torch.device("cpu"))
 
 
-def test_names() -> None:
-    run_ranks(2, check_names)
-
-
-# ---- memory
-
-
-def check_memory(rank: int) -> None:
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    pairs = dist.get_world_size() * (dist.get_world_size() - 1) // 2
-    assert 0 < ringcomm._C.mapped_bytes(backend) <= pairs * (8 << 20)
+def check_names_and_memory(rank: int) -> None:
+    world_size = dist.get_world_size()
+    backend = backend_of()
+    assert (dist.get_backend(), backend.name()) == ("ringcomm", "ringcomm")
+    assert (backend.size(), backend.rank()) == (world_size, rank)
+    pairs = world_size * (world_size - 1) // 2
+    assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_memory_per_pair(world_size: int) -> None:
-    run_ranks(world_size, check_memory)
+def test_names_and_memory(world_size: int) -> None:
+    run_ranks(world_size, check_names_and_memory)
 
 
 # ---- environment
@@ -117,13 +103,9 @@ def algorithm_used(rank: int) -> list[str]:
     return [name for op, name in ringcomm.stats(dist.group.WORLD) if op == "all_reduce"]
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
 def test_algorithm_from_the_environment(algorithm: str) -> None:
-    env = {
-        "RINGCOMM_ALGORITHM": algorithm,
-        "RINGCOMM_SLOT_BYTES": "4096",
-        "RINGCOMM_NUM_SLOTS": "3",
-    }
+    env = {"RINGCOMM_ALGORITHM": algorithm, "RINGCOMM_NUM_SLOTS": "3"}
     assert run_ranks(2, algorithm_used, fresh=True, env=env) == [[algorithm]] * 2
 
 
@@ -134,46 +116,6 @@ def test_options_before_environment() -> None:
     assert results == [["two_shot"]] * 2
 
 
-def reduce_all_types(rank: int) -> str:
-    import oracle
-
-    for dtype in oracle.FLOATS + oracle.INTS:
-        for op in ("sum", "product", "max", "avg"):
-            inputs = [oracle.integers(r, 1003, dtype) for r in range(2)]
-            tensor = inputs[rank].clone()
-            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
-            oracle.assert_equal(tensor, oracle.reduced(inputs, op))
-    return str(ringcomm._C.simd_level())
-
-
-@pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
-def test_instruction_sets(level: str) -> None:
-    flag = {"baseline": "", "avx2": " avx2 ", "avx512": " avx512bw "}[level]
-    if flag not in Path("/proc/cpuinfo").read_text():
-        pytest.skip(f"this processor has no {level}")
-    assert run_ranks(2, reduce_all_types, fresh=True, env={"RINGCOMM_SIMD": level}) == [level] * 2
-
-
-def other_hosts(rank: int, folder: str) -> str:
-    os.environ["RINGCOMM_HOST_ID"] = f"machine{rank}"
-    store = dist.FileStore(folder + "/store", 2)
-    with pytest.raises(ringcomm.RingcommError, match="share no memory") as caught:
-        dist.init_process_group(
-            "ringcomm",
-            store=store,
-            rank=rank,
-            world_size=2,
-            pg_options=ringcomm.Options(transport="shm"),
-        )
-    return str(caught.value)
-
-
-def test_ranks_on_different_hosts_that_must_share_memory(tmp_path: Path) -> None:
-    for text in run_ranks(2, other_hosts, str(tmp_path), backend=None, fresh=True):
-        assert "machine0" in text
-        assert "machine1" in text
-
-
 # ---- counters
 
 
@@ -182,15 +124,12 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
     return entry["num_calls"], entry["sent_bytes"]
 
 
-def check_stats(rank: int) -> None:
+def check_stats(rank: int, is_p2p: bool) -> None:
     world_size = dist.get_world_size()
-    num_elems = 120_000  # a multiple of 2, 3 and 4: the formulas are exact
+    num_elems = 120_000  # a multiple of 2, 3, 4 and 5: the formulas are exact
     num_bytes = 4 * num_elems
-    expected = {
-        "one_shot": (world_size - 1) * num_bytes,
-        "two_shot": 2 * (world_size - 1) * num_bytes // world_size,
-        "ring": 2 * (world_size - 1) * num_bytes // world_size,
-    }
+    share = 2 * (world_size - 1) * num_bytes // world_size
+    expected = {"one_shot": (world_size - 1) * num_bytes, "two_shot": share, "ring": share}
     for algorithm, sent_bytes in expected.items():
         group = dist.new_group(backend="ringcomm", pg_options=Options(algorithm=algorithm))  # type: ignore[arg-type]
         assert ringcomm.stats(group) == {}
@@ -202,37 +141,145 @@ def check_stats(rank: int) -> None:
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         dist.destroy_process_group(group)
+    if is_p2p:
+        return
     group = dist.new_group(backend="ringcomm")
-    share = torch.ones(1000)
-    dist.all_gather_into_tensor(torch.empty(1000 * world_size), share, group=group)
-    assert count(group, "all_gather", "direct") == (1, 4000 * (world_size - 1))
-    dist.reduce_scatter_tensor(share, torch.ones(1000 * world_size), group=group)
-    assert count(group, "reduce_scatter", "direct") == (1, 4000 * (world_size - 1))
-    dist.broadcast(share, 1, group=group)
-    assert count(group, "broadcast", "direct") == (1, 4000 * (world_size - 1) * (rank == 1))
+    own, whole = torch.ones(1000), torch.empty(1000 * world_size)
     shares = [torch.empty(1000) for _ in range(world_size)]
-    dist.gather(share, shares if rank == 1 else None, 1, group=group)
-    assert count(group, "gather", "direct") == (1, 4000 * (rank != 1))
-    dist.scatter(share, shares if rank == 1 else None, 1, group=group)
-    assert count(group, "scatter", "direct") == (1, 4000 * (world_size - 1) * (rank == 1))
-    dist.all_to_all(shares, [share] * world_size, group=group)
-    assert count(group, "all_to_all", "direct") == (1, 4000 * (world_size - 1))
+    is_root, to_all = rank == 1, 4000 * (world_size - 1)
+    calls: dict[str, tuple[Any, int]] = {
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, own, group=group), to_all),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(own, whole, group=group), to_all),
+        "broadcast": (lambda: dist.broadcast(own, 1, group=group), to_all * is_root),
+        "gather": (
+            lambda: dist.gather(own, shares if is_root else None, 1, group=group),
+            4000 * (not is_root),
+        ),
+        "scatter": (
+            lambda: dist.scatter(own, shares if is_root else None, 1, group=group),
+            to_all * is_root,
+        ),
+        "all_to_all": (lambda: dist.all_to_all(shares, [own] * world_size, group=group), to_all),
+        "barrier": (lambda: dist.barrier(group=group), 0),
+    }
+    for op, (call, sent_bytes) in calls.items():
+        call()
+        assert count(group, op, "direct") == (1, sent_bytes), op
     copied = ringcomm.stats(group)["all_to_all", "direct"]["copied_bytes"]
     assert copied == 4000 * (2 * world_size - 1)
-    dist.barrier(group=group)
-    assert count(group, "barrier", "direct") == (1, 0)
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_stats(world_size: int) -> None:
-    run_ranks(world_size, check_stats)
+@pytest.mark.parametrize(
+    ("world_size", "transport"), [(2, "shm"), (3, "shm"), (4, "shm"), (2, "p2p"), (5, "p2p")]
+)
+def test_stats(world_size: int, transport: str) -> None:
+    env = {"RINGCOMM_TRANSPORT": transport}
+    run_ranks(world_size, check_stats, transport == "p2p", env=env)
 
 
-def check_stats_of_gloo(rank: int) -> None:
+@in_ranks(1, backend="gloo", fresh=True)
+def test_stats_of_another_backend(rank: int) -> None:
     with pytest.raises(ValueError, match="gloo"):
         ringcomm.stats(dist.group.WORLD)
 
 
-def test_stats_of_another_backend() -> None:
-    run_ranks(1, check_stats_of_gloo, backend="gloo", fresh=True)
+# ---- what its object offers: options, splits, numbers, its end
+
+
+@in_ranks(3)
+def test_options(rank: int) -> None:
+    group: Any = dist.new_group(
+        backend="ringcomm",
+        pg_options=Options(algorithm="ring", num_slots=3, deterministic="rank_order"),
+        timeout=datetime.timedelta(seconds=17),
+    )
+    options = backend_of(group).options
+    copied = copy.deepcopy(options)
+    assert copied is not options
+    for each in (options, copied):
+        assert (each.algorithm, each.num_slots, each.is_rank_ordered) == ("ring", 3, True)
+        assert each._timeout == datetime.timedelta(seconds=17)
+        assert each.global_ranks_in_group == [0, 1, 2]
+        assert each.backend == "ringcomm"
+    # They make groups too.
+    again: Any = dist.new_group(backend="ringcomm", pg_options=copied)
+    assert backend_of(again).options.algorithm == "ring"
+    backend_of(again).set_timeout(datetime.timedelta(seconds=5))
+    assert backend_of(again).options._timeout == datetime.timedelta(seconds=5)
+    for each in (group, again):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=each)
+        assert (tensor == 3).all()
+        dist.destroy_process_group(each)
+
+
+@in_ranks(3)
+def test_split(rank: int) -> None:
+    """ProcessGroup.split_group. dist.split_group wants a group bound to an accelerator."""
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.split_group(split_ranks=[[0, 2], [1]])
+    world: Any = dist.group.WORLD
+    assert backend_of().supports_splitting
+    for turn in range(2):
+        mine = [0, 2] if rank in (0, 2) else [1]
+        part = world.split_group(mine, group_name=f"part{turn}{mine}", group_desc="a part")
+        assert (part.size(), part.rank()) == (len(mine), mine.index(rank))
+        assert isinstance(backend_of(part), _C.ProcessGroupRingcomm)
+        assert backend_of(part).options.global_ranks_in_group == mine
+        tensor = torch.full((4,), float(rank))
+        part.allreduce([tensor]).wait()
+        assert (tensor == sum(mine)).all()
+        part.barrier().wait()
+        part.shutdown()
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    assert (tensor == 3).all()
+
+
+@in_ranks(2)
+def test_sequence_numbers(rank: int) -> None:
+    """Numbers are given when calls are made, also to those that wait for their turn."""
+    backend = backend_of()
+    first = backend._get_sequence_number_for_group()
+    works: list[Any] = [dist.all_reduce(torch.ones(n), async_op=True) for n in (300_000, 3, 2)]
+    assert backend._get_sequence_number_for_group() == first + 3
+    for work in works:
+        work.wait()
+    with pytest.raises(ValueError, match="band"):
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
+    assert backend._get_sequence_number_for_group() == first + 3
+
+
+@in_ranks(2)
+def test_end(rank: int) -> None:
+    """abort() and shutdown() may be called again and in any order."""
+    error_type = torch._C._distributed_c10d.ErrorType
+    for order in (("abort", "abort", "shutdown"), ("shutdown", "abort", "shutdown")):
+        group: Any = dist.new_group(backend="ringcomm")
+        backend = backend_of(group)
+        dist.barrier(group)
+        assert backend.get_error() == error_type.SUCCESS
+        for name in order:
+            getattr(backend, name)()
+            if name == "abort" and order[0] == "abort":
+                assert backend.get_error() == error_type.COMM_ERROR
+                with pytest.raises(RingcommError, match="aborted"):
+                    dist.barrier(group)
+        with pytest.raises(ValueError, match="has been destroyed"):
+            dist.barrier(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def time_out(rank: int) -> str:
+    if rank == 0:
+        with pytest.raises(RingcommError):
+            dist.barrier()
+    else:
+        time.sleep(1.0)
+    return str(backend_of().get_error()) if rank == 0 else ""
+
+
+def test_get_error_after_a_time_out() -> None:
+    assert "TIMEOUT" in run_ranks(2, time_out, fresh=True, group_timeout_s=0.3)[0]

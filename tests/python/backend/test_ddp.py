@@ -8,13 +8,14 @@ import curves
 import pytest
 import torch
 import torch.distributed as dist
+import zero_models
 from curves import Run, assert_same_run, assert_weights, weights_of
 from ranks import run_ranks
+from test_errors import ENVS
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +67,7 @@ def train_ddp(rank: int, options: dict[str, Any]) -> Run:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank)  # DDP takes rank 0's
-    return train(wrap(model, **options), rank)
+    return train(wrap(model, **options), rank, dist.get_world_size())
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -82,66 +83,17 @@ def test_equals_one_process(options: dict[str, Any]) -> None:
     assert_same_run(run_ranks(WORLD, train_ddp, options), single_process())
 
 
+@pytest.mark.parametrize("env", ["p2p", "hosts"])
+def test_equals_one_process_over_messages(env: str) -> None:
+    assert_same_run(run_ranks(3, train_ddp, {}, env=ENVS[env]), single_process())
+
+
 def test_equals_gloo_bitwise() -> None:
     """With 2 ranks there is one order of summation, and division by 2 is exact."""
     ours = run_ranks(WORLD, train_ddp, {})
     theirs = run_ranks(WORLD, train_ddp, {}, backend="gloo")
     assert ours[0].losses == theirs[0].losses
     assert_weights(ours[0].weights, theirs[0].weights, atol=0)
-
-
-def accumulate(rank: int) -> None:
-    """no_sync: gradients of two micro-batches, one exchange."""
-    model = wrap(make_model())
-    halves = [tensor.chunk(2) for tensor in batch(0, rank, WORLD)]
-    with model.no_sync():
-        nn.functional.mse_loss(model(halves[0][0]), halves[1][0]).backward()
-    local = model.module[7].bias.grad.clone()
-    everyone: list[Any] = [None] * WORLD
-    dist.all_gather_object(everyone, local)
-    assert not torch.equal(everyone[0], everyone[1])
-    nn.functional.mse_loss(model(halves[0][1]), halves[1][1]).backward()
-    reference = make_model()
-    x, y = batch(0)
-    (nn.functional.mse_loss(reference(x), y) * 2).backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5)
-
-
-def test_no_sync() -> None:
-    run_ranks(WORLD, accumulate)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.shared, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        return (self.left if rank == 0 else self.right)(self.shared(x))
-
-
-def train_branches(rank: int) -> None:
-    """Each rank uses another part; a third is used by none."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 4)
-    reference = Branches()
-    (sum(reference(x[r], r).square().mean() for r in range(2)) / 2).backward()
-    module = Branches()
-    module.unused = nn.Linear(4, 4)
-    model = wrap(module, find_unused_parameters=True)
-    for _ in range(2):
-        model.zero_grad()
-        model(x[rank], rank).square().mean().backward()
-        for name, parameter in reference.named_parameters():
-            actual = module.get_parameter(name).grad
-            torch.testing.assert_close(actual, parameter.grad, rtol=0, atol=1e-6)
-        assert module.unused.weight.grad is None
-
-
-def test_unused_parameters() -> None:
-    run_ranks(WORLD, train_branches)
 
 
 # ---- communication hooks
@@ -173,7 +125,6 @@ def train_with_hook(rank: int, name: str) -> Run:
     hooks: dict[str, tuple[Any, Any]] = {
         "allreduce": (group, default_hooks.allreduce_hook),
         "fp16": (group, default_hooks.fp16_compress_hook),
-        "fp16_wrapper": (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
         "chained": (None, chained_hook),
         "power_sgd": (
             powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2),
@@ -191,7 +142,6 @@ def train_with_hook(rank: int, name: str) -> Run:
     [
         ("allreduce", 1e-5),
         ("fp16", 1e-3),
-        ("fp16_wrapper", 1e-3),
         ("chained", 1e-5),
         ("power_sgd", 0.1),
     ],
@@ -209,68 +159,6 @@ def test_noop_hook() -> None:
         assert_weights(result.weights, alone.weights, atol=0)
     with pytest.raises(AssertionError):
         assert_same_run(results, single_process(), atol=1e-3)
-
-
-FIRST_LOCAL_STEP = 2
-PERIOD = 2
-
-
-def train_post_local_sgd(rank: int) -> Run:
-    """Two pairs of ranks, which go their own ways from step 2 on and meet in every second.
-
-    With the other model: where averaging replaces a weight that is not contiguous, torch's DDP
-    loses track of it, over any backend.
-    """
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
-    pair, _ = dist.new_subgroups(2)
-    model = wrap(curves.make_model(), bucket_cap_mb=0.001)
-    state = post_localSGD_hook.PostLocalSGDState(None, pair, start_localSGD_iter=FIRST_LOCAL_STEP)
-    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    optimizer = PostLocalSGDOptimizer(
-        optim=curves.sgd(model.parameters()),
-        averager=PeriodicModelAverager(period=PERIOD, warmup_steps=FIRST_LOCAL_STEP),
-    )
-    losses = curves.train(model, rank, 4, optimizer)
-    return Run(losses, weights_of(model))
-
-
-def simulate_post_local_sgd() -> list[Run]:
-    """The two pairs in one process."""
-    models = [curves.make_model() for _ in range(2)]
-    optimizers = [curves.sgd(model.parameters()) for model in models]
-    losses: list[list[float]] = [[], []]
-
-    def average(tensors: list[Any]) -> None:
-        mean = (tensors[0] + tensors[1]) / 2
-        for tensor in tensors:
-            tensor.copy_(mean)
-
-    for step in range(curves.STEPS):
-        for pair, model in enumerate(models):
-            x, y = curves.batch(step, pair, 2)
-            optimizers[pair].zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            losses[pair].append(loss.item())
-        parameters = list(zip(*(model.parameters() for model in models), strict=True))
-        if step < FIRST_LOCAL_STEP:
-            for both in parameters:
-                average([parameter.grad for parameter in both])
-        for optimizer in optimizers:
-            optimizer.step()
-        if step >= FIRST_LOCAL_STEP and (step - FIRST_LOCAL_STEP) % PERIOD == 0:
-            with torch.no_grad():
-                for both in parameters:
-                    average(list(both))
-    return [Run(own, weights_of(model)) for own, model in zip(losses, models, strict=True)]
-
-
-def test_post_local_sgd() -> None:
-    results = run_ranks(4, train_post_local_sgd)
-    for pair, expected in enumerate(simulate_post_local_sgd()):
-        assert_same_run(results[2 * pair : 2 * pair + 2], expected)
 
 
 # ---- uneven inputs
@@ -296,3 +184,47 @@ def test_join() -> None:
     assert first.losses[2:] == pytest.approx(expected.losses, rel=0, abs=1e-5)
     for result in (first, second):
         assert_weights(result.weights, expected.weights, atol=1e-5)
+
+
+# ---- autocast, a GradScaler and gradient accumulation
+
+STEPS, NUM_MICRO_BATCHES = 4, 2
+
+
+def train_scaled(rank: int, world_size: int, broken_step: int) -> tuple[dict[str, Tensor], float]:
+    """Steps of two micro-batches; in one of them rank 1's loss is infinite."""
+    model = zero_models.Net()
+    replica = DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(STEPS):
+        for part in range(NUM_MICRO_BATCHES):
+            x, y = zero_models.batch(NUM_MICRO_BATCHES * step + part, rank, world_size)
+            is_broken = step == broken_step and rank == world_size - 1
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = zero_models.loss_of(replica, x, y * (float("inf") if is_broken else 1))
+            scaler.scale(loss / NUM_MICRO_BATCHES).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return zero_models.weights(model), scaler.get_scale()
+
+
+def test_a_scaled_step_is_left_out_on_all_ranks() -> None:
+    expected, scale = train_scaled(0, 1, broken_step=2)
+    assert scale == 512
+    for world_size in (2, 3):
+        results = run_ranks(world_size, train_scaled, world_size, 2)
+        for found, found_scale in results:
+            assert found_scale == scale
+            for name, value in expected.items():
+                assert torch.equal(found[name], results[0][0][name])
+                torch.testing.assert_close(found[name], value, rtol=0.02, atol=0.01)
+
+
+def test_negative_control() -> None:
+    """Without the overflow the weights are others."""
+    left_out, _ = train_scaled(0, 1, broken_step=2)
+    whole, scale = train_scaled(0, 1, broken_step=-1)
+    assert scale == 1024
+    assert not torch.equal(whole["first.weight"], left_out["first.weight"])

@@ -82,7 +82,7 @@ def test_the_ring_sends_two_shares_of_every_bucket(world_size: int) -> None:
     assert total == 2 * (world_size - 1) * 4 * num_params
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_automatic_choice_sends_what_the_chosen_ones_do(world_size: int) -> None:
     for rank, (sent, buckets) in enumerate(run_ranks(world_size, count_bytes, world_size)):
         expected = {"one_shot": 0, "two_shot": 0}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from curves import Block, batch
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 WORLD = 2
 Program = Callable[[Tensor], Tensor]
@@ -20,6 +22,10 @@ Program = Callable[[Tensor], Tensor]
 
 def group() -> Any:
     return dist.group.WORLD
+
+
+def largest(xs: list[Tensor]) -> Tensor:
+    return torch.maximum(xs[0], xs[1])
 
 
 def around(x: Tensor) -> Tensor:
@@ -57,56 +63,40 @@ def in_place(x: Tensor) -> Tensor:
 
 
 # What to run, and what it gives from the ranks' inputs: (results of a single process, rank).
-PROGRAMS: dict[str, tuple[Program, Callable[[list[Tensor], int], Tensor]]] = {
-    "all_reduce sum": (
-        lambda x: funcol.all_reduce(x, "sum", group()),
-        lambda xs, rank: xs[0] + xs[1],
-    ),
-    "all_reduce avg": (
-        lambda x: funcol.all_reduce(x, "avg", group()),
-        lambda xs, rank: (xs[0] + xs[1]) / 2,
-    ),
-    "all_reduce max": (
-        lambda x: funcol.all_reduce(x, "max", [0, 1]),
-        lambda xs, rank: torch.maximum(xs[0], xs[1]),
-    ),
-    "all_gather dim 0": (
-        lambda x: funcol.all_gather_tensor(x, 0, group()),
-        lambda xs, rank: torch.cat(xs),
-    ),
+Oracle = Callable[[list[Tensor], int], Tensor]
+PROGRAMS: dict[str, tuple[Program, Oracle]] = {
+    "all_reduce sum": (lambda x: funcol.all_reduce(x, "sum", group()), lambda xs, r: xs[0] + xs[1]),
+    "all_reduce max": (lambda x: funcol.all_reduce(x, "max", [0, 1]), lambda xs, r: largest(xs)),
     "all_gather dim 1": (
         lambda x: funcol.all_gather_tensor(x, 1, group()),
-        lambda xs, rank: torch.cat(xs, 1),
+        lambda xs, r: torch.cat(xs, 1),
     ),
     "reduce_scatter dim 0": (
-        lambda x: funcol.reduce_scatter_tensor(x, "sum", 0, group()),
-        lambda xs, rank: (xs[0] + xs[1]).chunk(2)[rank],
+        lambda x: funcol.reduce_scatter_tensor(x, "avg", 0, group()),
+        lambda xs, r: (xs[0] + xs[1]).chunk(2)[r] / 2,
     ),
     "reduce_scatter dim 1": (
         lambda x: funcol.reduce_scatter_tensor(x, "max", 1, group()),
-        lambda xs, rank: torch.maximum(xs[0], xs[1]).chunk(2, 1)[rank],
+        lambda xs, r: largest(xs).chunk(2, 1)[r],
     ),
-    "broadcast": (lambda x: funcol.broadcast(x, 1, group()), lambda xs, rank: xs[1]),
+    "broadcast": (lambda x: funcol.broadcast(x, 1, group()), lambda xs, r: xs[1]),
     "coalesced": (
         coalesced,
-        lambda xs, rank: torch.cat(
+        lambda xs, r: torch.cat(
             [xs[0] + xs[1], xs[0] + xs[1] + 2, xs[0][:1], xs[1][:1], xs[0][1:], xs[1][1:]]
-            + [factor * (xs[0] + xs[1]).chunk(2)[rank] for factor in (1, 2)]
+            + [factor * (xs[0] + xs[1]).chunk(2)[r] for factor in (1, 2)]
         ),
     ),
     "in place": (
         in_place,
-        lambda xs, rank: torch.cat([xs[0] + xs[1], *xs, (xs[0] + xs[1]).chunk(2)[rank]]),
+        lambda xs, r: torch.cat([xs[0] + xs[1], *xs, (xs[0] + xs[1]).chunk(2)[r]]),
     ),
-    "all_to_all": (
-        all_to_all,
-        lambda xs, rank: torch.cat([x.chunk(2)[rank] for x in xs]),
-    ),
+    "all_to_all": (all_to_all, lambda xs, r: torch.cat([x.chunk(2)[r] for x in xs])),
     "all_to_all uneven": (
         all_to_all_uneven,
-        lambda xs, rank: torch.cat([xs[0].split([1, 3])[rank], xs[1].split([3, 1])[rank]]),
+        lambda xs, r: torch.cat([xs[0].split([1, 3])[r], xs[1].split([3, 1])[r]]),
     ),
-    "permute": (around, lambda xs, rank: xs[1 - rank]),
+    "permute": (around, lambda xs, r: xs[1 - r]),
 }
 
 
@@ -116,29 +106,14 @@ NEEDS_CXX = pytest.mark.skipif(
 )
 # One rank compiles what the other waits for, some seconds on a quiet machine.
 PATIENCE: dict[str, Any] = {"timeout_s": 240.0, "group_timeout_s": 120.0}
-COMPILERS = [None, "aot_eager", pytest.param("inductor", marks=NEEDS_CXX)]
 
 
-@pytest.fixture(scope="module")
-def inductor_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Inductor compiles in the ranks themselves, scalar code, and finds nothing of other runs."""
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # tries which vector instructions compile, otherwise
-    }
+def check(rank: int, names: list[str], compiler: str | None) -> None:
+    for name in names:
+        check_program(rank, name, compiler)
 
 
-def prepare(compiler: str) -> None:
-    torch._dynamo.reset()
-    if compiler == "inductor":
-        import torch._inductor.config as inductor
-
-        # To precompile headers takes longer than these few kernels.
-        inductor.cpp_cache_precompile_headers = False
-
-
-def check(rank: int, name: str, compiler: str | None) -> None:
+def check_program(rank: int, name: str, compiler: str | None) -> None:
     """Between two elementwise operations: a compiler may fuse, and must keep the order."""
     program, expected = PROGRAMS[name]
 
@@ -147,7 +122,7 @@ def check(rank: int, name: str, compiler: str | None) -> None:
 
     torch.manual_seed(3)
     if compiler is not None:
-        prepare(compiler)
+        torch._dynamo.reset()
         run = torch.compile(run, backend=compiler, fullgraph=True)
     inputs = [torch.randint(-9, 9, (4, 6)).float() for _ in range(WORLD)]
     for turn in range(2):
@@ -157,22 +132,28 @@ def check(rank: int, name: str, compiler: str | None) -> None:
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"], ids=["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_functional(name: str, compiler: str | None) -> None:
-    run_ranks(WORLD, check, name, compiler)
+def test_functional(compiler: str | None) -> None:
+    run_ranks(WORLD, check, list(PROGRAMS), compiler, **PATIENCE)
 
 
+@pytest.mark.slow
 @NEEDS_CXX
-@pytest.mark.parametrize("name", ["coalesced", "in place"])
-def test_inductor(name: str, inductor_env: dict[str, str]) -> None:
-    run_ranks(WORLD, check, name, "inductor", env=inductor_env, **PATIENCE)
+def test_inductor(tmp_path: Path) -> None:
+    """It compiles in the ranks themselves, scalar code, and finds nothing of other runs."""
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # takes longer than these few kernels
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # tries which vector instructions compile, otherwise
+    }
+    run_ranks(WORLD, check, ["coalesced", "in place"], "inductor", env=env, **PATIENCE)
 
 
 # ---- gradients
 
 
 def check_autograd(rank: int) -> None:
-    """Of a gathered and of a scattered tensor: each the other's gradient."""
+    """Of a gathered, a scattered and an exchanged tensor; DTensor from one dimension to another."""
     x = torch.arange(12.0).view(4, 3).requires_grad_()
     weights = torch.arange(24.0).view(8, 3)
     gathered = funcol.all_gather_tensor_autograd(x, 0, group())
@@ -182,64 +163,19 @@ def check_autograd(rank: int) -> None:
     part = funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group())
     (part * weights.chunk(4)[rank]).sum().backward()
     assert torch.equal(x.grad, weights[:4])  # type: ignore[arg-type]
+    x.grad = None
+    moved = funcol.all_to_all_single_autograd(x * (rank + 1), None, None, group())
+    expected = [(r + 1) * x.detach().chunk(2)[rank] for r in range(WORLD)]
+    assert torch.equal(moved.detach() + 0, torch.cat(expected))
+    (moved.sum() * 2).backward()
+    assert torch.equal(x.grad, torch.full((4, 3), 2.0 * (rank + 1)))  # type: ignore[arg-type]
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = torch.arange(35.0).view(7, 5)
+    layout: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+    rows = DTensor.from_local(whole.chunk(2)[rank], mesh, [Shard(0)], **layout)
+    columns = rows.redistribute(mesh, [Shard(1)]).to_local()
+    assert torch.equal(columns, whole.chunk(2, 1)[rank])
 
 
-def test_autograd() -> None:
+def test_autograd_and_dtensor() -> None:
     run_ranks(WORLD, check_autograd)
-
-
-class ParallelBlock(nn.Module):
-    """Sequence and tensor parallelism by hand: rows are gathered, half of the hidden units each."""
-
-    def __init__(self, block: Block, rank: int) -> None:
-        super().__init__()
-        up, down = block.up, block.down
-        self.up = nn.Parameter(up.weight.detach().chunk(WORLD)[rank].clone())
-        self.bias = nn.Parameter(up.bias.detach().chunk(WORLD)[rank].clone())
-        self.down = nn.Parameter(down.weight.detach().chunk(WORLD, dim=1)[rank].clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = funcol.all_gather_tensor_autograd(x, 0, group())
-        hidden = torch.tanh(nn.functional.linear(rows, self.up, self.bias))
-        part = nn.functional.linear(hidden, self.down)
-        return x + funcol.reduce_scatter_tensor_autograd(part, "sum", 0, group())
-
-
-def run_block(module: nn.Module, share: int = 0, num_shares: int = 1) -> list[float]:
-    """The losses of five steps; a rank's is of its rows, and counts for its share."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = []
-    for step in range(5):
-        x, _ = batch(step, share, num_shares)
-        optimizer.zero_grad()
-        loss = (module(x) - x.sin()).square().mean()
-        (loss / num_shares).backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def make_block() -> Block:
-    torch.manual_seed(4)
-    block = Block()
-    nn.init.zeros_(block.down.bias).requires_grad_(False)
-    return block
-
-
-def run_parallel_block(rank: int, compiler: str | None) -> list[float]:
-    module: Any = ParallelBlock(make_block(), rank)
-    if compiler is not None:
-        prepare(compiler)
-        module = torch.compile(module, backend=compiler, fullgraph=True)
-    return run_block(module, rank, WORLD)
-
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_training(compiler: str | None, inductor_env: dict[str, str]) -> None:
-    env = inductor_env if compiler == "inductor" else None
-    expected = run_block(make_block())
-    assert expected[-1] < 0.9 * expected[0]
-    results = run_ranks(WORLD, run_parallel_block, compiler, env=env, **PATIENCE)
-    assert [sum(step) / WORLD for step in zip(*results, strict=True)] == pytest.approx(
-        expected, rel=0, abs=1e-5
-    )

@@ -1,17 +1,16 @@
-"""Process groups of ringcomm: subgroups, meshes, many at once, again and again; objects in them."""
+"""Process groups of ringcomm: subgroups, meshes, many at once, again and again."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -54,51 +53,25 @@ def check_device_form(rank: int) -> None:
     assert sum_of(dist.new_group([0, 1]), 2) == 4
 
 
-NEEDS_NCCL = pytest.mark.skipif(
-    not (dist.is_nccl_available() and torch.cuda.is_available()), reason="NCCL needs a CUDA device"
-)
+def lacks_nccl() -> bool:
+    return not (dist.is_nccl_available() and torch.cuda.is_available())
 
 
 @pytest.mark.parametrize(
     "backend",
     [
-        "cpu:ringcomm",
-        "cpu:ringcomm,cuda:ringcomm",
-        "cpu:ringcomm,cuda:gloo",
-        pytest.param("cpu:ringcomm,cuda:nccl", marks=NEEDS_NCCL),
+        *("cpu:ringcomm", "cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"),
+        pytest.param(
+            "cpu:ringcomm,cuda:nccl",
+            marks=pytest.mark.skipif(lacks_nccl(), reason="NCCL needs a CUDA device"),
+        ),
     ],
 )
 def test_form_with_devices(backend: str) -> None:
     run_ranks(2, check_device_form, backend=backend, fresh=True)
 
 
-# ---- subgroups
-
-
-def check_subgroups(rank: int) -> None:
-    """Overlapping ones, not starting at rank 0, in another order, of one; all in use at once."""
-    members = [[0, 1], [1, 2], [2, 3], [1, 3], [1, 2, 3], [0, 2, 3], [2], [0, 1, 2, 3]]
-    groups = [dist.new_group(ranks, backend="ringcomm") for ranks in members]
-    for _ in range(3):
-        for ranks, group in zip(members, groups, strict=True):
-            if rank not in ranks:
-                continue
-            tensor = torch.full((100,), float(rank))
-            dist.all_reduce(tensor, group=group)
-            assert (tensor == sum(ranks)).all()
-            dist.broadcast(tensor.fill_(rank), ranks[-1], group=group)
-            assert (tensor == ranks[-1]).all()
-            outputs = [torch.empty(1) for _ in ranks]
-            dist.all_gather(outputs, torch.tensor([float(rank)]), group=group)
-            assert [int(output) for output in outputs] == ranks
-    dist.barrier()
-    for ranks, group in zip(members, groups, strict=True):
-        if rank in ranks:
-            dist.destroy_process_group(group)
-
-
-def test_subgroups() -> None:
-    run_ranks(4, check_subgroups)
+# ---- subgroups; in use all at once: test_random_sequences.py
 
 
 def check_ways_to_make_groups(rank: int) -> None:
@@ -117,11 +90,13 @@ def check_ways_to_make_groups(rank: int) -> None:
     assert sum_of(None, rank) == 6
 
 
-def test_ways_to_make_groups() -> None:
-    run_ranks(4, check_ways_to_make_groups)
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_ways_to_make_groups(transport: str) -> None:
+    run_ranks(4, check_ways_to_make_groups, env={"RINGCOMM_TRANSPORT": transport})
 
 
-def check_many_groups(rank: int) -> None:
+@in_ranks(2, fresh=True)
+def test_64_groups_at_once(rank: int) -> None:
     before = resources()
     groups = [dist.new_group(backend="ringcomm") for _ in range(64)]
     works: list[Any] = []
@@ -138,11 +113,8 @@ def check_many_groups(rank: int) -> None:
     assert_back_to(before)
 
 
-def test_64_groups_at_once() -> None:
-    run_ranks(2, check_many_groups, fresh=True)
-
-
-def check_mesh(rank: int) -> None:
+@in_ranks(4, fresh=True)
+def test_device_mesh(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     for name, expected in (("dp", rank % 2 * 2 + 2), ("cp", rank), ("tp", rank // 2 * 4 + 1)):
         assert dist.get_backend(mesh.get_group(name)) == "ringcomm"
@@ -150,10 +122,6 @@ def check_mesh(rank: int) -> None:
     assert sum_of(mesh["dp", "tp"]["tp"].get_group(), rank) == rank // 2 * 4 + 1
     assert sum_of(mesh["dp", "cp"]._flatten("all").get_group(), rank) == rank % 2 * 2 + 2
     assert sum_of(mesh["dp", "cp", "tp"]._flatten("world").get_group(), rank) == 6
-
-
-def test_device_mesh() -> None:
-    run_ranks(4, check_mesh, fresh=True)
 
 
 # ---- groups come and go
@@ -190,68 +158,3 @@ def check_init_again(rank: int, folder: str) -> None:
 
 def test_fifty_times_in_one_process(tmp_path: Path) -> None:
     run_ranks(2, check_init_again, str(tmp_path), backend=None, fresh=True)
-
-
-# ---- objects
-
-
-def all_gather_objects(rank: int) -> list[Any]:
-    gathered: list[Any] = [None] * 3
-    dist.all_gather_object(gathered, make_object(rank))
-    return gathered
-
-
-def broadcast_objects(rank: int) -> list[Any]:
-    objects = [make_object(r) for r in range(3)] if rank == 1 else [None] * 3
-    dist.broadcast_object_list(objects, 1)
-    return objects
-
-
-def gather_objects(rank: int) -> list[Any] | None:
-    gathered: list[Any] | None = [None] * 3 if rank == 2 else None
-    dist.gather_object(make_object(rank), gathered, 2)
-    return gathered
-
-
-def scatter_objects(rank: int) -> list[Any]:
-    """Each rank's own, and its neighbours' by another way."""
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, [make_object(r) for r in range(3)] if rank == 0 else None, 0)
-    gathered: list[Any] = [None] * 3
-    dist.all_gather_object(gathered, mine[0])
-    return gathered
-
-
-def send_objects(rank: int) -> list[Any]:
-    """Around the ring, each adding its own."""
-    objects: list[Any] = [None] * 3
-    if rank > 0:
-        dist.recv_object_list(objects, rank - 1)
-    objects[rank] = make_object(rank)
-    dist.send_object_list(objects, (rank + 1) % 3)
-    if rank == 0:
-        dist.recv_object_list(objects, 2)
-    dist.broadcast_object_list(objects, 0)
-    return objects
-
-
-def make_object(rank: int) -> Any:
-    """Of another size on each rank."""
-    return {"rank": rank, "words": ["ring"] * 100 * rank, "none": None}
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        all_gather_objects,
-        broadcast_objects,
-        send_objects,
-        gather_objects,
-        scatter_objects,
-    ],
-)
-def test_objects(program: Callable[[int], list[Any] | None]) -> None:
-    expected = [make_object(rank) for rank in range(3)]
-    results = run_ranks(3, program)
-    only_rank_2 = program is gather_objects
-    assert results == [expected if r == 2 or not only_rank_2 else None for r in range(3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from test_errors import caught
 
 import ringcomm
@@ -28,9 +29,10 @@ def check_passes(rank: int, path: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_passes(world_size: int, tmp_path: Any) -> None:
-    run_ranks(world_size, check_passes, str(tmp_path / "marks"))
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "shm"), (4, "shm"), (3, "p2p")])
+def test_passes(world_size: int, transport: str, tmp_path: Any) -> None:
+    env = {"RINGCOMM_TRANSPORT": transport}
+    run_ranks(world_size, check_passes, str(tmp_path / "marks"), env=env)
 
 
 def check_missing(rank: int, missing: list[int], waits_for_all: bool, is_late: bool) -> Any:
@@ -56,17 +58,16 @@ def check_missing(rank: int, missing: list[int], waits_for_all: bool, is_late: b
     return error
 
 
-@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize(
-    ("missing", "waits_for_all", "words"),
+    ("missing", "waits_for_all", "is_late", "words"),
     [
-        ([1], False, "Rank 1 failed to pass monitoredBarrier in 300 ms"),
-        ([1, 3], False, "Rank 1 failed to pass"),
-        ([1, 3], True, "Ranks 1, 3 failed to pass monitoredBarrier in 300 ms"),
-        ([2], True, "Ranks 2 failed to pass"),
+        ([1, 3], False, False, "Rank 1 failed to pass"),
+        ([1, 3], True, True, "Ranks 1, 3 failed to pass monitoredBarrier in 300 ms"),
+        ([2], True, False, "Ranks 2 failed to pass"),
+        ([1], False, True, "Rank 1 failed to pass monitoredBarrier in 300 ms"),
     ],
 )
-def test_missing_ranks(missing: list[int], waits_for_all: bool, words: str, is_late: bool) -> None:
+def test_missing_ranks(missing: list[int], waits_for_all: bool, is_late: bool, words: str) -> None:
     results = run_ranks(4, check_missing, missing, waits_for_all, is_late, fresh=True)
     for rank, error in enumerate(results):
         if rank in missing and not is_late:
@@ -80,20 +81,21 @@ def test_missing_ranks(missing: list[int], waits_for_all: bool, words: str, is_l
 
 def leader_missing(rank: int) -> dict[str, Any]:
     if rank == 0:
-        time.sleep(1.5)
+        time.sleep(1.0)
         return {}
     return caught(lambda: ringcomm.monitored_barrier(None, timedelta(milliseconds=100)))
 
 
 def test_rank_0_missing() -> None:
     """The others wait as long as the group's time-out says: it is rank 0 who knows."""
-    _, error = run_ranks(2, leader_missing, fresh=True, group_timeout_s=1.0)
+    _, error = run_ranks(2, leader_missing, fresh=True, group_timeout_s=0.5)
     assert error["type"] == "CollectiveTimeoutError"
     assert "errors while waiting for send/recv from rank 0: it did not answer" in error["text"]
     assert error["rank"] == 0
 
 
-def check_arguments(rank: int) -> None:
+@in_ranks(2)
+def test_arguments(rank: int) -> None:
     group: Any = dist.group.WORLD
     with pytest.raises(TypeError, match="timedelta"):
         ringcomm.monitored_barrier(timeout=1.0)  # type: ignore[arg-type]
@@ -104,14 +106,8 @@ def check_arguments(rank: int) -> None:
     group.monitored_barrier()
 
 
-def test_arguments() -> None:
-    run_ranks(2, check_arguments)
-
-
 def after_death(rank: int) -> dict[str, Any]:
     if rank == 1:
-        import os
-
         os._exit(0)
     return caught(lambda: ringcomm.monitored_barrier(None, timedelta(seconds=20)))
 

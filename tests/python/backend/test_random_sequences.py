@@ -18,7 +18,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
-from sequence_calls import COLLECTIVES, KINDS, MOVED, REDUCED, REDUCTIONS, Call, ops_of
+from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
+from sequence_side import MOVED, REDUCED, Call, ops_of
 from sequences import FAMILY, POOLS, SUBSETS, WAIT_S, WORLD, Case, run_case
 
 # Of sequences in all; those of a run are divided among the pools.
@@ -153,7 +154,7 @@ def check(case: Case, marks: str) -> None:
     except RankFailure as failure:
         wrong = [str(failure)]
     if wrong:
-        command = f"RINGCOMM_SEQUENCE={shlex.quote(case.to_json())} make stress"
+        command = f"RINGCOMM_SEQUENCE={shlex.quote(repr(case))} make stress"
         text = "\n".join([*wrong, f"\nRun this sequence again:\n{command}"])
         if IS_STRESS and not failures:  # to make it simpler may take minutes
             print(f"\n{text}", flush=True)
@@ -223,7 +224,7 @@ def test_calls_that_differ(pool: str, num_cases: int, piece: int, marks: str) ->
 @pytest.mark.skipif("RINGCOMM_SEQUENCE" not in os.environ, reason="no sequence to run again")
 def test_again(marks: str) -> None:
     """The sequence of RINGCOMM_SEQUENCE."""
-    check(Case.from_json(os.environ["RINGCOMM_SEQUENCE"]), marks)
+    check(eval(os.environ["RINGCOMM_SEQUENCE"], {"Case": Case, "Call": Call}), marks)
 
 
 # ---- the model notices
@@ -237,6 +238,7 @@ def test_errors_are_found(kind: str, marks: str) -> None:
     op = "premul_sum" if kind in REDUCTIONS else "sum"
     case = Case((Call(kind, size=50, op=op, uneven=2 if kind == "messages" else 0),))
     check(case, marks)
+    assert eval(repr(case), {"Case": Case, "Call": Call}) == case  # as a failure prints it
     if kind != "objects":
         assert any(run_all(case, marks, "off_by_one"))
     assert any(run_all(case, marks, "swapped"))

@@ -1,4 +1,7 @@
-"""Tensors in shared memory: like any others, and what becomes of their memory."""
+"""Tensors in shared memory: like any others, used directly by collectives, and freed.
+
+Results with any tensors shared or not: test_collectives.py and test_random_sequences.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +20,42 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from shared_tensors import num_peer_regions
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
 import ringcomm
 from ringcomm import _C
 
+
+def shared_copy(values: Tensor) -> Tensor:
+    return ringcomm.empty_shared(values.shape, dtype=values.dtype).copy_(values)
+
+
+def direct(field: str = "num_calls") -> int:
+    """How often this process has run all_reduce directly, or what it sent so."""
+    return ringcomm.stats().get(("all_reduce", "direct"), {}).get(field, 0)
+
+
+def num_peer_regions() -> int:
+    """How many regions of peers' shared memory this process has mapped."""
+    maps = Path("/proc/self/maps").read_text()
+    return maps.count("memfd:ringcomm-shared") - _C.shared_memory_usage()["num_regions"]
+
+
 # ---- the tensors
 
 
-@pytest.mark.parametrize("dtype", [*oracle.FLOATS, *oracle.INTS, torch.bool, torch.complex64])
-def test_like_empty(dtype: torch.dtype) -> None:
-    size: Any
-    shape: Any
-    for size in [(), (0,), (3,), (2, 0, 5), (4, 5, 6)]:
-        for shape in [size, (size,), (list(size),)] if size else [((),)]:
+def test_like_empty() -> None:
+    shapes: list[tuple[Any, ...]] = [((),), (0,), (3,), (2, 0, 5), ((4, 5, 6),), ([4, 5, 6],)]
+    for dtype in [*oracle.FLOATS, *oracle.INTS, torch.bool, torch.complex64]:
+        for shape in shapes:
             tensor = ringcomm.empty_shared(*shape, dtype=dtype)
             plain = torch.empty(*shape, dtype=dtype)
-            assert tensor.shape == plain.shape
-            assert tensor.stride() == plain.stride()
+            assert (tensor.shape, tensor.stride()) == (plain.shape, plain.stride())
             assert (tensor.dtype, tensor.device) == (dtype, plain.device)
             assert tensor.is_leaf
-            assert not tensor.requires_grad
             assert ringcomm.is_shared(tensor) == (tensor.numel() > 0)
             assert not ringcomm.is_shared(plain)
-
-
-def test_defaults_and_gradients() -> None:
     assert ringcomm.empty_shared(2).dtype == torch.get_default_dtype()
     weight = ringcomm.empty_shared(3, 4, requires_grad=True)
     with torch.no_grad():
@@ -56,23 +70,19 @@ def test_defaults_and_gradients() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        ringcomm.empty_shared(3, -1)
-    wrong: Any
-    for wrong in (2.5, "3", None):
-        with pytest.raises(TypeError, match="whole numbers"):
-            ringcomm.empty_shared(wrong)
-    wrong_dtype: Any = float
-    with pytest.raises(TypeError, match="size"):
-        ringcomm.empty_shared()
-    with pytest.raises(TypeError):
-        ringcomm.empty_shared(3, dtype=wrong_dtype)
-    with pytest.raises(ValueError, match="there is no default group"):
-        ringcomm.empty_shared(3, device="cuda:0")  # of whose ranks?
-    with pytest.raises(torch.OutOfMemoryError, match=f"{1 << 50} bytes"):
-        ringcomm.empty_shared(1 << 50, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="overflow"):
-        ringcomm.empty_shared(1 << 62, 1 << 62)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], Any, str]] = [
+        ((3, -1), {}, ValueError, "-1"),
+        ((2.5,), {}, TypeError, "whole numbers"),
+        ((None,), {}, TypeError, "whole numbers"),
+        ((), {}, TypeError, "size"),
+        ((3,), {"dtype": float}, TypeError, "dtype"),
+        ((3,), {"device": "cuda:0"}, ValueError, "there is no default group"),  # of whose ranks?
+        ((1 << 50,), {"dtype": torch.uint8}, torch.OutOfMemoryError, f"{1 << 50} bytes"),
+        ((1 << 62, 1 << 62), {}, RuntimeError, "overflow"),
+    ]
+    for size, options, error, words in wrong:
+        with pytest.raises(error, match=words):
+            ringcomm.empty_shared(*size, **options)
 
 
 def test_memory_lives_as_long_as_a_tensor_on_it() -> None:
@@ -82,7 +92,6 @@ def test_memory_lives_as_long_as_a_tensor_on_it() -> None:
     view = tensor[50:, ::2].t()
     storage = view.untyped_storage()
     del tensor
-    assert _C.shared_memory_usage()["num_blocks"] == before + 1
     assert (view == 5).all()
     del view
     assert _C.shared_memory_usage()["num_blocks"] == before + 1
@@ -90,7 +99,7 @@ def test_memory_lives_as_long_as_a_tensor_on_it() -> None:
     assert _C.shared_memory_usage()["num_blocks"] == before
 
 
-def test_resizing_stays_in_shared_memory() -> None:
+def test_resizing_stays_in_shared_memory_and_copies_do_not() -> None:
     tensor = ringcomm.empty_shared(10).fill_(3)
     tensor.resize_(100_000)
     assert ringcomm.is_shared(tensor)
@@ -98,10 +107,7 @@ def test_resizing_stays_in_shared_memory() -> None:
     tensor.untyped_storage().resize_(0)
     tensor.untyped_storage().resize_(400_000)
     assert ringcomm.is_shared(tensor)
-
-
-def test_copies_are_ordinary_tensors() -> None:
-    tensor = ringcomm.empty_shared(1000).copy_(torch.arange(1000.0))
+    tensor.fill_(1)
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
@@ -110,39 +116,23 @@ def test_copies_are_ordinary_tensors() -> None:
         assert not ringcomm.is_shared(copy)
 
 
-def run_in_fork(body: Any) -> None:
-    """Runs body() in a forked child; fails with what it raises."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        text = "ok"
-        try:
-            body()
-        except BaseException as error:
-            text = repr(error)
-        os.write(write_end, text.encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end) as answer:
-        said = answer.read()
-    os.waitpid(pid, 0)
-    assert said == "ok"
-
-
 def check_fork(rank: int) -> None:
     inherited = ringcomm.empty_shared(1 << 20).fill_(1)
     later = [ringcomm.empty_shared(30_000_000) for _ in range(2)]
-
-    def child() -> None:
-        assert not ringcomm.is_shared(inherited)  # the parent's
-        inherited[0] = 2
-        own = ringcomm.empty_shared(1000).fill_(9)
-        assert ringcomm.is_shared(own)
-        later.clear()  # frees nothing: the blocks are the parent's
-        assert _C.shared_memory_usage()["num_blocks"] == 1
-
     later[0][::1024] = 4
-    run_in_fork(child)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            assert not ringcomm.is_shared(inherited)  # the parent's
+            inherited[0] = 2
+            own = ringcomm.empty_shared(1000).fill_(9)
+            assert ringcomm.is_shared(own)
+            later.clear()  # frees nothing: the blocks are the parent's
+            code = int(_C.shared_memory_usage()["num_blocks"] != 1)
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
     assert inherited[0] == 2  # shared with the child
     assert (inherited[1:] == 1).all()
     assert (later[0][::1024] == 4).all()
@@ -150,8 +140,123 @@ def check_fork(rank: int) -> None:
     assert (inherited[1:] == dist.get_world_size()).all()
 
 
-def test_fork() -> None:
-    run_ranks(2, check_fork, fresh=True)
+# ---- collectives run directly on them
+
+
+def check_direct(rank: int) -> None:
+    """From 8 or 64 KiB on, with the bits and the bytes of two_shot; views too, of one piece."""
+    world_size = dist.get_world_size()
+    for dtype in oracle.FLOATS:
+        for num_elems in (100, 20_000, 120_000):
+            values = oracle.floats(rank, num_elems, dtype)
+            tensor, staged = shared_copy(values), values.clone()
+            num_calls, sent_bytes = direct(), direct("sent_bytes")
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            is_large = tensor.nbytes >= (8 if world_size == 2 else 64) << 10
+            assert direct() - num_calls == is_large
+            if num_elems == 120_000:  # which 2, 3 and 4 ranks divide
+                expected = 2 * (world_size - 1) * tensor.nbytes // world_size
+                assert direct("sent_bytes") - sent_bytes == expected
+            if is_large:
+                dist.all_reduce(staged, dist.ReduceOp.AVG)
+                oracle.assert_equal(tensor, staged)
+    makes: list[Callable[[Tensor], Tensor]] = [
+        lambda base: base[7:40_007].view(200, 200),
+        lambda base: base[: 2 * 40_000 : 2].view(200, 200),
+        lambda base: base[:40_000].view(200, 200).t(),
+    ]
+    for make in makes:
+        base = ringcomm.empty_shared(100_000).fill_(-9)
+        view = make(base)
+        view.fill_(rank)
+        num_calls = direct()
+        dist.all_reduce(view)
+        assert (view == sum(range(world_size))).all()
+        assert (base == -9).sum() == base.numel() - view.numel()
+        assert direct() - num_calls == view.is_contiguous()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_large_calls_are_direct(world_size: int) -> None:
+    run_ranks(world_size, check_direct)
+
+
+def check_reads_in_place(rank: int, op: str) -> None:
+    """No rank maps a peer's memory but to read the buffers of this collective."""
+    large = ringcomm.empty_shared(120_000).fill_(1)
+    output = torch.empty(240_000)
+    dist.reduce(large, 0)
+    assert num_peer_regions() == 0
+    if op == "reduce_scatter":
+        dist.reduce_scatter_tensor(output[:60_000], large)
+    elif op == "all_gather":
+        dist.all_gather_into_tensor(output, large)
+    else:
+        dist.broadcast(large, 0)
+    assert num_peer_regions() == (op != "broadcast" or rank != 0)
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "broadcast"])
+def test_buffers_are_read_where_they_are(op: str) -> None:
+    run_ranks(2, check_reads_in_place, op, fresh=True)
+
+
+# ---- failures
+
+
+@in_ranks(2)
+def test_mismatch(rank: int) -> None:
+    for sharing in range(4):
+        group: Any = dist.new_group()
+        values = torch.ones(50_000 + rank)
+        tensor = shared_copy(values) if sharing >> rank & 1 else values
+        with pytest.raises(ringcomm.MismatchError, match="all_reduce #0"):
+            dist.all_reduce(tensor, group=group)
+        assert (tensor == 1).all()
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+def all_reduce_often(tensor: Tensor) -> None:
+    for _ in range(1000):
+        dist.all_reduce(tensor)
+
+
+def check_death(rank: int, before_mapping: bool) -> None:
+    """Also of a peer that has died when its memory is first wanted."""
+    tensor = ringcomm.empty_shared(50_000).fill_(1)
+    if not before_mapping:
+        dist.all_reduce(tensor)
+    dist.barrier()
+    if rank == 1:
+        if before_mapping:
+            dist.all_reduce(tensor, async_op=True)  # publishes where its tensor is
+            time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5 if before_mapping else 0.0)
+    with pytest.raises(ringcomm.PeerDiedError) as caught:
+        all_reduce_often(tensor)
+    assert caught.value.rank == 1
+    address = tensor.data_ptr()
+    del tensor, caught
+    gc.collect()
+    # A late peer may write there.
+    assert before_mapping or ringcomm.empty_shared(50_000).data_ptr() != address
+
+
+@pytest.mark.parametrize(("world_size", "before_mapping"), [(3, False), (2, True)])
+def test_a_peer_dies(world_size: int, before_mapping: bool) -> None:
+    run_ranks(world_size, check_death, before_mapping, fresh=True, may_die=[1])
+
+
+@in_ranks(2, fresh=True, group_timeout_s=0.4)
+def test_timeout(rank: int) -> None:
+    tensor = ringcomm.empty_shared(50_000).fill_(1)
+    time.sleep(1.0 * rank)
+    with pytest.raises(ringcomm.CollectiveTimeoutError) as caught:
+        dist.all_reduce(tensor)
+    assert caught.value.rank == 1
+    assert rank == 0 or (tensor == 1).all()
 
 
 # ---- what is left behind
@@ -159,7 +264,6 @@ def test_fork() -> None:
 
 def check_reuse(rank: int) -> None:
     """Freed and allocated a thousand times: nothing grows, nor what is mapped of peers."""
-
     generator = torch.Generator().manual_seed(0)
 
     def turn() -> None:
@@ -168,22 +272,19 @@ def check_reuse(rank: int) -> None:
         dist.all_reduce(tensor)
         assert tensor[0] == tensor[-1] == 3
 
+    def used() -> tuple[int, int, dict[str, int]]:
+        gc.collect()
+        usage = _C.shared_memory_usage()
+        usage.pop("kept_bytes")
+        return num_peer_regions(), len(os.listdir("/proc/self/fd")), usage
+
     for _ in range(20):
         turn()
-    gc.collect()
-    before = (num_peer_regions(), len(os.listdir("/proc/self/fd")), _C.shared_memory_usage())
+    before = used()
     for _ in range(1000):
         turn()
-    gc.collect()
-    after = (num_peer_regions(), len(os.listdir("/proc/self/fd")), _C.shared_memory_usage())
-    for usage in (before[2], after[2]):
-        usage.pop("kept_bytes")
-    assert after == before
-    assert after[0] == 1
-
-
-def test_nothing_grows() -> None:
-    run_ranks(2, check_reuse)
+    assert used() == before
+    assert before[0] == 1
 
 
 def check_many_regions(rank: int) -> None:
@@ -200,10 +301,6 @@ def check_many_regions(rank: int) -> None:
     num_memfds = sum("memfd:ringcomm" in os.readlink(link) for link in links)
     assert num_memfds == _C.shared_memory_usage()["num_regions"]  # none of peers or groups
     assert num_peer_regions() == num_memfds
-
-
-def test_many_regions() -> None:
-    run_ranks(2, check_many_regions, fresh=True)
 
 
 def check_groups(rank: int) -> None:
@@ -232,40 +329,7 @@ def check_groups(rank: int) -> None:
         assert (one == idx).all()
 
 
-def test_groups_come_and_go() -> None:
-    run_ranks(2, check_groups, fresh=True)
-
-
 # ---- c10d's allocator
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-def check_backend_allocator(rank: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    backend = group._get_backend(torch.device("cpu"))
-    assert backend.supports_tensor_alloc(torch.device("cpu"))
-    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
-    tensor = backend.allocate_tensor(1000, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
-    assert ringcomm.is_shared(tensor)
-    with pytest.raises(NotImplementedError, match="cuda"):
-        backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda"))
-    with pytest.raises(ValueError, match="-5"):
-        backend.allocate_tensor(-5, dtype=torch.float32, device=torch.device("cpu"))
-
-
-def test_backend_allocator() -> None:
-    run_ranks(2, check_backend_allocator)
 
 
 def losses_of(rank: int, is_shared: bool) -> list[float]:
@@ -273,7 +337,8 @@ def losses_of(rank: int, is_shared: bool) -> list[float]:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3)))
+    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 64)]
+    model: Any = nn.Sequential(*layers)
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -292,15 +357,29 @@ def losses_of(rank: int, is_shared: bool) -> list[float]:
     return losses
 
 
-def check_fsdp(rank: int) -> None:
+def check_allocator(rank: int) -> None:
+    cpu = torch.device("cpu")
+    backend: Any = dist.group.WORLD._get_backend(cpu)  # type: ignore[union-attr]
+    assert backend.supports_tensor_alloc(cpu)
+    assert not backend.supports_tensor_alloc(torch.device("cuda", 0))
+    tensor = backend.allocate_tensor(1000, dtype=torch.bfloat16, device=cpu)
+    assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
+    assert ringcomm.is_shared(tensor)
+    with pytest.raises(NotImplementedError, match="cuda"):
+        backend.allocate_tensor(10, dtype=torch.float32, device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="-5"):
+        backend.allocate_tensor(-5, dtype=torch.float32, device=cpu)
     plain = losses_of(rank, False)
     before = _C.shared_memory_usage()
     assert losses_of(rank, True) == plain
-    after = _C.shared_memory_usage()
     assert num_peer_regions() > 0  # so its collectives were direct
-    assert after["num_blocks"] <= before["num_blocks"] + 2
+    assert _C.shared_memory_usage()["num_blocks"] <= before["num_blocks"] + 2
     assert plain[-1] < plain[0]
 
 
-def test_fsdp2_takes_its_buffers_from_the_group() -> None:
-    run_ranks(2, check_fsdp, fresh=True)
+CHECKS = [check_fork, check_reuse, check_many_regions, check_groups, check_allocator]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_memory_in_ranks(check: Callable[[int], None]) -> None:
+    run_ranks(2, check, fresh=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 import ringcomm
@@ -15,6 +15,7 @@ import ringcomm
 ROWS, COLUMNS = 50, 3
 # How many entries each rank has: nobody, somebody or everybody; shares are padded to the largest.
 COUNTS = [[6], [0, 0], [7, 0], [30, 30], [0, 1, 40], [5, 0, 90, 2]]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
 
 
 def entries(rank: int, num_entries: int, dtype: torch.dtype) -> Tensor:
@@ -41,48 +42,42 @@ def check_sum(rank: int, counts: list[int], dtype: torch.dtype, is_async: bool) 
     assert torch.equal(tensor.to_dense().double(), total)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_sum(counts: list[int], dtype: torch.dtype, is_async: bool) -> None:
-    run_ranks(len(counts), check_sum, counts, dtype, is_async)
+def test_sum(counts: list[int]) -> None:
+    for turn, dtype in enumerate(DTYPES, COUNTS.index(counts)):
+        run_ranks(len(counts), check_sum, counts, dtype, turn % 2 == 0)
 
 
-def check_many_sparse_dimensions(rank: int) -> None:
+@in_ranks(2)
+def test_sparse_dimensions_and_reductions(rank: int) -> None:
+    """Several sparse dimensions; another reduction is refused, and nothing was exchanged."""
     dense = torch.arange(24.0).reshape(2, 3, 4) * (torch.arange(24).reshape(2, 3, 4) % 2 == rank)
     tensor = dense.to_sparse()
     dist.all_reduce(tensor)
     assert torch.equal(tensor.to_dense(), torch.arange(24.0).reshape(2, 3, 4))
-
-
-def test_many_sparse_dimensions() -> None:
-    run_ranks(2, check_many_sparse_dimensions)
-
-
-def check_refused(rank: int) -> None:
     tensor = entries(rank, 5, torch.float32)
     with pytest.raises(NotImplementedError, match="SUM only"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    check_sum(rank, [5, 5], torch.float32, False)  # nothing was exchanged: the group is whole
+    check_sum(rank, [5, 5], torch.float32, False)
 
 
-def test_refused_arguments() -> None:
-    run_ranks(2, check_refused)
+@in_ranks(2)
+def test_mismatch_is_told_to_every_rank(rank: int) -> None:
+    for kind in ("dtype", "shape", "layout"):
+        group: Any = dist.new_group()
+        check_mismatch_of(rank, kind, group)
+        dist.barrier()
+        dist.destroy_process_group(group)
 
 
-def check_mismatch(rank: int, kind: str) -> None:
+def check_mismatch_of(rank: int, kind: str, group: Any) -> None:
     tensor = entries(rank, 5, torch.float64 if (kind, rank) == ("dtype", 1) else torch.float32)
     if rank == 1 and kind == "shape":
         tensor = torch.sparse_coo_tensor(tensor._indices(), tensor._values(), (ROWS + 1, COLUMNS))
     if rank == 1 and kind == "layout":
         tensor = tensor.to_dense()
-    with pytest.raises(ringcomm.errors.MismatchError):
-        dist.all_reduce(tensor)
-
-
-@pytest.mark.parametrize("kind", ["dtype", "shape", "layout"])
-def test_mismatch_is_told_to_every_rank(kind: str) -> None:
-    run_ranks(2, check_mismatch, kind, fresh=True)
+    with pytest.raises(ringcomm.MismatchError):
+        dist.all_reduce(tensor, group=group)
 
 
 def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
@@ -93,7 +88,8 @@ def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
         optimizer.step()
 
 
-def check_ddp(rank: int) -> None:
+@in_ranks(2)
+def test_ddp_with_sparse_gradients(rank: int) -> None:
     """Two ranks with halves of each batch end where one process with all of it does."""
 
     def build() -> torch.nn.Module:
@@ -112,7 +108,3 @@ def check_ddp(rank: int) -> None:
     train(ddp, [batch[mine] for batch in batches], targets[mine])
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_ddp_with_sparse_gradients() -> None:
-    run_ranks(2, check_ddp)

@@ -39,6 +39,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @needs_expecttest
 @pytest.mark.parametrize("mode", CHOSEN)
 def test_chosen_tests_of_torch_pass(mode: str) -> None:
@@ -49,21 +50,11 @@ def test_chosen_tests_of_torch_pass(mode: str) -> None:
     assert f"{mode}: {len(CHOSEN[mode])} pass 0 skip 0 fail" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "says"),
-    [
-        pytest.param(
-            ["--test", "test_no_such"], 1, "no test has such a name", marks=needs_expecttest
-        ),
-        (["--refresh"], 2, "it wants --backend gloo"),
-        (["--write", "page.md", "--test", "test_all_reduce_sum"], 2, "wants all tests"),
-    ],
-)
-def test_the_runner_refuses(arguments: list[str], status: int, says: str) -> None:
-    command = [sys.executable, str(RUNNER), "--mode", "mpi-3", *arguments]
+def test_the_runner_refuses_to_write_parts_of_a_page() -> None:
+    command = [sys.executable, str(RUNNER), "--mode", "mpi-3", "--write", "p.md", "--test", "x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == status
-    assert says in done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "wants all tests" in done.stderr
 
 
 @pytest.fixture
@@ -91,21 +82,3 @@ KNOWN_FAILURE = "test_ddp_logging_data_cpu"
 def test_the_runner_judges(runner: dict[str, Any], test: str, status: str, says: list[str]) -> None:
     gloo = {("gloo-2", "test_barrier"): ("pass", "")}
     assert runner["judge"]([runner["Outcome"]("gloo-2", test, status, "why")], gloo) == says
-
-
-def test_gloo_results_are_merged(runner: dict[str, Any], tmp_path: Path) -> None:
-    outcomes, outcome = runner["outcomes"], runner["Outcome"]
-    path = tmp_path / "gloo.txt"
-    report = "rank 1: Traceback:\n  in f\nValueError: what\nrank(s) [0] did not finish"
-    first = [
-        outcome("m", "a", "pass"),
-        outcome("m", "b", "fail", report),
-        outcome("m", "c", "skip"),
-    ]
-    outcomes.write_gloo(path, first)
-    assert outcomes.read_gloo(path) == {
-        ("m", "a"): ("pass", ""),
-        ("m", "b"): ("fail", "ValueError: what"),
-    }
-    outcomes.write_gloo(path, [outcome("m", "b", "pass"), outcome("m", "a", "skip")])
-    assert outcomes.read_gloo(path) == {("m", "b"): ("pass", "")}

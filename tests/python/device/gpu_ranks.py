@@ -7,7 +7,8 @@ environment, which `make test-gpu` sets for each layout that the box allows:
     GPU_TEST_RANKS    2 by default
     GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first
 
-On emulated devices it runs everywhere, with two ranks on one and, most of them, with three on two.
+On emulated devices it runs everywhere: with two ranks on one, with three on two, with two that take
+turns, and with three over messages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ NUM_RANKS = int(os.environ.get("GPU_TEST_RANKS", "2"))
 LAYOUT = os.environ.get("GPU_TEST_LAYOUT", "all")
 # Where processes take turns on a GPU, a call takes milliseconds for each hand-over.
 CUDA_TIMEOUT_S = 180.0
-EMULATED_TIMEOUT_S = 60.0
 # For the kernels of the others to give up after a rank's error: a process that is killed in a
 # kernel would end MPS, and with it all later tests.
 GRACE_S = 8.0
@@ -41,12 +41,17 @@ GRACE_S = 8.0
 
 @dataclass(frozen=True)
 class Gpus:
-    """Ranks of one kind of device; `num_devices` and `mps` are of emulated ones."""
+    """Ranks of one kind of device.
+
+    Emulated ones are on `num_devices`, under MPS or not; without `kernels` they exchange data over
+    "emup2p", whose sends and receives behave as NCCL's.
+    """
 
     kind: str
     world_size: int
     num_devices: int = 1
     mps: bool = True
+    kernels: bool = True
 
     @property
     def is_cuda(self) -> bool:
@@ -84,62 +89,63 @@ class Gpus:
         `backend`: of the default group; "" for this kind's; None for no group.
         """
         __tracebackhide__ = True
-        rank_env = dict(env or {})
-        if not self.is_cuda:
-            emulated_gpu.build()
-            rank_env["RINGCOMM_EMULATOR_DEVICES"] = str(self.num_devices)
-            rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
-            if self.world_size > 2:  # room for messages with several peers
-                rank_env.setdefault("RINGCOMM_EMULATOR_SMS", "48")
-            rank_env |= emulated_gpu.with_kernels()
         name = self.backend if backend == "" else backend
-        # What the ranks of a pool share is its environment: so ranks of another group are others.
-        rank_env["RINGCOMM_TEST_GROUP"] = f"{name} {group_timeout_s}"
-        store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
-        group = (self.world_size, name, str(store), None, group_timeout_s)
-        return ranks.run_ranks(
+        options: dict[str, Any] = {
+            "fresh": fresh or bool(may_die),
+            "may_die": may_die,
+            "grace_s": GRACE_S,
+        }
+        if self.is_cuda:
+            store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
+            group = (self.world_size, name, str(store), None, group_timeout_s)
+            # What the ranks of a pool share is its environment: those of another group are others.
+            rank_env = {**(env or {}), "RINGCOMM_TEST_GROUP": f"{name} {group_timeout_s}"}
+            options |= {"backend": None, "env": rank_env, "timeout_s": CUDA_TIMEOUT_S}
+            return ranks.run_ranks(self.world_size, _call_on_cuda, group, fn, args, **options)
+        rank_env = {"RINGCOMM_EMULATOR_MPS": str(int(self.mps))}
+        if self.world_size > 2:  # room for messages with several peers
+            rank_env["RINGCOMM_EMULATOR_SMS"] = "48"
+        if self.kernels:
+            rank_env |= emulated_gpu.with_kernels()
+        else:  # slow, and what is free is poisoned
+            rank_env |= {"RINGCOMM_EMULATOR_POISON": "1", "RINGCOMM_EMULATOR_DELAY_US": "100"}
+        return emulated_gpu.run_on_gpus(
             self.world_size,
             _call,
-            self.kind,
-            group,
             fn,
             args,
-            backend=None,
-            env=rank_env,
-            timeout_s=CUDA_TIMEOUT_S if self.is_cuda else EMULATED_TIMEOUT_S,
-            fresh=fresh or bool(may_die),
-            may_die=may_die,
-            grace_s=GRACE_S,
+            backend=name,
+            num_devices=self.num_devices,
+            env={**rank_env, **(env or {})},
+            group_timeout_s=group_timeout_s,
+            **options,
         )
 
 
-def _call(
-    rank: int, kind: str, group: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]
+def _call_on_cuda(
+    rank: int, group: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    if kind == EMULATED:
-        emulated_gpu.use_box(group[2])
-        module: Any = emulated_gpu.load()
-        index = rank % module.device_count()
-    else:
-        module = torch.cuda
-        index = 0 if LAYOUT == "one" else rank % module.device_count()
-    module.set_device(index)
+    torch.cuda.set_device(0 if LAYOUT == "one" else rank % torch.cuda.device_count())
     if group[1] is not None and not dist.is_initialized():
         ranks._init_group(rank, *group)
+    return _call(rank, fn, args)
+
+
+def _call(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return fn(rank, *args)
     except BaseException:
-        _end_kernels(module)
+        _end_kernels()
         raise
 
 
-def _end_kernels(module: Any) -> None:
+def _end_kernels() -> None:
     """Aborts all groups, so that no rank's kernels wait for this rank, and waits for its own."""
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(Exception):  # the test's own error is the one to be told
             group.abort()
     with contextlib.suppress(Exception):
-        module.synchronize()
+        module().synchronize()
 
 
 cuda_marks = [
@@ -147,21 +153,23 @@ cuda_marks = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 _real = pytest.param(Gpus(CUDA, NUM_RANKS), marks=cuda_marks, id=f"cuda{NUM_RANKS}")
-_two_on_one, _three_on_two, _in_turns = (
+_two_on_one, _three_on_two, _in_turns, _messages = (
     pytest.param(gpus, marks=emulated_gpu.needs_emulated_gpu, id=name)
     for gpus, name in (
         (Gpus(EMULATED, 2), "emu2on1"),
         (Gpus(EMULATED, 3, 2), "emu3on2"),
         (Gpus(EMULATED, 2, mps=False), "emu2on1-turns"),
+        (Gpus(EMULATED, 3, kernels=False), "emu3on1-p2p"),
     )
 )
 on_cuda = pytest.mark.parametrize("gpus", [_real])
 on_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _three_on_two])
-on_gpus_in_turns_too = pytest.mark.parametrize(
-    "gpus", [_real, _two_on_one, _three_on_two, _in_turns]
+on_all_gpus = pytest.mark.parametrize(
+    "gpus", [_real, _two_on_one, _three_on_two, _in_turns, _messages]
 )
 # Of what takes its time and does not depend on the number of ranks.
-on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one])
+on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
+on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])
 
 
 # ---- in ranks

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import datetime
 import os
-import select
 import signal
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import emugpu
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from test_errors import caught
 
 import ringcomm
 
@@ -28,11 +27,13 @@ GPU = "emugpu"
 WORLD_SIZE, DIES = 3, 1
 # Within 2 s on a machine with nothing else to do; far from the group's time-out on any.
 PATIENCE_S, TIMEOUT_S = 15.0, 50.0
-BOXES = {
+BOXES: dict[str, dict[str, str]] = {
     # With room for messages between all ranks.
     "two GPUs": {"RINGCOMM_EMULATOR_DEVICES": "2", "RINGCOMM_EMULATOR_SMS": "48"},
     "ipc": {"RINGCOMM_EMULATOR_VMM": "0", "RINGCOMM_EMULATOR_SMS": "48"},
     "turns": {"RINGCOMM_EMULATOR_MPS": "0"},
+    "one GPU": {},
+    "messages": {},
 }
 
 
@@ -64,45 +65,31 @@ def go_through_everything(rank: int, in_turns: bool) -> None:
     dist.barrier()  # of the hosts: who has died meanwhile is named here
 
 
+def named(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Which rank the error of a call names, and how long the call took."""
+    begin = time.monotonic()
+    error = caught(call, *args)
+    return {**error, "seconds": time.monotonic() - begin}
+
+
 def outcome(rank: int, in_turns: bool) -> dict[str, Any]:
-    """The error of this rank, and how long after the death it came."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"pid {rank}", str(os.getpid()))
-    death = os.pidfd_open(int(store.get(f"pid {DIES}"))) if rank != DIES else -1
-    died: list[float] = []
-
-    def watch() -> None:
-        if select.select([death], [], [], TIMEOUT_S)[0]:
-            died.append(time.monotonic())
-
-    if rank != DIES:
-        threading.Thread(target=watch, daemon=True).start()
-    try:
+    def whole() -> None:
         go_through_everything(rank, in_turns)
         dist.barrier()
-    except ringcomm.RingcommError as error:
-        heard = time.monotonic()
-        while not died and time.monotonic() < heard + PATIENCE_S:
-            time.sleep(0.01)
-        return {
-            "type": type(error).__name__,
-            "rank": error.rank,
-            "text": str(error),
-            "seconds": heard - died[0],
-        }
-    return {"type": "nothing"}
+
+    return named(whole)
 
 
-def die_at(step: int, how: str) -> list[Any]:
-    env = {**with_kernels(), **BOXES[how]}
-    own = [
-        {**env, **({"RINGCOMM_EMULATOR_DIE_AT": str(step)} if rank == DIES else {})}
-        for rank in range(WORLD_SIZE)
-    ]
+def run(fn: Any, *args: Any, how: str, step: int = 0, world_size: int = WORLD_SIZE) -> list[Any]:
+    """In one of the BOXES; rank DIES ends at that call of its driver, if it is told one."""
+    env = {**({} if how == "messages" else with_kernels()), **BOXES[how]}
+    own = [dict(env) for _ in range(world_size)]
+    if step:
+        own[DIES]["RINGCOMM_EMULATOR_DIE_AT"] = str(step)
     return run_on_gpus(
-        WORLD_SIZE,
-        outcome,
-        how == "turns",
+        world_size,
+        fn,
+        *args,
         env=own,
         fresh=True,
         may_die=[DIES],
@@ -111,70 +98,64 @@ def die_at(step: int, how: str) -> list[Any]:
     )
 
 
+def assert_named(results: list[Any], step: int = 0) -> None:
+    for rank, said in enumerate(results):
+        if rank != DIES:
+            assert (said.get("type"), said["rank"]) == ("PeerDiedError", DIES), (step, said)
+            assert said["seconds"] < PATIENCE_S, (step, said)
+
+
 def check_deaths(how: str, steps: Iterable[int]) -> int:
     """Returns at how many of the steps there was a rank to die: they end behind the last call."""
     num_died = 0
     for step in steps:
-        results = die_at(step, how)
+        results = run(outcome, how == "turns", how=how, step=step)
         if results[DIES] is not None:
-            assert all(said["type"] == "nothing" for said in results), (step, results)
+            assert not any("type" in said for said in results), (step, results)
             break
         num_died += 1
-        for rank, said in enumerate(results):
-            if rank != DIES:
-                assert said["type"] == "PeerDiedError", (step, said)
-                assert said["rank"] == DIES, (step, said)
-                assert said["seconds"] < PATIENCE_S, (step, said)
+        assert_named(results, step)
     return num_died
 
 
 # The first calls come before the default group; those of a group's creation come next.
-@pytest.mark.parametrize("how", BOXES)
+@pytest.mark.parametrize("how", ["two GPUs", "ipc", "turns"])
 def test_a_rank_that_dies_at_a_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, [5, 40, 150, 230]) == 4
 
 
 @pytest.mark.skipif("RINGCOMM_ALL_DEATHS" not in os.environ, reason="minutes: make test-deaths")
-@pytest.mark.parametrize("how", BOXES)
+@pytest.mark.parametrize("how", ["two GPUs", "ipc", "turns"])
 def test_a_rank_that_dies_at_any_step_is_named_by_all(how: str) -> None:
     assert check_deaths(how, range(5, 2000, 7)) > 30
 
 
-def die_in_a_turn(rank: int) -> dict[str, Any]:
+def die_in_a_call(rank: int, in_turns: bool) -> dict[str, Any]:
     """The hosts have met, and the others' streams wait for what the dead rank's never came to."""
     group = dist.new_group()
     tensor = torch.ones(1000, device=GPU)
     dist.all_reduce(tensor, group=group)
     emugpu.synchronize()
     held = emugpu.hold(emugpu.current_stream()) if rank == DIES else None
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+    work: Any = dist.all_reduce(tensor, group=group, async_op=True)
     if held is not None:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert work is not None
-    begin = time.monotonic()
-    try:
-        work.wait(datetime.timedelta(seconds=TIMEOUT_S))
-    except ringcomm.RingcommError as error:
-        named = error.rank
-        dist.destroy_process_group(group)
-        return {"rank": named, "seconds": time.monotonic() - begin}
-    return {"rank": None}
+
+    def wait() -> None:
+        if in_turns:
+            work.wait(datetime.timedelta(seconds=TIMEOUT_S))
+        else:
+            emugpu.synchronize()  # ends, long before the time-out
+            work.wait()
+
+    error = named(wait)
+    dist.destroy_process_group(group)
+    return error
 
 
-def test_a_rank_that_dies_in_a_turn_is_named_and_its_group_can_be_destroyed() -> None:
-    env = {**with_kernels(), **BOXES["turns"]}
-    results = run_on_gpus(
-        WORLD_SIZE,
-        die_in_a_turn,
-        env=env,
-        fresh=True,
-        may_die=[DIES],
-        group_timeout_s=TIMEOUT_S,
-    )
-    for rank, said in enumerate(results):
-        if rank != DIES:
-            assert said["rank"] == DIES, said
-            assert said["seconds"] < PATIENCE_S, said
+@pytest.mark.parametrize("how", ["turns", "messages"])
+def test_a_rank_that_dies_in_a_call_is_named_and_its_group_can_be_destroyed(how: str) -> None:
+    assert_named(run(die_in_a_call, how == "turns", how=how))
 
 
 def wait_late(rank: int) -> dict[str, Any]:
@@ -187,28 +168,15 @@ def wait_late(rank: int) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGKILL)
     held = emugpu.hold(emugpu.current_stream())
     dist.all_reduce(tensor)
-    time.sleep(2.5)
+    time.sleep(1.5)
     held.release()
-    begin = time.monotonic()
-    emugpu.synchronize()
-    try:
+
+    def call() -> None:
+        emugpu.synchronize()
         dist.barrier(device_ids=[emugpu.current_device()])
-    except ringcomm.RingcommError as error:
-        return {"rank": error.rank, "seconds": time.monotonic() - begin}
-    return {"rank": None}
+
+    return named(call)
 
 
 def test_a_kernel_that_starts_long_after_its_launch_is_watched() -> None:
-    for rank, said in enumerate(
-        run_on_gpus(
-            2,
-            wait_late,
-            env=with_kernels(),
-            fresh=True,
-            may_die=[DIES],
-            group_timeout_s=TIMEOUT_S,
-        )
-    ):
-        if rank != DIES:
-            assert said["rank"] == DIES, said
-            assert said["seconds"] < PATIENCE_S, said
+    assert_named(run(wait_late, how="one GPU", world_size=2))

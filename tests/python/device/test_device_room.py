@@ -22,7 +22,7 @@ from ringcomm import _C
 pytestmark = needs_emulated_gpu
 
 GPU = "emugpu"
-SLOW_S = 0.5
+SLOW_S = 0.2
 
 
 def run(world_size: int, fn: Any, *args: Any, env: Any = None, **options: Any) -> list[Any]:
@@ -75,17 +75,14 @@ def check_late_rank(rank: int, num_groups: int, timeout_s: float = 30.0) -> int:
     return sum("taking turns" in transport(group) for group in groups)
 
 
-@pytest.mark.parametrize(("world_size", "num_groups"), [(2, 6), (3, 4)])
-def test_groups_under_way_at_once_leave_room_for_a_late_rank(
-    world_size: int, num_groups: int
-) -> None:
-    (num_in_turns,) = set(run(world_size, check_late_rank, num_groups))
-    assert 0 < num_in_turns < num_groups
+def test_groups_under_way_at_once_leave_room_for_a_late_rank() -> None:
+    (num_in_turns,) = set(run(3, check_late_rank, 4))
+    assert 0 < num_in_turns < 4
 
 
 def check_hang(rank: int) -> str:
     try:
-        check_late_rank(rank, 4, 3.0)
+        check_late_rank(rank, 4, 1.5)
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -94,20 +91,22 @@ def check_hang(rank: int) -> str:
 def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> None:
     """The control of the test above: where blocks are not counted right, the late rank hangs."""
     said = run(2, check_hang, env={"RINGCOMM_EMULATOR_REAL_SMS": "6"})
-    assert all("3000 ms" in text for text in said), said
+    assert all("1500 ms" in text for text in said), said
 
 
 def check_refusals(rank: int) -> None:
     groups = groups_in_use(6)
-    (last,) = groups[-1:]
+    last = groups[-1]
     assert "taking turns (no room)" in transport(last)
     x = torch.ones(10, device=GPU)
     with pytest.raises(ValueError, match=r"other groups have the room .* destroy groups"):
         dist.isend(x, 1 - rank, group=last)
     with pytest.raises(ValueError, match=r"no room left .* messages of rank \d; use all_to_all"):
         dist.isend(x, 1 - rank, group=groups[0])
-    graph = emugpu.CUDAGraph()
-    with emugpu.graph(graph), pytest.raises(ValueError, match=r"take turns .* destroy groups"):
+    with (
+        emugpu.graph(emugpu.CUDAGraph()),
+        pytest.raises(ValueError, match=r"take turns .* destroy groups"),
+    ):
         dist.all_reduce(x, group=last)
     dist.all_reduce(x, group=last)  # they have ended nothing
     emugpu.synchronize()
@@ -115,8 +114,6 @@ def check_refusals(rank: int) -> None:
     for group in groups[1:]:
         dist.destroy_process_group(group)
     dist.barrier()
-    with pytest.raises(ValueError, match=r"no room left .* messages of rank \d"):
-        dist.isend(x, 1 - rank, group=groups[0])  # whoever asked first has decided it for both
     (again,) = groups_in_use(1)
     assert "side by side" in transport(again)
     work = dist.isend(x, 1 - rank, group=again)

@@ -18,12 +18,11 @@ from typing import Any
 
 import fused_update
 import mps
-import placement
 import plot
 import pytest
 import torch
 from operations import OPERATIONS
-from placement import MEMORY_FACTORS, Placement, Speeds, count_devices, memory_bytes
+from placement import MEMORY_FACTORS, Placement, Speeds, memory_bytes
 
 from ringcomm import cli
 from ringcomm.measure import ranks
@@ -66,22 +65,20 @@ def run(path: Path, *argv: str, op: str = "all_reduce") -> tuple[int, list[dict[
 @pytest.mark.parametrize("clock", ["events", "host"])
 def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "plot.png"
-    peers = "gloo,mpi4py,nccl"
+    peers = "gloo,mpi4py,nccl" if clock == "events" else "gloo"
     code, records = run(
         tmp_path / "records.jsonl",
-        *("--peers", peers, "--sizes", "1k,64k", "--dtype", "float32,bfloat16"),
+        *("--peers", peers, "--sizes", "1k", "--dtype", "float32,bfloat16"),
         *("--layout", "one", "--clock", clock, "--plot", str(drawing)),
     )
     assert code == ranks.EXIT_OK
     said = capfd.readouterr().out
-    assert "not available: mpi4py: its calls take arrays in the host's memory" in said
-    assert "not available: nccl" in said
-    points = [(r["dtype"], r["bytes"], r["backend"]) for r in records]
+    if clock == "events":
+        assert "not available: mpi4py: its calls take arrays in the host's memory" in said
+        assert "not available: nccl" in said
+    points = [(r["dtype"], r["backend"]) for r in records]
     expected = [
-        (dtype, size, backend)
-        for dtype in ("float32", "bfloat16")
-        for size in (1024, 65536)
-        for backend in ("ringcomm", "gloo")
+        (dtype, backend) for dtype in ("float32", "bfloat16") for backend in ("ringcomm", "gloo")
     ]
     assert points == expected
     for record in records:
@@ -107,6 +104,7 @@ def test_records(tmp_path: Path, clock: str, capfd: pytest.CaptureFixture[str]) 
         assert drawing.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices")
 def test_every_operation(tmp_path: Path) -> None:
     names = ",".join(name for name in OPERATIONS if name != "all_reduce_shared")
@@ -139,7 +137,7 @@ def test_one_wrong_element_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "num_state_bytes"),
-    [("adamw", "bfloat16", 12), ("adamw", "float32", 8), ("lomo", "bfloat16", 0)],
+    [("adamw", "bfloat16", 12), ("lomo", "float32", 0)],
 )
 def test_steps(tmp_path: Path, optimizer: str, dtype: str, num_state_bytes: int) -> None:
     path = tmp_path / "records.jsonl"
@@ -183,35 +181,13 @@ def test_places(placement: Placement, used: int, most: int, where: list[int]) ->
     assert [placement.device_of(rank).index for rank in range(4)] == where
 
 
-def test_devices_are_counted_elsewhere() -> None:
-    assert count_devices("cpu") == 1
-    assert count_devices("no_such_device") == 0
-
-
-def test_what_nccl_needs_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {2: "32", 4: "16", 8: "8"}
-    for num_ranks, channels in variables.items():
-        assert placement.nccl_variables(num_ranks)["NCCL_MAX_NCHANNELS"] == channels
-    assert placement.nccl_variables(1) == {}
-    monkeypatch.setattr(placement.dist, "is_nccl_available", lambda: True)
-    shared, version = Placement("cuda", 1, "one"), (2, 28, 9)
-    monkeypatch.setattr(placement, "nccl_version", lambda: version)
-    assert placement.why_nccl_cannot(Placement("cuda", 2), 2) is None
-    assert "this is 2.28.9" in str(placement.why_nccl_cannot(shared, 2))
-    version = (2, 30, 3)
-    assert "add --mps" in str(placement.why_nccl_cannot(shared, 2))
-    assert placement.why_nccl_cannot(Placement("cuda", 1, "one", mps=True), 2) is None
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["--device", "cuda"], "no cuda device here"),
         (["--device", "no_such_device"], "no no_such_device device here"),
-        (["--mps"], "add --device cuda"),
         (["--graph", "20"], "add --device cuda"),
         (["--dtype", "float31"], "float31"),
-        (["--layout", "two"], "--layout"),
         (["--nccl-library", "/nowhere/libnccl.so"], "/nowhere/libnccl.so"),
     ],
 )
@@ -246,7 +222,7 @@ if sys.argv[1:] == ["-d"]:
 for command in sys.stdin.read().split():
     if command == "get_server_list":
         print((folder / "server.pid").read_text())
-    elif command == "quit" and not os.environ.get("MPS_HANGS"):
+    elif command == "quit":
         for name in ("nvidia-cuda-mps-control.pid", "server.pid"):
             os.kill(int((folder / name).read_text()), signal.SIGKILL)
 """
@@ -272,12 +248,8 @@ def await_end(pids: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("control")
-@pytest.mark.parametrize("hangs", [False, True])
-def test_mps_lasts_as_long_as_the_block(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
-    monkeypatch.setattr(mps, "ANSWER_TIMEOUT_S", 2.0)
+def test_mps_lasts_as_long_as_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", "/of/another")
-    if hangs:
-        monkeypatch.setenv("MPS_HANGS", "1")
     with mps.Mps():
         folder = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
         pids = pids_of(folder)
@@ -308,10 +280,3 @@ def test_an_mps_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="already running"), mps.Mps():
         pass
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
-
-
-def test_no_mps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(mps, "FOLDERS", ())
-    with pytest.raises(ValueError, match="MPS is missing: nvidia-cuda-mps-control is neither"):
-        mps.Mps()

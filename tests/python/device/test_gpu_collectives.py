@@ -9,15 +9,17 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, on_gpu, on_gpus
-from test_collectives import OPS
+from gpu_ranks import Gpus, device, module, on_all_gpus, on_gpu, on_gpus
+from sequence_calls import COLLECTIVES, KINDS
+from sequence_side import Side
+from test_collectives import covering_calls
 from torch import Tensor
 
 from ringcomm import ops
-from ringcomm.torch_names import all_gather_single, reduce_scatter_single
 
 # Nothing; less than a rank each; a vector and a bit; two shots; pieces, not divided by any ranks.
 SIZES = [0, 1, 67, 30_011, 400_009]
+COVERED = [*(kind for kind in COLLECTIVES if kind != "barrier"), "coalesced"]
 
 
 def inputs_of(num_elems: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -29,41 +31,29 @@ def same(actual: Tensor, expected: Tensor) -> None:
     oracle.assert_equal(actual.cpu(), expected)
 
 
-# ---- all_reduce
+# ---- every operation, type and reduction
 
 
-def check_types(rank: int, op: str) -> None:
-    dtypes = oracle.INTS if op in oracle.BIT_OPS else oracle.FLOATS + oracle.INTS
-    for dtype in [*dtypes, *([] if op == "avg" else [torch.bool])]:
-        inputs = inputs_of(1003, dtype)
-        tensor = on_gpu(inputs[rank])
-        dist.all_reduce(tensor, OPS[op])
-        same(tensor, oracle.reduced(inputs, op))
+def check_kind(rank: int, kind: str, stride: int = 1) -> None:
+    """Every `stride`-th of the calls that cover operations, types and sizes."""
+    members = range(dist.get_world_size())
+    for number, call in enumerate(covering_calls(kind)[::stride]):
+        side = Side(call, number, rank, members, None, None, device=device())
+        works = KINDS[kind](side)
+        for work in works if isinstance(works, list) else [works]:
+            assert work is None or work.wait() is not False
+        module().synchronize()
+        assert side.wrong() == [], call
 
 
-@on_gpus
-@pytest.mark.parametrize("op", [*oracle.NUMBER_OPS, *oracle.BIT_OPS])
-def test_types_and_reductions(gpus: Gpus, op: str) -> None:
-    gpus.run(check_types, op)
-
-
-def check_sizes(rank: int, dtype: torch.dtype) -> None:
-    for num_elems in SIZES:
-        for turn in range(2):
-            inputs = inputs_of(num_elems, dtype, turn)
-            tensor = on_gpu(inputs[rank])
-            dist.all_reduce(tensor)
-            same(tensor, oracle.reduced(inputs, "sum"))
-
-
-@on_gpus
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-def test_sizes(gpus: Gpus, dtype: torch.dtype) -> None:
-    gpus.run(check_sizes, dtype)
+@on_all_gpus
+@pytest.mark.parametrize("kind", COVERED)
+def test_every_operation_and_type(gpus: Gpus, kind: str) -> None:
+    gpus.run(check_kind, kind, 1 if kind == "all_reduce" else 3)
 
 
 def check_places(rank: int) -> None:
-    """Vectors that begin anywhere, and tensors with holes."""
+    """Vectors that begin anywhere, and large ones; factors of PREMUL_SUM."""
     for offset in range(1, 9):
         inputs = inputs_of(5000 + offset, torch.bfloat16)
         tensor = on_gpu(inputs[rank])
@@ -71,14 +61,18 @@ def check_places(rank: int) -> None:
         expected = oracle.reduced(inputs, "sum")
         expected[:offset] = inputs[rank][:offset]
         same(tensor, expected)
-    inputs = [value.reshape(60, 50) for value in inputs_of(3000)]
-    columns = on_gpu(inputs[rank]).t()
-    dist.all_reduce(columns)
-    same(columns.t().contiguous(), oracle.reduced(inputs, "sum"))
+    for num_elems in SIZES:
+        inputs = inputs_of(num_elems)
+        tensor = on_gpu(inputs[rank])
+        dist.all_reduce(tensor)
+        same(tensor, oracle.reduced(inputs, "sum"))
+    scaled = torch.ones(1003, dtype=torch.complex64, device=device())
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
+    assert (scaled.cpu() == 0.5 * dist.get_world_size()).all()
 
 
-@on_gpus
-def test_any_place_and_layout(gpus: Gpus) -> None:
+@on_all_gpus
+def test_any_place_and_size(gpus: Gpus) -> None:
     gpus.run(check_places)
 
 
@@ -94,99 +88,13 @@ def float_bits(rank: int) -> list[bytes]:
     return found
 
 
-@on_gpus
+@on_all_gpus
 def test_rounded_sums_have_the_same_bits_on_all_ranks_each_time(gpus: Gpus) -> None:
     results = gpus.run(float_bits)
     assert all(found == results[0] for found in results)
 
 
-def check_premul(rank: int) -> None:
-    inputs = inputs_of(1003)
-    tensor = on_gpu(inputs[rank])
-    dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
-    same(tensor, oracle.reduced(inputs, "sum") * 0.5)
-
-
-@on_gpus
-def test_premul_sum(gpus: Gpus) -> None:
-    gpus.run(check_premul)
-
-
 # ---- the others
-
-
-def broadcast(rank: int, num_elems: int) -> None:
-    for root in range(dist.get_world_size()):
-        inputs = inputs_of(num_elems, seed=root)
-        tensor = on_gpu(inputs[rank])
-        dist.broadcast(tensor, root)
-        same(tensor, inputs[root])
-
-
-def reduce(rank: int, num_elems: int) -> None:
-    for root in range(dist.get_world_size()):
-        inputs = inputs_of(num_elems, seed=root)
-        tensor = on_gpu(inputs[rank])
-        dist.reduce(tensor, root)
-        if rank == root:
-            same(tensor, oracle.reduced(inputs, "sum"))
-
-
-def all_gather(rank: int, num_elems: int) -> None:
-    inputs = inputs_of(num_elems)
-    own = on_gpu(inputs[rank])
-    gathered = own.new_empty(len(inputs) * num_elems)
-    all_gather_single(gathered, own)
-    same(gathered, torch.cat(inputs))
-    parts = [torch.empty_like(own) for _ in inputs]
-    dist.all_gather(parts, own)
-    for part, expected in zip(parts, inputs, strict=True):
-        same(part, expected)
-
-
-def reduce_scatter(rank: int, num_elems: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = inputs_of(world_size * num_elems)
-    expected = oracle.reduced(inputs, "sum")[rank * num_elems : (rank + 1) * num_elems]
-    own = on_gpu(inputs[rank])
-    part = own.new_empty(num_elems)
-    reduce_scatter_single(part, own)
-    same(part, expected)
-    part.zero_()
-    dist.reduce_scatter(part, [piece.clone() for piece in own.split(num_elems or 1)][:world_size])
-    same(part, expected)
-
-
-def all_to_all(rank: int, num_elems: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = inputs_of(world_size * num_elems)
-    own = on_gpu(inputs[rank])
-    result = torch.empty_like(own)
-    dist.all_to_all_single(result, own)
-    same(result, torch.cat([x[rank * num_elems : (rank + 1) * num_elems] for x in inputs]))
-
-
-def uneven_all_to_all(rank: int, num_elems: int) -> None:
-    """Rank i sends i + j + num_elems elements to rank j."""
-    world_size = dist.get_world_size()
-    counts = [[i + j + num_elems for j in range(world_size)] for i in range(world_size)]
-    inputs = [oracle.integers(i, sum(counts[i]), torch.float32) for i in range(world_size)]
-    arrives = [counts[i][rank] for i in range(world_size)]
-    result = on_gpu(torch.empty(sum(arrives)))
-    dist.all_to_all_single(result, on_gpu(inputs[rank]), arrives, counts[rank])
-    same(result, torch.cat([inputs[i].split(counts[i])[rank] for i in range(world_size)]))
-
-
-def gather_and_scatter(rank: int, num_elems: int) -> None:
-    inputs = inputs_of(num_elems)
-    own = on_gpu(inputs[rank])
-    parts = [torch.empty_like(own) for _ in inputs] if rank == 1 else None
-    dist.gather(own, parts, 1)
-    for part, expected in zip(parts or [], inputs, strict=bool(parts)):
-        same(part, expected)
-    result = torch.empty_like(own)
-    dist.scatter(result, [on_gpu(x) for x in inputs] if rank == 1 else None, 1)
-    same(result, inputs[rank])
 
 
 def send_and_receive(rank: int, num_elems: int) -> None:
@@ -202,17 +110,6 @@ def send_and_receive(rank: int, num_elems: int) -> None:
     if rank < 2:
         dist.send(own, 1) if rank == 0 else dist.recv(result, 0)
         same(result, inputs[0] if rank == 1 else inputs[before])
-
-
-def coalesced(rank: int, num_elems: int) -> None:
-    inputs = [inputs_of(num_elems + extra) for extra in range(3)]
-    tensors = [on_gpu(per_rank[rank]) for per_rank in inputs]
-    with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    manager.wait()
-    for tensor, per_rank in zip(tensors, inputs, strict=True):
-        same(tensor, oracle.reduced(per_rank, "sum"))
 
 
 def barrier(rank: int, num_elems: int) -> None:
@@ -232,10 +129,7 @@ def own_operators(rank: int, num_elems: int) -> None:
     same(tensor, expected)
 
 
-OTHERS: list[Callable[[int, int], Any]] = [
-    *(broadcast, reduce, all_gather, reduce_scatter, all_to_all, uneven_all_to_all),
-    *(gather_and_scatter, send_and_receive, coalesced, barrier, own_operators),
-]
+OTHERS: list[Callable[[int, int], Any]] = [send_and_receive, barrier, own_operators]
 
 
 def check_sizes_of(rank: int, number: int) -> None:
@@ -243,9 +137,11 @@ def check_sizes_of(rank: int, number: int) -> None:
         OTHERS[number](rank, num_elems)
 
 
-@on_gpus
+@on_all_gpus
 @pytest.mark.parametrize("number", range(len(OTHERS)), ids=[fn.__name__ for fn in OTHERS])
 def test_collective(gpus: Gpus, number: int) -> None:
+    if OTHERS[number] is send_and_receive:
+        gpus.skip_if_they_take_turns("there are no sends and receives")
     gpus.run(check_sizes_of, number)
 
 

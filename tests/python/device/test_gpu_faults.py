@@ -11,16 +11,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, kind, module, on_cuda, on_gpus, on_some_gpus
+from gpu_ranks import (
+    Gpus,
+    device,
+    kind,
+    module,
+    on_all_gpus,
+    on_cuda,
+    on_gpus,
+    on_one_gpu,
+    on_some_gpus,
+)
 from ranks import RankFailure
 from test_errors import caught
 
 # Of a rank that comes late, of one that never comes, on CUDA's devices and on emulated ones.
-LATE_S = {True: 2.0, False: 0.3}
-TIMEOUT_S = {True: 4.0, False: 1.5}
+LATE_S = {True: 2.0, False: 0.2}
+TIMEOUT_S = {True: 4.0, False: 1.0}
 # Beyond the time-out: for a machine that is busy, or whose processes take turns on a GPU.
 PATIENCE_S = 20.0
-NUM_LATER_CALLS, LATER_CALL_S = 10, 0.2
+NUM_LATER_CALLS, LATER_CALL_S = 20, 0.1
 
 
 def ones(num_elems: int = 1000) -> torch.Tensor:
@@ -78,6 +88,8 @@ def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
 @on_some_gpus
 @pytest.mark.parametrize("num_elems", [100, 300_007])  # packets; boards
 def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_elems: int) -> None:
+    if not gpus.kernels and num_elems > 100:
+        pytest.skip("messages have no boards")
     timeout_s = TIMEOUT_S[gpus.is_cuda]
     results = gpus.run(miss, num_elems, timeout_s, group_timeout_s=timeout_s, fresh=True)
     for rank, said in enumerate(results):
@@ -85,7 +97,7 @@ def test_a_rank_that_never_comes_is_named_and_the_gpu_is_usable(gpus: Gpus, num_
         if rank != 1:
             assert said["type"] == "CollectiveTimeoutError", said
             assert "rank 1" in said["text"]
-            assert said["op"] == "all_reduce"
+            assert said["op"] == "all_reduce" or not gpus.kernels  # else of the hosts' comparison
             assert said["seconds"] < timeout_s + PATIENCE_S
 
 
@@ -175,7 +187,6 @@ def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus, in_other_group: b
     with pytest.raises(RankFailure) as error:
         gpus.run(fail_on_1, in_other_group, group_timeout_s=60.0, fresh=True)
     said = str(error.value)
-    assert "rank 1: Traceback" in said
     assert all(f"rank {rank}: Traceback" in said for rank in range(gpus.world_size)), said
     assert "did not finish" not in said
     assert "nothing told" not in said
@@ -184,40 +195,43 @@ def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus, in_other_group: b
 # ---- arguments
 
 
-def refuse_host_tensor(rank: int) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as error:
+def refuse_host_tensor(rank: int) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)cpu"):
         dist.all_reduce(torch.ones(4))
-    tensor = ones(4)
-    dist.all_reduce(tensor)  # the group is as usable as before
-    assert tensor.tolist() == [dist.get_world_size()] * 4
-    return str(error.value)
+    dist.all_reduce(ones(4))  # the group is as usable as before
 
 
-@on_some_gpus
+@on_one_gpu
 def test_a_tensor_of_the_host_on_a_group_of_gpus_alone(gpus: Gpus) -> None:
-    backend = f"{gpus.kind}:ringcomm"
-    assert all("cpu" in said.lower() for said in gpus.run(refuse_host_tensor, backend=backend))
+    gpus.run(refuse_host_tensor, backend=f"{gpus.kind}:ringcomm")
 
 
-def refuse_two_devices(rank: int) -> str:
-    if module().device_count() < 2:
-        return "one device"
-    here, there = (torch.ones(4, device=torch.device(kind(), index)) for index in range(2))
-    parts = [torch.ones_like(there) for _ in range(dist.get_world_size())]
-    with pytest.raises(ValueError, match="device") as error:
-        dist.all_gather(parts, here)
-    tensor = ones(4)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [dist.get_world_size()] * 4
-    return str(error.value)
+def refuse_arguments(rank: int) -> None:
+    world_size = dist.get_world_size()
+    own, indices = ones(4), range(module().device_count())
+    others = [
+        torch.ones(4, device=torch.device(kind(), i)) for i in indices if i != own.get_device()
+    ]
+    for other in (torch.ones(4), *others):
+        parts = [own, *(torch.empty_like(other) for _ in range(world_size - 1))]
+        with pytest.raises(ValueError, match=rf"on {kind()}:\d and on (cpu|{kind()}:\d); .*device"):
+            dist.all_gather(parts, own)
+    for wrong, message in (
+        (lambda: dist.broadcast(own, world_size), "not|rank"),
+        (lambda: dist.all_reduce(own.bool(), dist.ReduceOp.AVG), "avg .*bool"),
+        (lambda: dist.all_reduce(own, dist.ReduceOp.BOR), "bor .*float32"),
+        (lambda: dist.reduce_scatter_tensor(own, own), "needs an input of"),
+        (lambda: dist.all_reduce(own[:1].expand(3)), "one memory location"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    dist.all_reduce(own)  # which has ended nothing
+    assert own.tolist() == [world_size] * 4
 
 
-@on_gpus
-def test_tensors_on_two_devices(gpus: Gpus) -> None:
-    said = gpus.run(refuse_two_devices)
-    if said[0] == "one device":
-        pytest.skip("the box has one device")
-    assert all(f"{gpus.kind}:0" in text and f"{gpus.kind}:1" in text for text in said)
+@on_all_gpus
+def test_wrong_arguments(gpus: Gpus) -> None:
+    gpus.run(refuse_arguments)
 
 
 def use_expandable_segments(rank: int) -> None:

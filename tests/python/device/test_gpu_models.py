@@ -1,12 +1,13 @@
 """DDP, FSDP2 and compiled functions with models on GPUs: what one process makes of them.
 
-On CUDA's devices alone: emulated ones lack operators of the loss.
+On CUDA's devices alone, but for DDP: emulated ones lack operators of the loss.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from curves import (
     train,
     weights_of,
 )
-from gpu_ranks import Gpus, device, kind, on_cuda, on_gpu
+from gpu_ranks import Gpus, device, kind, on_all_gpus, on_cuda, on_gpu
 from test_functional import PROGRAMS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,6 +66,33 @@ def expected(world_size: int) -> Run:
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"static_graph": True}], ids=str)
 def test_ddp(gpus: Gpus, options: dict[str, Any]) -> None:
     assert_same_run(gpus.run(run_ddp, options), expected(gpus.world_size), ATOL)
+
+
+def trained_in_double(rank: int, device: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    ddp = nn.parallel.DistributedDataParallel(model.to(device), bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        batch = torch.from_numpy(oracle.floats(rank, 24, torch.float64, step).numpy()).view(4, 6)
+        optimizer.zero_grad()
+        ddp(batch.to(device)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def check_ddp(rank: int) -> list[bytes]:
+    """Without a loss of torch's, whose operators emulated GPUs lack: the CPU's weights."""
+    on_cpu, on_gpu = trained_in_double(rank, "cpu"), trained_in_double(rank, str(device()))
+    for expected, actual in zip(on_cpu, on_gpu, strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-12)
+    return [oracle.bits(parameter) for parameter in on_gpu]
+
+
+@on_all_gpus
+def test_ddp_has_the_weights_of_the_host(gpus: Gpus) -> None:
+    replicas = gpus.run(check_ddp)
+    assert all(replica == replicas[0] for replica in replicas)
 
 
 def run_fsdp2(rank: int, options: dict[str, Any]) -> Run:

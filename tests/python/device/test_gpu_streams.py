@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import gc
+
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, held, module, on_gpus, on_gpus_in_turns_too, on_some_gpus
+from gpu_ranks import Gpus, device, held, module, on_all_gpus, on_some_gpus
 from torch import Tensor
 
 from ringcomm.torch_names import all_gather_single
@@ -43,7 +46,7 @@ def check_host_goes_on(rank: int, is_async: bool) -> None:
         assert work.is_completed()
 
 
-@on_gpus
+@on_all_gpus
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_calls_and_waits_do_not_block_the_host(gpus: Gpus, is_async: bool) -> None:
     gpus.skip_if_they_take_turns("the hosts meet in each call")
@@ -65,13 +68,13 @@ def check_wait_orders(rank: int) -> None:
         assert holds(result, sum(turn + r for r in range(world_size)) + 1)
 
 
-@on_gpus_in_turns_too
+@on_all_gpus
 def test_wait_orders_the_current_stream(gpus: Gpus) -> None:
     gpus.run(check_wait_orders)
 
 
-def check_current_stream_comes_first(rank: int) -> None:
-    """What the current stream has yet to do with the tensor is done before the collective."""
+def check_order(rank: int) -> None:
+    """What the current stream has yet to do with a tensor comes first, then call after call."""
     world_size = dist.get_world_size()
     side = module().Stream()
     tensor = ones(-1.0)
@@ -82,11 +85,40 @@ def check_current_stream_comes_first(rank: int) -> None:
         event = side.record_event()
     module().current_stream().wait_event(event)
     assert holds(tensor, world_size * (world_size + 1) / 2)
+    tensor.fill_(1.0)
+    for _ in range(4):
+        dist.all_reduce(tensor, async_op=True)
+    work = dist.broadcast(tensor, 0, async_op=True)
+    on_host = torch.ones(3)
+    dist.all_reduce(on_host)  # of the same group, and not in that order
+    assert on_host.tolist() == [world_size] * 3
+    assert work is not None
+    work.wait()
+    assert holds(tensor, float(world_size) ** 4)
 
 
-@on_gpus_in_turns_too
-def test_collectives_run_in_the_order_of_the_current_stream(gpus: Gpus) -> None:
-    gpus.run(check_current_stream_comes_first)
+@on_all_gpus
+def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(gpus: Gpus) -> None:
+    gpus.run(check_order)
+
+
+def check_own_stream(rank: int) -> None:
+    """An asynchronous call waits for what was enqueued before it, and for nothing later."""
+    world_size = dist.get_world_size()
+    tensor = ones()
+    dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    with held():
+        work.wait(datetime.timedelta(seconds=20))  # on the host; the current stream is held
+        assert work.is_completed()
+    assert holds(tensor, world_size**2)
+
+
+@on_all_gpus
+def test_asynchronous_calls_have_their_own_stream(gpus: Gpus) -> None:
+    gpus.skip_if_they_take_turns("calls run on the current stream")
+    gpus.run(check_own_stream)
 
 
 # ---- memory
@@ -106,25 +138,37 @@ def check_memory(rank: int) -> None:
         del junk
 
 
-@on_gpus_in_turns_too
+@on_all_gpus
 def test_tensors_live_as_long_as_they_are_used(gpus: Gpus) -> None:
     gpus.run(check_memory)
 
 
 def check_works_are_dropped(rank: int) -> None:
-    """Nobody waits for these; the device does."""
-    tensors = [ones(float(turn)) for turn in range(20)]
-    for tensor in tensors:
-        dist.all_reduce(tensor, async_op=True)
+    """Nobody waits for these, or keeps their tensors; the device does, as long as it uses them."""
+    world_size = dist.get_world_size()
+    dist.all_reduce(ones(), async_op=True).wait()
+    module().synchronize()
+    gc.collect()
+    before = module().memory_allocated()
+    gathered = [torch.empty(world_size * NUM_ELEMS, device=device()) for _ in range(20)]
+    for turn, output in enumerate(gathered):
+        all_gather_single(output, ones(float(turn + rank)), async_op=True)
+        ones(-1.0)  # takes what has become free
     dist.all_reduce(ones())
     module().synchronize()
-    world_size = dist.get_world_size()
-    assert all(holds(tensor, turn * world_size) for turn, tensor in enumerate(tensors))
+    for turn, output in enumerate(gathered):
+        expected = torch.arange(float(world_size)).repeat_interleave(NUM_ELEMS) + turn
+        assert torch.equal(output.cpu(), expected)
+    del gathered, output
+    dist.all_reduce(torch.ones(1, device=device()))  # the next call lets go of what is over
+    module().synchronize()
+    gc.collect()
+    assert module().memory_allocated() <= before + 512
 
 
-@on_some_gpus
-def test_works_that_nobody_waits_for(gpus: Gpus) -> None:
-    gpus.run(check_works_are_dropped)
+@on_all_gpus
+def test_works_and_tensors_that_nobody_keeps(gpus: Gpus) -> None:
+    gpus.run(check_works_are_dropped, fresh=True)
 
 
 # ---- several
@@ -154,13 +198,16 @@ def test_several_streams_and_groups(gpus: Gpus) -> None:
 
 
 def check_future(rank: int) -> None:
+    """Of a collective; a receive from any source is refused."""
+    with pytest.raises(NotImplementedError, match="any source"):
+        dist.recv(ones())
     work = dist.all_reduce(ones(), async_op=True)
     assert work is not None
     twice = work.get_future().then(lambda done: done.value()[0] * 2)
     assert holds(twice.wait(), 2.0 * dist.get_world_size())
 
 
-@on_some_gpus
+@on_all_gpus
 def test_futures(gpus: Gpus) -> None:
     gpus.run(check_future)
 
@@ -193,12 +240,11 @@ def check_batch(rank: int, order: str, sizes: tuple[int, ...]) -> None:
 MIB_ELEMS = (1 << 20) // 4
 
 
-@on_gpus
+@on_all_gpus
 @pytest.mark.parametrize(
     ("order", "sizes"),
     [
         ("sr", (MIB_ELEMS,)),
-        ("rs", (MIB_ELEMS,)),
         ("ssrr", (100_003, MIB_ELEMS)),
         ("rrss", (MIB_ELEMS, 100_003)),
         ("srsr", (MIB_ELEMS, MIB_ELEMS)),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -17,6 +18,7 @@ UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 INTS = [*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64]
 NUMBER_OPS = ["sum", "avg", "product", "min", "max"]
 BIT_OPS = ["band", "bor", "bxor"]
+OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in NUMBER_OPS + BIT_OPS}
 
 
 def integers(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

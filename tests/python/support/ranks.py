@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import os
 import pickle
 import shutil
@@ -24,7 +25,7 @@ from typing import Any
 
 import rank_server
 
-__all__ = ["Pool", "RankFailure", "Server", "run_ranks"]
+__all__ = ["Pool", "RankFailure", "Server", "in_ranks", "run_ranks"]
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
@@ -271,6 +272,34 @@ def run_ranks(
     results = pool.call(fn, args, timeout_s, may_die, grace_s)
     pool.close(may_die)
     return results
+
+
+class _Body:
+    """What a test of in_ranks() does, which ranks find by the test's name."""
+
+    def __init__(self, body: Callable[[int], None]) -> None:
+        self.__module__ = body.__module__
+        self._name = body.__name__
+
+    def __call__(self, rank: int) -> None:
+        getattr(importlib.import_module(self.__module__), self._name).body(rank)
+
+
+def in_ranks(
+    world_size: int, **options: Any
+) -> Callable[[Callable[[int], None]], Callable[[], None]]:
+    """Makes a test of a function that every rank of a group runs; options are run_ranks()'s."""
+
+    def decorate(body: Callable[[int], None]) -> Callable[[], None]:
+        def test() -> None:
+            __tracebackhide__ = True
+            run_ranks(world_size, _Body(body), **options)
+
+        test.__doc__, test.__module__, test.__name__ = body.__doc__, body.__module__, body.__name__
+        test.body = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def place(device: str, rank: int) -> Any:

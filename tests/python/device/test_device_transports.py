@@ -1,0 +1,366 @@
+"""Collectives of device tensors in each way in which ranks may share memory and devices.
+
+On emulated GPUs: by kernels in memory that all ranks map, or over sends and receives that behave
+as NCCL's ("p2p over emup2p"). More of both: test_gpu_*.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import emugpu
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from oracle import OPS
+from test_gpu_collectives import COVERED, OTHERS, check_kind, inputs_of, send_and_receive
+from test_gpu_faults import ones, outcome
+from torch import Tensor
+
+import ringcomm
+from ringcomm import _C, Options, message_backend, stats
+
+pytestmark = needs_emulated_gpu
+
+GPU = "emugpu"
+POISON = {"RINGCOMM_EMULATOR_POISON": "1"}
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where three ranks are, and what their driver can do."""
+
+    name: str
+    said: tuple[str, ...]
+    num_devices: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+
+
+NO_FDS = {"RINGCOMM_EMULATOR_VMM": "0"}
+THREADS = {"RINGCOMM_EMULATOR_THREADS": "64", "RINGCOMM_EMULATOR_SMS": "24"}
+BOXES = [
+    Box("one GPU under MPS", ("cuda_ipc", "file descriptors", "3 ranks on a GPU, side by side")),
+    Box("one GPU without MPS", ("taking turns",), env={"RINGCOMM_EMULATOR_MPS": "0"}),
+    Box("two GPUs", ("2 ranks on a GPU",), num_devices=2),
+    Box("a GPU for each", ("1 ranks on a GPU",), num_devices=3),
+    Box("no file descriptors", ("cuda_ipc by IPC handles",), env=NO_FDS),
+    Box("no shared memory", ("p2p over emup2p",), env={**NO_FDS, "RINGCOMM_EMULATOR_IPC": "0"}),
+    Box(
+        "no peer access",
+        ("p2p over emup2p",),
+        num_devices=3,
+        env={"RINGCOMM_EMULATOR_PEER_ACCESS": "0"},
+    ),
+    Box("threads of blocks", ("cuda_ipc",), env={"RINGCOMM_EMULATOR_THREADS": "3"}),
+]
+
+
+def transport(rank: int) -> str:
+    dist.all_reduce(torch.ones(4, device=GPU))
+    group: Any = dist.group.WORLD
+    (name,) = _C.device_transports(group._get_backend(torch.device(GPU))).values()
+    return str(name)
+
+
+def check_box(rank: int) -> str:
+    name = transport(rank)
+    for kind in COVERED:
+        check_kind(rank, kind, 15)
+    for check in OTHERS:
+        if check is not send_and_receive or "taking turns" not in name:
+            check(rank, 1003)
+    return name
+
+
+@pytest.mark.parametrize("box", BOXES, ids=lambda box: box.name.replace(" ", "-"))
+def test_boxes(box: Box) -> None:
+    # With room for messages of all pairs of ranks beside collectives.
+    env = {**with_kernels(), "RINGCOMM_EMULATOR_SMS": "48", **box.env}
+    results = run_on_gpus(3, check_box, num_devices=box.num_devices, env=env)
+    assert len(set(results)) == 1
+    assert all(text in results[0] for text in box.said), results[0]
+
+
+# ---- over messages
+
+
+@cache
+def group_with(**options: Any) -> Any:
+    """A group of all ranks with these options; made once in each pool."""
+    return dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm", pg_options=Options(**options))
+
+
+def left_to_right(inputs: list[Tensor]) -> Tensor:
+    """In fp32 where the type is shorter, rounded once."""
+    dtype = inputs[0].dtype
+    total = inputs[0].to(torch.float32 if dtype.itemsize == 2 else dtype)
+    for other in inputs[1:]:
+        total = total + other.to(total.dtype)
+    return total.to(dtype)
+
+
+def check_algorithms(rank: int) -> list[bytes]:
+    """Sizes around ranks, slots and groups of slices; the order of sums where it is promised."""
+    world_size = dist.get_world_size()
+    found = []
+    for algorithm in ("auto", "one_shot", "two_shot", "ring"):
+        for deterministic in (None, "rank_order"):
+            group = group_with(algorithm=algorithm, deterministic=deterministic, slot_bytes=256)
+            for num_elems in (0, 1, world_size, world_size + 1, 64 * world_size + 1, 1001):
+                inputs = inputs_of(num_elems)
+                tensor = inputs[rank].to(GPU)
+                dist.all_reduce(tensor, group=group)
+                oracle.assert_equal(tensor.cpu(), oracle.reduced(inputs, "sum"))
+            for dtype in oracle.FLOATS:
+                inputs = [oracle.floats(r, 1001, dtype) for r in range(world_size)]
+                tensor = inputs[rank].to(GPU)
+                dist.all_reduce(tensor, group=group)
+                if deterministic:
+                    oracle.assert_equal(tensor.cpu(), left_to_right(inputs))
+                found.append(oracle.bits(tensor.cpu()))
+    for op, dtype in (("product", torch.int16), ("avg", torch.bfloat16), ("bxor", torch.uint8)):
+        inputs = inputs_of(5 * world_size, dtype)
+        expected = oracle.reduced(inputs, op)
+        scattered = torch.empty(5, dtype=dtype, device=GPU)
+        dist.reduce_scatter_tensor(scattered, inputs[rank].to(GPU), OPS[op])
+        oracle.assert_equal(scattered.cpu(), expected[5 * rank : 5 * rank + 5])
+        tensor = inputs[rank].to(GPU)
+        dist.reduce(tensor, world_size - 1, OPS[op])
+        if rank == world_size - 1:
+            oracle.assert_equal(tensor.cpu(), expected)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_algorithms_over_messages(world_size: int) -> None:
+    results = run_on_gpus(world_size, check_algorithms, env=POISON)
+    assert all(found == results[0] for found in results)
+
+
+def check_large(rank: int) -> None:
+    """Rings and chains, which take calls of 1 MiB and more."""
+    world_size = dist.get_world_size()
+    num_elems = (1 << 18) + 7
+    inputs = inputs_of(num_elems)
+    before = stats()
+    tensor = inputs[rank].to(GPU)
+    dist.reduce(tensor, 1, dist.ReduceOp.AVG)
+    if rank == 1:
+        oracle.assert_equal(tensor.cpu(), oracle.reduced(inputs, "avg"))
+    tensor = inputs[rank].to(GPU)
+    dist.broadcast(tensor, 1)
+    oracle.assert_equal(tensor.cpu(), inputs[1])
+    gathered = [torch.empty(num_elems, device=GPU) for _ in range(world_size)]
+    dist.all_gather(gathered, inputs[rank].to(GPU))
+    for output, value in zip(gathered, inputs, strict=True):
+        oracle.assert_equal(output.cpu(), value)
+    scattered = torch.empty(num_elems, device=GPU)
+    dist.reduce_scatter(scattered, [inputs[rank].to(GPU)] * world_size)
+    oracle.assert_equal(scattered.cpu(), oracle.reduced(inputs, "sum"))
+    ring = "ring" if world_size > 2 else "direct"
+    after = stats()
+    num_bytes = 4 * num_elems
+    for op, algorithm, sent_bytes in (
+        ("reduce", "ring", 0 if rank == 1 else num_bytes),
+        ("broadcast", ring, 0 if rank == 0 else num_bytes),  # from 1 by way of 2, where there is
+        ("all_gather", ring, (world_size - 1) * num_bytes),
+        ("reduce_scatter", "ring", (world_size - 1) * num_bytes),
+    ):
+        count = before.get((op, algorithm), {}).get("sent_bytes", 0)
+        assert after[op, algorithm]["sent_bytes"] - count == sent_bytes, op
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_calls_over_messages(world_size: int) -> None:
+    run_on_gpus(world_size, check_large, env=POISON)
+
+
+def check_carrier(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(torch.device(GPU))
+    assert _C.device_transports(backend) == {}
+    dist.all_reduce(torch.ones(1, device=GPU))
+    assert _C.device_transports(backend) == {f"{GPU}:{rank}": "p2p over emup2p"}
+    for asked in ("gloo", "emup2p"):
+        assert message_backend.for_device(asked, GPU) == "emup2p"
+
+
+def test_what_carries_messages() -> None:
+    run_on_gpus(2, check_carrier, num_devices=2, fresh=True)
+
+
+# ---- by kernels
+
+
+def miss(rank: int) -> dict[str, Any]:
+    """Rank 1 never comes, and rank 0 late: some threads of a block have waited for both."""
+    dist.all_reduce(ones())
+    emugpu.synchronize()
+    if rank == 1:
+        time.sleep(2.0)
+        return {}
+    time.sleep(0.3 if rank == 0 else 0.0)
+    return outcome(lambda: dist.all_reduce(ones(100), async_op=True))
+
+
+def test_a_block_of_many_threads_names_the_rank_that_never_comes() -> None:
+    env = {**with_kernels(), **THREADS}
+    for said in run_on_gpus(3, miss, env=env, fresh=True, group_timeout_s=1.0)[::2]:
+        assert (said["type"], said["op"]) == ("CollectiveTimeoutError", "all_reduce"), said
+        assert "waited for rank 1 " in said["text"], said
+
+
+def one_kind_is_not_the_other(rank: int) -> str:
+    try:
+        x = torch.ones(10 if rank == 0 else 100_000, device=GPU)
+        dist.all_reduce(x)
+        torch.accelerator.synchronize()
+        dist.barrier(device_ids=[0])
+        dist.all_reduce(x)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_calls_that_never_meet_in_a_kernel_are_a_mismatch_on_both() -> None:
+    for said in run_on_gpus(2, one_kind_is_not_the_other, env=with_kernels(), fresh=True):
+        assert "40 bytes" in said
+        assert "400000 bytes" in said
+
+
+def run_thread(store: dist.Store, rank: int, world_size: int) -> str:
+    options = dist.distributed_c10d._DistributedBackendOptions()
+    options.store = store
+    options.group_rank = rank
+    options.group_size = world_size
+    options.timeout = datetime.timedelta(seconds=30)
+    options.group_id = "threads"
+    options.global_ranks_in_group = list(range(world_size))
+    group = dist.Backend._plugins["RINGCOMM"].creator_fn(options, None)
+    device = torch.device("emugpu:0")
+    stream = torch.Stream(device)
+    with emugpu.stream(stream):
+        for num_elems in (1, 1000, 200_000):
+            tensor = torch.arange(num_elems, device=device) + rank
+            group.allreduce([tensor]).wait()
+            outputs = [torch.empty_like(tensor) for _ in range(world_size)]
+            group.allgather([outputs], [tensor]).wait()
+            expected = torch.arange(num_elems) * world_size + sum(range(world_size))
+            assert all(torch.equal(output.cpu(), expected) for output in outputs)
+    stream.synchronize()
+    (name,) = _C.device_transports(group).values()
+    group.shutdown()
+    return str(name)
+
+
+def check_threads(rank: int) -> list[str]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        ranks = [pool.submit(run_thread, store, i, 3) for i in range(3)]
+        return [future.result(timeout=50) for future in ranks]
+
+
+@pytest.mark.parametrize("mps", ["1", "0"])
+def test_ranks_that_are_threads_of_one_process(mps: str) -> None:
+    """Kernels of one process run side by side whether there is an MPS or not."""
+    env = {**with_kernels(), "RINGCOMM_EMULATOR_MPS": mps}
+    (names,) = run_on_gpus(1, check_threads, backend=None, env=env)
+    assert all("3 ranks on a GPU, side by side" in name for name in names)
+
+
+def check_capture(rank: int) -> None:
+    """Queries, waits, works that are dropped, and a group that goes, while this thread captures."""
+    world_size = dist.get_world_size()
+    other, gone = dist.new_group(), dist.new_group()
+    x, y, z = (torch.ones(1000, device=GPU) for _ in range(3))
+    for group in (None, other, gone):
+        dist.all_reduce(x, group=group)
+    x.fill_(1.0)
+    emugpu.synchronize()
+    errors: list[BaseException] = []
+
+    def use_groups() -> None:
+        try:
+            emugpu.set_device(0)
+            with emugpu.stream(side):
+                for _ in range(5):
+                    dist.all_reduce(y, group=other, async_op=True)
+                work = dist.all_reduce(y, group=other, async_op=True)
+                assert work is not None
+                work.wait(datetime.timedelta(seconds=20))
+                while not work.is_completed():
+                    pass
+                dist.all_reduce(z, group=gone)
+            dist.destroy_process_group(gone)
+        except BaseException as error:
+            errors.append(error)
+
+    side = emugpu.Stream()
+    graph = emugpu.CUDAGraph()
+    with emugpu.graph(graph):
+        thread = threading.Thread(target=use_groups)
+        thread.start()
+        dist.all_reduce(x)
+        thread.join()
+        dist.all_reduce(x)
+    assert not errors, errors
+    graph.replay()
+    assert x.tolist() == [float(world_size) ** 2] * 1000
+    assert y.tolist() == [float(world_size) ** 6] * 1000
+    assert z.tolist() == [float(world_size)] * 1000
+
+
+@pytest.mark.parametrize("vmm", ["1", "0"], ids=["fds", "ipc"])
+def test_calls_of_another_thread_leave_a_capture_whole(vmm: str) -> None:
+    env: dict[str, Any] = {**with_kernels(), "RINGCOMM_EMULATOR_VMM": vmm}
+    run_on_gpus(2, check_capture, env=env, fresh=True)
+
+
+# ---- ringcomm.empty_shared
+
+NUM_ELEMS = 100_003  # more than packets take
+
+
+def check_shared(rank: int, sharing: list[bool]) -> None:
+    """All_reduces of buffers where they are; a view will do."""
+    world_size = dist.get_world_size()
+    shared = ringcomm.empty_shared(NUM_ELEMS + 8, dtype=torch.int64, device=GPU)
+    for turn in range(1, 4):
+        inputs = [torch.arange(NUM_ELEMS) % 1000 * turn + r for r in range(world_size)]
+        total = oracle.reduced(inputs, "sum")
+        tensor = (shared if sharing[rank] else shared.clone())[8:]
+        tensor.copy_(inputs[rank].to(GPU))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor.cpu(), total)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(tensor.cpu(), total)
+
+
+@pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)
+def test_shared_tensors(sharing: list[bool]) -> None:
+    run_on_gpus(len(sharing), check_shared, sharing, env=with_kernels())
+
+
+def refusal(rank: int) -> str:
+    with pytest.raises((NotImplementedError, ValueError)) as error:
+        ringcomm.empty_shared(4, device=GPU)
+    dist.all_reduce(torch.ones(4, device=GPU))
+    return str(error.value)
+
+
+def test_where_tensors_cannot_be_shared() -> None:
+    for said in run_on_gpus(2, refusal):
+        assert "p2p over emup2p share no memory" in said
+    turns = {**with_kernels(), "RINGCOMM_EMULATOR_MPS": "0"}
+    for said in run_on_gpus(2, refusal, env=turns):
+        assert "take turns" in said
