@@ -15,12 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from ringcomm.ops.losses.options import (
-    LOGIT_DTYPES,
     MAX_VOCAB_SIZE,
     OUTPUTS,
     LossOptions,
     VocabShard,
-    check_class_weight,
+    check_logits,
     check_targets,
     checked_num_items,
     checked_options,
@@ -118,9 +117,7 @@ def cross_entropy(
         outputs=outputs,
     )
     divisor = checked_num_items(num_items, reduction)
-    if logits.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
-    check_class_weight(class_weight, logits.device)
+    check_logits(logits, class_weight)
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():
@@ -146,14 +143,15 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
     shape = math.prod(logits.shape[:-1]), logits.shape[-1]
     if not inplace:
         rows = logits.reshape(shape)
-        return rows if rows.stride(1) == 1 else rows.contiguous()
+        # clone(), since contiguous() leaves the strides of an empty tensor as they are.
+        return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
     if logits.stride(-1) == 1:
         try:
             rows = logits.view(shape)
         except RuntimeError:
             pass
         else:
-            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else they lie on each other
+            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else rows overlap
                 return rows
     raise ValueError(
         f"inplace wants rows of logits side by side, got strides {tuple(logits.stride())}"
@@ -189,9 +187,8 @@ def loss_of_all_classes(
     """
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
-    return stats, *_ops.cross_entropy_loss(
-        stats, target, weight, num_items, *options.for_loss(shard)
-    )
+    terms = options.for_loss(shard)
+    return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -217,29 +214,22 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        rows, target, weight, stats, denominator = ctx.saved_tensors
-        grad = _ops.cross_entropy_grad(
-            grad_loss, rows, target, weight, stats, denominator, *ctx.grad_options
-        )
+        grad = _ops.cross_entropy_grad(grad_loss, *ctx.saved_tensors, *ctx.grad_options)
         return grad, None, None, None, None, None
 
 
-def _largest_gradient(rows: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
-    """What no element of the sum of the losses' gradient exceeds, for logits of float16."""
-    info = torch.finfo(rows.dtype)
-    lse = (options.softcap or abs(options.logit_scale) * info.max) + math.log(MAX_VOCAB_SIZE)
+def _room(rows: Tensor, weight: Tensor | None, denominator: Tensor, options: LossOptions) -> Tensor:
+    """The power of two by which float16 has room to multiply the gradient; 1 where there is none.
+
+    From a bound of the elements of the sum of the losses' gradient.
+    """
+    largest_fp16 = torch.finfo(torch.float16).max
+    scale = abs(options.logit_scale)
+    lse = (options.softcap or scale * largest_fp16) + math.log(MAX_VOCAB_SIZE)
     most = rows.new_ones([], dtype=torch.float64)
     if weight is not None:
         most = weight.abs().amax().double()
-    return (most + 2 * options.z_loss * lse) * abs(options.logit_scale)
-
-
-def _room(largest: Tensor, denominator: Tensor) -> Tensor:
-    """The power of two by which gradients up to largest / denominator may be multiplied in float16.
-
-    1 where there is none.
-    """
-    factor = torch.finfo(torch.float16).max * denominator.abs() / largest
+    factor = largest_fp16 * denominator.abs() / ((most + 2 * options.z_loss * lse) * scale)
     mantissa, _ = torch.frexp(factor)
     return torch.where((factor > 0) & factor.isfinite(), factor / (2 * mantissa), 1.0)
 
@@ -257,34 +247,22 @@ class _InPlace(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        room = None
+        room, given = None, (rows, target, weight)
+        grad_options = options.for_grad(shard)
         is_narrow = rows.dtype == torch.float16
         if shard.group_name is None and not is_narrow:
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(
-                rows,
-                target,
-                weight,
-                num_items,
-                *options.for_grad(shard)[1:],
-                options.reduction,
-                options.wants_more,
-            )
+            more = (*grad_options[1:], options.reduction, options.wants_more)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
         else:
-            stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+            stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
                 stats, target, weight, num_items, shard, options
             )
             if is_narrow:
-                room = _room(_largest_gradient(rows, weight, options), denominator)
-            _ops.cross_entropy_grad_(
-                torch.ones_like(loss),
-                rows,
-                target,
-                weight,
-                stats,
-                denominator if room is None else denominator / room,
-                *options.for_grad(shard),
-            )
+                room = _room(rows, weight, denominator, options)
+                denominator = denominator / room
+            upstream = torch.ones_like(loss)
+            _ops.cross_entropy_grad_(upstream, *given, stats, denominator, *grad_options)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
@@ -301,20 +279,10 @@ class _InPlace(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-# ---- fakes, in the order of the operators
+# ---- fakes
 
 
-@torch.library.register_fake("ringcomm::softmax_stats")
-def _(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
-    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
-
-
-@torch.library.register_fake("ringcomm::merge_softmax_stats")
-def _(stats: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(stats)
-
-
-def _loss_fakes(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_losses(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
     tokens = target.numel()
     return (
         target.new_empty([tokens] if reduction == "none" else [], dtype=torch.float32),
@@ -323,26 +291,35 @@ def _loss_fakes(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-@torch.library.register_fake("ringcomm::cross_entropy_loss")
+_fake = torch.library.register_fake
+
+
+@_fake("ringcomm::softmax_stats")
+def _(logits: Tensor, *options: Any) -> Tensor:
+    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
+
+
+@_fake("ringcomm::merge_softmax_stats")
+def _(stats: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(stats)
+
+
+@_fake("ringcomm::cross_entropy_loss")
 def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[-1])
+    return _fake_losses(target, options[-1])
 
 
-@torch.library.register_fake("ringcomm::cross_entropy_grad")
+@_fake("ringcomm::cross_entropy_and_grad_")
+def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_losses(target, options[-2])
+
+
+@_fake("ringcomm::cross_entropy_grad")
 def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("ringcomm::cross_entropy_grad_")
-def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
-def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[-2])
-
-
-@torch.library.register_fake("ringcomm::scale_")
-def _(tensor: Tensor, factor: Tensor) -> None:
+@_fake("ringcomm::cross_entropy_grad_")
+@_fake("ringcomm::scale_")
+def _(*given: Any) -> None:
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 # The function of that name hides its module.
-MODULE = importlib.import_module("ringcomm.ops.losses.linear_blocks")
+MODULE = importlib.import_module("ringcomm.ops.losses.linear_cross_entropy")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 TOKENS, HIDDEN, CLASSES = 75, 24, 333
 
