@@ -194,9 +194,9 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
 
 def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) -> None:
     """One index for each row of grad_out, which is (*indices.shape, width)."""
+    _check_device(op, "indices", indices, weight.device)
     is_index = indices.dtype in (torch.int64, torch.int32)
     want(is_index, op, "indices in int64 or int32", indices.dtype, TypeError)
-    _check_device(op, "indices", indices, weight.device)
     check_float(op, "grad_out", grad_out, weight.device)
     _check_shape(op, "grad_out", grad_out, (*indices.shape, weight.shape[1]))
 

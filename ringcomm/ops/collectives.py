@@ -231,14 +231,6 @@ def _adjoint_of_reduce_scatter(grad: Tensor, reduce_op: str, group_name: str) ->
     return gathered / _world_size(group_name) if reduce_op == "avg" else gathered
 
 
-def _adjoint_of_all_gather(grad: Tensor, group_name: str) -> Tensor:
-    return _ops.reduce_scatter(grad, "sum", group_name)
-
-
-def _adjoint_of_broadcast(grad: Tensor, src: int, group_name: str) -> Tensor:
-    return _ops.reduce(grad, src, "sum", group_name)
-
-
 def _adjoint_of_reduce(grad: Tensor, dst: int, reduce_op: str, group_name: str) -> Tensor:
     _check_linear("reduce", reduce_op, ("sum",))
     return _ops.broadcast(grad, dst, group_name)
@@ -259,6 +251,6 @@ def _register_adjoint(name: str, adjoint: Callable[..., Tensor]) -> None:
 
 _register_adjoint("all_reduce", _adjoint_of_all_reduce)
 _register_adjoint("reduce_scatter", _adjoint_of_reduce_scatter)
-_register_adjoint("all_gather", _adjoint_of_all_gather)
-_register_adjoint("broadcast", _adjoint_of_broadcast)
+_register_adjoint("all_gather", lambda grad, name: _ops.reduce_scatter(grad, "sum", name))
+_register_adjoint("broadcast", lambda grad, src, name: _ops.reduce(grad, src, "sum", name))
 _register_adjoint("reduce", _adjoint_of_reduce)

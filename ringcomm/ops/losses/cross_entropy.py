@@ -5,7 +5,6 @@ has the formulas.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from ringcomm.ops.losses.options import (
     MAX_VOCAB_SIZE,
     OUTPUTS,
+    LossArguments,
     LossOptions,
     VocabShard,
     check_logits,
@@ -40,15 +41,9 @@ def cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    outputs: Sequence[str] = (),
     inplace: bool = False,
+    **options: Unpack[LossArguments],
 ) -> Any:
     """The cross-entropy of logits and targets, as torch.nn.functional.cross_entropy has it.
 
@@ -72,18 +67,20 @@ def cross_entropy(
         vocab_size: how many classes there are on all ranks together; columns behind are padding:
             probability 0, gradient 0. None: as many as there are columns.
         class_weight: shape (vocab_size,), float32: of all classes, on every rank.
-        ignore_index: targets without loss and gradient; may be a class.
-        label_smoothing: in [0, 1].
-        z_loss: the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
-        softcap: positive; None for none.
-        logit_scale: a factor of the logits, before the softcap.
-        reduction: "mean" over the weights of the targets that are not ignored, "sum" or "none".
         num_items: what "mean" divides by instead: a number, or a tensor of one.
-        outputs: any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy" (1 where
-            the target is the first of the largest logits): also wanted by token.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
             it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
             until the backward pass, by a power of two: its numbers end at 6e-8.
+        options: these, with torch's defaults:
+            ignore_index (-100): targets without loss and gradient; may be a class.
+            label_smoothing (0.0): in [0, 1].
+            z_loss (0.0): the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
+            softcap (None): positive; None for none.
+            logit_scale (1.0): a factor of the logits, before the softcap.
+            reduction ("mean"): "mean" over the weights of the targets that are not ignored, "sum"
+            or "none".
+            outputs (()): any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy"
+            (1 where the target is the first of the largest logits): also wanted by token.
 
     Returns:
         The loss, float32: without dimensions, or of target's shape for "none". With `outputs` it
@@ -103,36 +100,28 @@ def cross_entropy(
 
     Collective where there is a group; blocks until the result is there.
     """
+    checked = checked_options(**options)
     if inplace:
-        _check_inplace(logits, reduction)
+        _check_inplace(logits, checked.reduction)
     if isinstance(logits, DTensor):
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
-    options = checked_options(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        outputs=outputs,
-    )
-    divisor = checked_num_items(num_items, reduction)
+    divisor = checked_num_items(num_items, checked.reduction)
     check_logits(logits, class_weight)
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():
-        if group is not None or inplace or outputs:
+        if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets know no group, inplace or outputs")
         find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
-        return soft_cross_entropy(logits, target, class_weight, divisor, options, vocab_size)
+        return soft_cross_entropy(logits, target, class_weight, divisor, checked, vocab_size)
 
     check_targets(target, logits.shape[:-1], logits.device)
     shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, class_weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     loss, by_token = apply(
-        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, options
+        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, checked
     )
-    return with_outputs(loss, by_token, target, options)
+    return with_outputs(loss, by_token, target, checked)
 
 
 # ---- arguments

@@ -117,18 +117,9 @@ def linear_cross_entropy(
         hidden = _SumGradients.apply(hidden, shard.group_name)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
     with _without_autocast(hidden.device):
-        loss, by_token = _LinearCrossEntropy.apply(
-            rows,
-            weight,
-            bias,
-            target.reshape(-1).long(),
-            class_weight,
-            divisor,
-            shard,
-            checked,
-            fused_update,
-            torch.is_grad_enabled(),
-        )
+        how = (shard, checked, fused_update, torch.is_grad_enabled())
+        given = (target.reshape(-1).long(), class_weight, divisor)
+        loss, by_token = _LinearCrossEntropy.apply(rows, weight, bias, *how, *given)
     return with_outputs(loss, by_token, target, checked)
 
 
@@ -252,15 +243,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        num_items: Tensor | None,
         shard: VocabShard,
         options: LossOptions,
         fused_update: FusedUpdate | None,
         has_backward: bool,
+        *given: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The loss and what is known of each token; where it can, the gradients too."""
+        """The loss and what is known of each token; where it can, the gradients too.
+
+        Given are target, class_weight and num_items.
+        """
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
         ctx.is_done = (
             has_backward  # which the inputs do not tell under no_grad
@@ -271,7 +263,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             and rows.dtype != torch.float16
         )
         make = _with_gradients if ctx.is_done else _without_gradients
-        loss, by_token = make(ctx, rows, weight, bias, target, class_weight, num_items)
+        loss, by_token = make(ctx, rows, weight, bias, *given)
         ctx.mark_non_differentiable(by_token)
         return loss, by_token
 
