@@ -107,16 +107,8 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 def broadcast(tensor: Tensor, src: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """The tensor of rank `src`, as a new tensor.
 
-    Args:
-        tensor: any shape and dtype, the same on all ranks.
-        src: a rank of the group, in the group's numbering.
-        group: None for the default group.
-
-    Raises:
-        ValueError: `src` is no rank of the group.
-        RingcommError: a rank failed or called something else.
-
-    Collective; blocks until the result is there. Differentiable.
+    Any shape and dtype, the same on all ranks; `src` is a rank of the group, in the group's
+    numbering, else ValueError. Collective; blocks until the result is there. Differentiable.
     """
     result: Tensor = _ops.broadcast(tensor, src, resolve_group(group).group_name)
     return result
@@ -141,8 +133,8 @@ def monitored_barrier(
 ) -> None:
     """A barrier after which, if it fails, rank 0 knows which ranks did not arrive.
 
-    As torch.distributed.monitored_barrier, which takes groups of backend "gloo" only. It uses
-    messages of its own: a failure leaves the group as it is, and a rank that is late is told.
+    As torch.distributed.monitored_barrier, which takes groups of backend "gloo" only. A failure
+    leaves the group as it is, and a rank that is late is told.
 
     Args:
         group: None for the default group.
@@ -153,9 +145,8 @@ def monitored_barrier(
     Raises:
         TypeError: the timeout is no timedelta.
         ValueError: this rank is not in the group, or there is none.
-        CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms"; on
-            the ranks that arrived, that rank 0 failed, and why. Its `rank` is the first that was
-            missing.
+        CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
+            on the ranks that arrived, why rank 0 failed. Its `rank` is the first missing one.
 
     Collective over the group; blocks until rank 0 has heard from all ranks.
     """

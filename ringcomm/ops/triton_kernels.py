@@ -38,12 +38,10 @@ def kernels() -> ModuleType:
     return importlib.import_module("ringcomm.kernels")
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], tensor: Tensor, *args: Any, **constants: Any
-) -> None:
-    """kernel[grid](tensor, *args, **constants) on the tensor's device."""
-    with torch.cuda.device_of(tensor):
-        kernel[grid](tensor, *args, **constants)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """kernel[grid](*args, **constants) on the first argument's device."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants)
 
 
 def lead_of(tensor: Tensor) -> int:

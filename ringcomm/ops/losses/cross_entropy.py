@@ -170,10 +170,7 @@ def loss_of_all_classes(
     shard: VocabShard,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stats of all classes from those of this rank's, and cross_entropy_loss of them.
-
-    Collective where there is a group.
-    """
+    """The stats of all classes from this rank's, and their cross_entropy_loss. Collective."""
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
     terms = options.for_loss(shard)
@@ -208,10 +205,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _room(rows: Tensor, weight: Tensor | None, denominator: Tensor, options: LossOptions) -> Tensor:
-    """The power of two by which float16 has room to multiply the gradient; 1 where there is none.
-
-    From a bound of the elements of the sum of the losses' gradient.
-    """
+    """The power of two by which a float16 gradient has room to be multiplied; 1 for none."""
     largest_fp16 = torch.finfo(torch.float16).max
     scale = abs(options.logit_scale)
     lse = (options.softcap or scale * largest_fp16) + math.log(MAX_VOCAB_SIZE)
@@ -280,35 +274,32 @@ def _fake_losses(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-_fake = torch.library.register_fake
-
-
-@_fake("ringcomm::softmax_stats")
+@torch.library.register_fake("ringcomm::softmax_stats")
 def _(logits: Tensor, *options: Any) -> Tensor:
     return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
 
 
-@_fake("ringcomm::merge_softmax_stats")
+@torch.library.register_fake("ringcomm::merge_softmax_stats")
 def _(stats: Tensor, group_name: str) -> Tensor:
     return torch.empty_like(stats)
 
 
-@_fake("ringcomm::cross_entropy_loss")
+@torch.library.register_fake("ringcomm::cross_entropy_loss")
 def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_losses(target, options[-1])
 
 
-@_fake("ringcomm::cross_entropy_and_grad_")
+@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
 def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_losses(target, options[-2])
 
 
-@_fake("ringcomm::cross_entropy_grad")
+@torch.library.register_fake("ringcomm::cross_entropy_grad")
 def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-@_fake("ringcomm::cross_entropy_grad_")
-@_fake("ringcomm::scale_")
+@torch.library.register_fake("ringcomm::cross_entropy_grad_")
+@torch.library.register_fake("ringcomm::scale_")
 def _(*given: Any) -> None:
     return None

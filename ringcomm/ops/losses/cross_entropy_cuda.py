@@ -78,12 +78,14 @@ def softmax_stats(
     _, _, _, way, _, digest = _C.softmax_shard_entry(
         vocab_start, vocab_size, *options, rows.num_classes, *wants
     )
-    has_weight = wants_weighted and rows.weight is not None
+    shard_weight = None
+    if wants_weighted and rows.weight is not None:
+        shard_weight = rows.weight[vocab_start:]
     plan = stats_plan(rows.width)
     launch(
         kernels().cross_entropy.stats_kernel,
         (num_entries,),
-        *(logits, rows.target, rows.weight[vocab_start:] if has_weight else None, stats),
+        *(logits, rows.target, shard_weight, stats),
         *(lead_of(logits), logits.stride(0), rows.num_tokens, rows.num_classes),
         *(vocab_start, way, digest, *options),
         VEC=rows.vector_elems,

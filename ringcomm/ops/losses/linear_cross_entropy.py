@@ -87,8 +87,7 @@ def linear_cross_entropy(
             gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
             updates those rows in place. The weight's own gradient then stays None, and whether it
             requires one makes no difference.
-        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
-            as in cross_entropy.
+        options: as in cross_entropy.
 
     Returns:
         As cross_entropy.
@@ -247,12 +246,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
         fused_update: FusedUpdate | None,
         has_backward: bool,
-        *given: Tensor | None,
+        *given: Any,
     ) -> tuple[Tensor, Tensor]:
-        """The loss and what is known of each token; where it can, the gradients too.
-
-        Given are target, class_weight and num_items.
-        """
+        """Also makes the gradients where it can; given are target, class_weight and num_items."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
         ctx.is_done = (
             has_backward  # which the inputs do not tell under no_grad

@@ -22,8 +22,7 @@ class CrossEntropyLoss(nn.Module):
         vocab_start: this rank's first class, as there.
         vocab_size: the number of classes without padding, as there.
         inplace: the gradient replaces the logits, as there.
-        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
-            as there.
+        options: as there.
 
     Raises:
         ValueError: options are out of their range, or do not fit each other.
@@ -91,8 +90,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         super().__init__(class_weight, **options)
         if self.options.pop("inplace"):
             raise ValueError("inplace is for logits; a linear layer's are never all there")
-        more = {"sequence_parallel": sequence_parallel, "fused_update": fused_update}
-        self.options |= more
+        self.options |= {"sequence_parallel": sequence_parallel, "fused_update": fused_update}
 
     def forward(  # type: ignore[override]
         self,

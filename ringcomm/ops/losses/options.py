@@ -39,9 +39,6 @@ def find_shard(
     """The shard of a rank with logits of `num_columns` classes, padding included.
 
     Collective where there is a group and no vocab_start: shards then follow rank order.
-
-    Raises:
-        ValueError: the arguments do not fit each other.
     """
     if vocab_size is None and weight is not None:
         vocab_size = weight.numel()
@@ -78,11 +75,7 @@ def shard_of_dtensor(
     group: dist.ProcessGroup | None,
     vocab_start: int | None,
 ) -> tuple[Tensor, Tensor, dist.ProcessGroup | None, int | None]:
-    """Local logits and target, group and first class of logits sharded by class.
-
-    Raises:
-        ValueError: they are sharded otherwise as well, or a group is given besides.
-    """
+    """Local logits and target, group and first class of logits sharded by class."""
     if group is not None or vocab_start is not None:
         raise ValueError("logits that are a DTensor bring their group and vocab_start along")
     mesh, last = logits.device_mesh, logits.dim() - 1
@@ -115,7 +108,7 @@ _FP32 = torch.finfo(torch.float32)
 
 
 class LossOptions(NamedTuple):
-    """Arguments of ringcomm.ops.cross_entropy, checked."""
+    """The arguments that say what the loss is, checked."""
 
     ignore_index: int
     label_smoothing: float
@@ -149,7 +142,7 @@ class LossOptions(NamedTuple):
 
 
 class LossArguments(TypedDict, total=False):
-    """The same as users give them, where a signature does not list them."""
+    """The same as users give them."""
 
     ignore_index: int
     label_smoothing: float
@@ -202,10 +195,7 @@ def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tenso
 
 
 def check_logits(logits: Tensor, weight: Tensor | None, name: str = "logits") -> None:
-    """ValueError or TypeError where these are no logits, or no weights of their classes.
-
-    How many classes there are is not looked at.
-    """
+    """Of logits and of weights of their classes, but for how many classes there are."""
     if logits.dtype not in DTYPES:
         raise TypeError(f"{name} is of float32, float16 or bfloat16, got {logits.dtype}")
     if weight is None:

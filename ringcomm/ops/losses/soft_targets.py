@@ -22,12 +22,7 @@ def soft_cross_entropy(
     options: LossOptions,
     vocab_size: int | None,
 ) -> Tensor:
-    """As cross_entropy with targets of the logits' shape; "mean" divides by the number of rows.
-
-    Raises:
-        ValueError: the target requires grad, a shape or a device is wrong, or there is padding or
-            an ignore_index.
-    """
+    """As cross_entropy with targets of the logits' shape; "mean" divides by the number of rows."""
     num_classes = logits.shape[-1]
     if target.shape != logits.shape:
         raise ValueError(
@@ -90,9 +85,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Any, ...]:
-        rows, options = ctx.saved_tensors[0], ctx.options
+        (rows, target, weight), options = ctx.saved_tensors, ctx.options
         grad = torch.empty_like(rows)
-        for block, z, wanted in _blocks(*ctx.saved_tensors, options):
+        for block, z, wanted in _blocks(rows, target, weight, options):
             total = wanted.sum(-1) + 2 * options.z_loss * torch.logsumexp(z, -1)
             # Not exp(z - lse): logits of 1e4 leave an lse that is 5e-4 off.
             slope = torch.softmax(z, -1) * total[:, None] - wanted

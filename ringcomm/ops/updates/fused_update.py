@@ -112,8 +112,7 @@ class LomoStep:
 def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     """The elements [begin, end) of a flat buffer that `rank` owns.
 
-    Shards are contiguous, in rank order, and differ by one element at most, the longer ones first,
-    whichever algorithm moves the data.
+    Shards are contiguous, in rank order, and differ by one element at most, the longer ones first.
 
     Raises:
         ValueError: `rank` is not one of `world_size`, or there are less than 0 elements.
@@ -142,8 +141,7 @@ def new_shard_state(
             updates then go there, and `param` is what it rounds to.
 
     Returns:
-        One-dimensional float32 tensors by name, zeros but for "master". Their keys, apart from that
-        one, are those of torch.optim's state.
+        One-dimensional float32 tensors by torch.optim's names, zeros but for "master".
 
     Raises:
         ValueError: master is wanted of float32 parameters, or of LomoStep, which keeps no state.
@@ -163,7 +161,7 @@ def new_shard_state(
     return state
 
 
-# ---- reduce_scatter_update_all_gather_
+# ---- steps
 
 
 def reduce_scatter_update_all_gather_(
@@ -222,11 +220,7 @@ def reduce_scatter_update_all_gather_(
 def _overload_arguments(
     optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor], step: int
 ) -> tuple[str, list[Tensor | None], dict[str, Any]]:
-    """Which overload of an operator takes a step: its name, its states in order, its numbers.
-
-    Raises:
-        ValueError: a state is missing or not wanted.
-    """
+    """Which overload of an operator takes a step: its name, its states in order, its numbers."""
     if set(state) - {"master"} != set(optimizer.state_names):
         raise ValueError(
             f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
@@ -259,25 +253,9 @@ def optimizer_update_(
 ) -> Tensor:
     """Updates parameters of the CPU with their gradient, in place, by all of torch's threads.
 
-    The arithmetic is that of `reduce_scatter_update_all_gather_`, within 2 ulp of torch.optim in
-    every step, and the same to the last bit for any number of threads, and however the parameters
-    are cut into parts.
-
-    Args:
-        param: contiguous, float32, float16 or bfloat16. It may require grad: this counts as a step
-            of an optimizer.
-        grad: of as many elements, contiguous; one of the three dtypes.
-        state: float32 and contiguous, of as many elements; updated in place: the optimizer's
-            `state_names`, and "master" for weights of 16 bits that are kept there in fp32.
-        optimizer: the update and its hyper-parameters.
-        step: the number of this update, from 1 on.
-        grad_scale: multiplies the gradient: the inverse of a loss scale, a factor that clips.
-
-    Returns:
-        `param`.
-
-    Raises:
-        ValueError, TypeError: as `reduce_scatter_update_all_gather_`. Nothing has been written.
+    Arguments, result, errors and arithmetic as `reduce_scatter_update_all_gather_`, with a state
+    for all elements. The same to the last bit for any number of threads, and however the parameters
+    are cut into parts. Nothing is written where an argument is wrong.
     """
     overload, states, numbers = _overload_arguments(optimizer, state, step)
     with torch.no_grad():

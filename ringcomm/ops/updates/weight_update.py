@@ -62,17 +62,9 @@ def matrix_factors(row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
 def step_and_decay(
     mean_squares: Tensor, lr: float, weight_decay: float, clip_threshold: float, eps_weight: float
 ) -> Tensor:
-    """What adalomo_update_ multiplies updates and weights by.
+    """What adalomo_update_ multiplies updates and weights by, of their mean squares.
 
-    Args:
-        mean_squares: float32 [2], of the updates and of the weights.
-        lr: relative to the weights' RMS, and this at least eps_weight.
-        weight_decay: decoupled.
-        clip_threshold: the largest RMS of the updates.
-        eps_weight: see lr.
-
-    Returns:
-        float32 [2], on the same device.
+    lr is relative to the weights' RMS, which is at least eps_weight.
     """
     update_rms, weight_rms = mean_squares.sqrt().unbind()
     step = lr * weight_rms.clamp(min=eps_weight)

@@ -51,10 +51,9 @@ def sgd_update_(
             for tensor in (ordered, low)
             if tensor is not None
         )
-        num_blocks = -(-(lead + num_elems) // plans.SGD_BLOCK)
         launch(
             kernels().weight_update.sgd_kernel,
-            (num_blocks,),
+            (-(-(lead + num_elems) // plans.SGD_BLOCK),),
             *(weight, low, ordered, lead, num_elems, *step.numbers, first_elem),
             BLOCK=plans.SGD_BLOCK,
             IS_ALIGNED=is_aligned,
@@ -192,11 +191,8 @@ def embedding_sgd_update_(
 
 # ---- AdaLomo
 
-_TILE = {
-    "BLOCK_ROWS": plans.MATRIX_ROWS,
-    "BLOCK_COLS": plans.MATRIX_COLS,
-    "num_warps": plans.MATRIX_WARPS,
-}
+_BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
+_TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
 
 
 def _tiles(matrix: Tensor) -> tuple[int, int]:

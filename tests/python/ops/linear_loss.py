@@ -75,8 +75,8 @@ def run(
     hidden, weight, bias = inputs
     if updates is not None:
         options["fused_update"] = lambda rows, grad: updates[rows].copy_(grad)
-    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
-    result = function(hidden, weight, there["target"], bias=bias, **given)
+    options = loss_oracle.on(device, options)
+    result = function(hidden, weight, there["target"], bias=bias, **options)
     loss, named = result if isinstance(result, tuple) else (result, {})
     if updates is None:
         grads = gradients(loss, *inputs)

@@ -20,6 +20,7 @@ import pytest
 import test_cross_entropy as cpu_tests
 import torch
 from loss_oracle import options_of, random_logits, random_targets
+from torch import Tensor
 from triton_scripts import interpret
 
 import ringcomm.ops.losses.cross_entropy_cuda as launchers
@@ -45,7 +46,7 @@ def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: 
     buffer = torch.full((3, size + 9), 77.0, dtype=dtype, device=device)
     rows = buffer[:, 2 : size + 2].copy_(random_logits((3, size), dtype))
     expected = loss_oracle.evaluate(rows.cpu(), target, **options)
-    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    given = loss_oracle.on(device, options)
     loss, outputs = cross_entropy(
         rows, target.to(device), inplace=True, outputs=loss_oracle.OUTPUTS, **given
     )
@@ -79,9 +80,9 @@ def shards(ops: Any, device: str) -> None:
         if is_masked:
             logits[:, 350:] = -torch.inf
 
-        def stats_of(begin: int, end: int, rows: Any = logits) -> torch.Tensor:
+        def stats_of(begin: int, end: int, rows: Any = logits) -> Tensor:
             given = (begin, 1025, -100, 1.0, 0.0, not is_masked, True)  # noqa: B023
-            result: torch.Tensor = ops.softmax_stats(rows[:, begin:end], target, None, *given)
+            result: Tensor = ops.softmax_stats(rows[:, begin:end], target, None, *given)
             return result
 
         parts = [stats_of(*pair) for pair in reversed(list(itertools.pairwise(bounds)))]

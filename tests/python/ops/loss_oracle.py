@@ -223,6 +223,11 @@ def options_of(case: dict[str, str], num_columns: int) -> dict[str, Any]:
     return options
 
 
+def on(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose tensors are on a device."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+
+
 def hard_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
     """By name: fp32, for a cast to other types."""
     base = random_logits((num_tokens, num_classes), spread=1.0, seed=7)

@@ -69,7 +69,7 @@ def compare(logits: Tensor, target: Tensor, device: Any = "cpu", **options: Any)
     """Loss, outputs and gradient against float64; the logits stay as they were."""
     leaf = logits.detach().to(device).requires_grad_()
     kept = leaf.detach().clone()
-    given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    given = loss_oracle.on(device, options)
     loss, outputs = cross_entropy(leaf, target.to(device), outputs=OUTPUTS, **given)
     factor = torch.linspace(0.5, 2, loss.numel()).view(loss.shape)
     loss.backward(factor.to(device))

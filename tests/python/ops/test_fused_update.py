@@ -230,7 +230,7 @@ def losses(name: str, rank: int, world_size: int) -> list[float]:
         else:
             state["step"] = torch.tensor(step)
             torch_step(optimizer, flat, grad, state)
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 

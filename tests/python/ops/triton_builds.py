@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,19 @@ def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in (BF16,) if is_short else (BF16, FP32):
             for weight in (None, torch.ones(vocab)):
                 name = f"loss {vocab} {dtype} {'plain' if weight is None else 'all options'}"
-                yield name, lambda v=vocab, d=dtype, w=weight: launch_loss(v, d, w)
+                yield name, partial(launch_loss, vocab, dtype, weight)
     kinds = [(BF16, BF16, 5, False), (BF16, BF16, -1, True), (BF16, FP32, 5, False)]
     if not is_short:
         kinds += [(FP32, FP32, -1, False), (FP32, BF16, -1, False), (FP16, FP16, -1, False)]
     for width in (4096, 1001):
         for kind in kinds[: 1 if width == 1001 else None]:
-            yield f"update {width} {kind}", lambda w=width, k=kind: launch_updates(w, *k)
+            yield f"update {width} {kind}", partial(launch_updates, width, *kind)
     # Large tiles, small ones, and rows that descriptors cannot describe.
     for size in (4096, 64, 77):
-        yield f"product {size} 16 bits", lambda s=size: launch_product(s, BF16, arch >= 90)
-    yield "product 4096 split", lambda: launch_product(4096, BF16, arch >= 90, is_split=True)
-    yield "product 4096 addressed", lambda: launch_product(4096, BF16, False)
-    yield "product 4096 fp32", lambda: launch_product(4096, FP32, arch >= 90)
+        yield f"product {size} 16 bits", partial(launch_product, size, BF16, arch >= 90)
+    yield "product 4096 split", partial(launch_product, 4096, BF16, arch >= 90, is_split=True)
+    yield "product 4096 addressed", partial(launch_product, 4096, BF16, False)
+    yield "product 4096 fp32", partial(launch_product, 4096, FP32, arch >= 90)
 
 
 def main() -> None:
