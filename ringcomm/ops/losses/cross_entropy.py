@@ -71,14 +71,13 @@ def cross_entropy(
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
             it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
             until the backward pass, by a power of two: its numbers end at 6e-8.
-        options: these, with torch's defaults:
+        options: these, with their defaults:
             ignore_index (-100): targets without loss and gradient; may be a class.
             label_smoothing (0.0): in [0, 1].
             z_loss (0.0): the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
             softcap (None): positive; None for none.
             logit_scale (1.0): a factor of the logits, before the softcap.
-            reduction ("mean"): "mean" over the weights of the targets that are not ignored, "sum"
-            or "none".
+            reduction ("mean"): "mean" over the weights of targets not ignored, "sum" or "none".
             outputs (()): any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy"
             (1 where the target is the first of the largest logits): also wanted by token.
 
