@@ -168,16 +168,16 @@ BESIDES = {
 
 def hard_cases() -> list[dict[str, str]]:
     """In fp32: the interpreter cuts numbers of 16 bits off."""
-    cases = cpu_tests.HARD.covering
+    cases = cpu_tests.HARD_CASES
     return [case for case in cases if case["size"] == "1000" and case["dtype"] == "fp32"]
 
 
 CHECKS: dict[str, Callable[[], None]] = {
     **{
-        cpu_tests.named(case): partial(cpu_tests.test_against_float64, case, "cpu")
-        for case in cpu_tests.TABLE.covering
+        loss_oracle.named(case): partial(cpu_tests.test_against_float64, case, "cpu")
+        for case in cpu_tests.CASES
     },
-    **{cpu_tests.named(case): partial(cpu_tests.test_error_bound, case) for case in hard_cases()},
+    **{loss_oracle.named(case): partial(cpu_tests.test_error_bound, case) for case in hard_cases()},
     **{
         f"{value} {dtype}": partial(cpu_tests.test_not_finite, value, dtype)
         for value, dtype in ((math.nan, FP32), (math.inf, BF16), (-math.inf, FP32))

@@ -7,10 +7,12 @@ the sum over classes is taken apart, for 0 * infinity is NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pair_table import Case, Meaningless, Table
 from torch import Tensor
 
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
@@ -209,6 +211,16 @@ OPTION_AXES: dict[str, dict[str, dict[str, Any]]] = {
         "none": {"reduction": "none"},
     },
 }
+
+
+def covering(axes: dict[str, Iterable[str]], *never: dict[str, tuple[str, ...]]) -> list[Case]:
+    """Cases that hold every pair of values, but for values that never go together."""
+    table = {axis: tuple(values) for axis, values in axes.items()}
+    return Table(table, (), tuple(Meaningless(when) for when in never)).covering
+
+
+def named(case: Case) -> str:
+    return ",".join(case.values())
 
 
 def options_of(case: dict[str, str], num_columns: int) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from linear_loss import (
     run,
     set_blocks,
 )
-from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, options_of
-from pair_table import Table
+from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, named, options_of
 from ranks import place
 from torch import Tensor
 
@@ -37,19 +36,17 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_blocks(monkeypatch.setattr)
 
 
-TABLE = Table(
-    axes={
+CASES = covering(
+    {
         "dtype": tuple(BY_NAME),
         "blocks": ("many", "one"),
         "path": ("plain", "module", "fused update"),
-        **{axis: tuple(values) for axis, values in OPTION_AXES.items()},
-    },
-    refused=(),
-    meaningless=(),
+        **OPTION_AXES,
+    }
 )
 
 
-@pytest.mark.parametrize("case", TABLE.covering, ids=lambda case: ",".join(case.values()))
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_against_float64(
     case: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

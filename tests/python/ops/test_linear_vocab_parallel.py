@@ -20,8 +20,8 @@ from linear_loss import (
     run,
     set_blocks,
 )
-from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, options_of
-from pair_table import Case, Meaningless, Table
+from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, options_of
+from pair_table import Case
 from ranks import place, run_ranks
 
 from ringcomm.nn import LinearCrossEntropyLoss
@@ -36,25 +36,17 @@ SHARDS: dict[str, list[tuple[int, int]]] = {
     "three, the later first": [(233, 100), (0, 233), (0, 0)],
 }
 IN_ORDER = ("two", "two, one empty", "three")
-TABLE = Table(
-    axes={
-        "shards": tuple(SHARDS),
+CASES = covering(
+    {
+        "shards": SHARDS,
         "backend": ("ringcomm", "gloo"),
-        "dtype": tuple(BY_NAME),
+        "dtype": BY_NAME,
         "tokens": ("all", "shares"),
         "path": ("gradient", "fused update"),
         "start": ("given", "in order"),
-        **{axis: tuple(values) for axis, values in OPTION_AXES.items() if axis != "padding"},
+        **{axis: values for axis, values in OPTION_AXES.items() if axis != "padding"},
     },
-    refused=(),
-    meaningless=(
-        Meaningless(
-            {
-                "start": ("in order",),
-                "shards": tuple(name for name in SHARDS if name not in IN_ORDER),
-            }
-        ),
-    ),
+    {"start": ("in order",), "shards": tuple(name for name in SHARDS if name not in IN_ORDER)},
 )
 
 
@@ -96,7 +88,7 @@ def check_case(rank: int, case: Case, device: torch.device) -> None:
 @pytest.mark.parametrize("name", SHARDS)
 def test_shards(name: str, backend: str, device: str) -> None:
     """Every pair of options, types, shards and ways."""
-    cases = [c for c in TABLE.covering if (c["shards"], c["backend"]) == (name, backend)]
+    cases = [c for c in CASES if (c["shards"], c["backend"]) == (name, backend)]
     assert cases
     run_ranks(len(SHARDS[name]), check_shards, cases, device, backend=backend, timeout_s=120)
 
