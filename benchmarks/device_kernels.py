@@ -42,6 +42,8 @@ from ringcomm.measure.timing import Contender, measure
 from ringcomm.measure.weather import WeatherWatch
 
 LR = 1e-4
+STEP = (LR, 0.0, 1.0)  # and no weight decay, and no scale
+_ops: Any = torch.ops.ringcomm
 Ways = dict[str, Callable[[], object]]
 
 
@@ -66,15 +68,15 @@ def _linear(shape: Shape, device: torch.device) -> Ways:
     x = torch.randn(shape.tokens, shape.columns, device=device, dtype=torch.bfloat16)
     grad = torch.randn(shape.tokens, shape.rows, device=device, dtype=torch.bfloat16)
     weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
-    high, low = ops.split_weight(weight.float())
-    update = partial(ops.linear_sgd_update_, weight, x, grad, lr=LR)
+    high, low = weight.clone(), torch.zeros_like(weight, dtype=torch.int16)
+    update = partial(_ops.linear_sgd_update_, weight, x, grad, *STEP)
     return {
         "by addmm": update,
-        "stochastic": partial(update, rounding_seed=1),
-        "split": partial(ops.linear_sgd_update_, high, x, grad, lr=LR, low=low),
+        "stochastic": partial(update, 1),
+        "split": partial(_ops.linear_sgd_update_, high, x, grad, *STEP, low=low),
         "clipped": partial(update, clip_value=1.0),
         "product": lambda: grad.t() @ x,
-        "product, sgd_update_": lambda: ops.sgd_update_(weight, grad.t() @ x, lr=LR),
+        "product, sgd_update_": lambda: _ops.sgd_update_(weight, grad.t() @ x, *STEP),
     }
 
 
@@ -84,7 +86,7 @@ def _embedding(shape: Shape, device: torch.device) -> Ways:
     ids = torch.multinomial(1 / ranks, shape.tokens, replacement=True).to(device)
     weight = torch.randn(shape.rows, shape.columns, device=device, dtype=torch.bfloat16)
     grad = torch.randn(shape.tokens, shape.columns, device=device, dtype=torch.bfloat16)
-    update = partial(ops.embedding_sgd_update_, weight, ids, grad, lr=LR)
+    update = partial(_ops.embedding_sgd_update_, weight, ids, grad)
     added = grad.float()
 
     def dense() -> None:
@@ -92,7 +94,8 @@ def _embedding(shape: Shape, device: torch.device) -> Ways:
         total.index_add_(0, ids, added)
         weight.sub_(total, alpha=LR)
 
-    return {"no decay": update, "decay": partial(update, weight_decay=0.01), "torch, dense": dense}
+    ways: Ways = {"no decay": partial(update, *STEP), "decay": partial(update, LR, 0.01, 1.0)}
+    return {**ways, "torch, dense": dense}
 
 
 def _sgd(shape: Shape, device: torch.device) -> Ways:
@@ -100,8 +103,8 @@ def _sgd(shape: Shape, device: torch.device) -> Ways:
     grad = torch.randn_like(weight)
     other = torch.empty_like(weight)
     return {
-        "sgd_update_": partial(ops.sgd_update_, weight, grad, lr=LR),
-        "stochastic": partial(ops.sgd_update_, weight, grad, lr=LR, rounding_seed=1),
+        "sgd_update_": partial(_ops.sgd_update_, weight, grad, *STEP),
+        "stochastic": partial(_ops.sgd_update_, weight, grad, *STEP, 1),
         "torch, add_": lambda: weight.add_(grad, alpha=-LR),
         "copy": lambda: other.copy_(weight),
     }

@@ -14,7 +14,7 @@ from ringcomm._renamed import getattr_of
 from ringcomm.backend import stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
 from ringcomm.memory import empty_shared, is_shared
-from ringcomm.ops import monitored_barrier
+from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
 from ringcomm.version import __version__
 

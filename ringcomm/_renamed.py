@@ -34,7 +34,22 @@ _GONE = {
     "ringcomm": {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
     },
-    "ringcomm.ops": {name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
+    "ringcomm.ops": {
+        **{name: f"it is {name}Step now" for name in ("SGD", "AdamW", "Lomo")},
+        **{
+            name: f"it was removed; torch.ops.ringcomm.{name} takes the group's name"
+            for name in ("all_reduce_", "broadcast_", "ring_all_reduce_")
+        },
+        **{
+            name: f"it was removed; torch.ops.ringcomm.{name} is the operator, where -1 is no"
+            " rounding_seed and no padding_idx"
+            for name in ("sgd_update_", "linear_sgd_update_", "embedding_sgd_update_")
+        },
+        "monitored_barrier": "it is ringcomm.monitored_barrier",
+        "split_weight": "it was removed; a bfloat16 weight and zeros, int16, are a split weight",
+        "join_weight": "it was removed; the fp32 weight is ((weight.view(torch.int16).int() << 16)"
+        " + low).view(torch.float32)",
+    },
     "ringcomm.nn": {"Routing": _PRIVATE},
     "ringcomm.parallel.tensor": {
         "enter": "it is copy_to_tp now",

@@ -15,8 +15,8 @@ SWEEP = "-m ringcomm bench all_reduce --device cuda --peers nccl --repeats 0 {nc
 STEP = "benchmarks/fused_update.py --device cuda --layout one --dtype bfloat16 --repeats 0 {nccl}"
 RECORDS = "--json {out}/records.jsonl"
 UNDER_MPS = "tools/gpu_layouts.py --only one-2-mps --"
-TRITON = "-m pytest -q -m gpu tests/python/ops/test_cross_entropy_triton.py"
-UPDATES = "-m pytest -q -m gpu tests/python/ops/test_weight_update_triton.py"
+TRITON = "-m pytest -q -m gpu tests/python/ops/test_triton.py"
+LOSSES = f"{TRITON} tests/python/ops/test_cross_entropy.py"
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ ENTRIES = (
     Entry("ranks-as-threads", not_scripted="the tests have no ranks that are threads"),
     Entry("p2p", not_scripted="the ring over NCCL's send and receive wants a GPU for each rank"),
     # ---- kernels
-    Entry("cross-entropy-kernels", f"{TRITON} -k kernels_do", 180.0, ("triton",)),
+    Entry("cross-entropy-kernels", f"{LOSSES} -k 'cpu_does or float64'", 180.0, ("triton",)),
     Entry("cross-entropy-errors", f"{TRITON} -k errors_are", 120.0, ("triton",)),
-    Entry("cross-entropy-graph", f"{TRITON} -k graph", 90.0, ("triton",)),
-    Entry("cross-entropy-memory", f"{TRITON} -k memory", 90.0, ("triton",)),
-    Entry("update-kernels", f"{UPDATES} -k oracle", 180.0, ("triton",)),
-    Entry("update-waits", f"{UPDATES} -k 'graph or memory'", 90.0, ("triton",)),
-    Entry("update-errors", f"{UPDATES} -k product_is", 120.0, ("triton",)),
+    Entry("cross-entropy-graph", f"{TRITON} -k 'LossOnGpu and graph'", 90.0, ("triton",)),
+    Entry("cross-entropy-memory", f"{TRITON} -k 'LossOnGpu and memory'", 90.0, ("triton",)),
+    Entry("update-kernels", f"{TRITON} -k 'UpdatesOnGpu and oracle'", 180.0, ("triton",)),
+    Entry("update-waits", f"{TRITON} -k 'UpdatesOnGpu and (graph or memory)'", 90.0, ("triton",)),
+    Entry("update-errors", f"{TRITON} -k product_is", 120.0, ("triton",)),
     Entry(
         "cross-entropy-speed",
         "-m ringcomm bench cross_entropy --device cuda --tokens 8192 --dtypes bfloat16"
@@ -153,8 +153,8 @@ ENTRIES = (
     # ---- what no script does yet
     Entry("vocab-parallel", not_scripted="two ranks of cpu:ringcomm,cuda:nccl want two GPUs"),
     Entry("triton-versions", not_scripted="a newer torch has to be brought along"),
-    Entry("cross-entropy-plans", not_scripted="plans are constants of triton_plans.py"),
-    Entry("update-plans", not_scripted="plans are constants of update_plans.py"),
+    Entry("cross-entropy-plans", not_scripted="plans are constants of triton_kernels.py"),
+    Entry("update-plans", not_scripted="plans are constants of triton_kernels.py"),
     *(
         Entry(name, not_scripted="its tests make their models on the CPU")
         for name in (

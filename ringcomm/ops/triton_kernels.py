@@ -1,10 +1,14 @@
-"""ringcomm.kernels, imported by the first launch: importing ringcomm needs no Triton."""
+"""ringcomm.kernels, imported by the first launch, and how its kernels divide their work.
+
+Importing ringcomm needs no Triton.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +18,45 @@ WARP_SIZE = 32
 MAX_WARPS = 32
 # Fewer lanes than both edges of a row have are of no use.
 MIN_BLOCK = 32
+TOKEN_BLOCK = 128  # of kernels over tokens
+COUNT_BLOCK = 2048  # of those that are one program
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """ringcomm.kernels with its modules; ImportError where there is no Triton."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "cross_entropy and weight updates on CUDA tensors are made of Triton kernels, and"
+            f" `import triton` failed ({error}): pip install triton"
+        ) from error
+    modules = "cross_entropy cross_entropy_in_place token_losses"
+    for name in f"{modules} weight_update matrix_update linear_update".split():
+        importlib.import_module(f"ringcomm.kernels.{name}")
+    return importlib.import_module("ringcomm.kernels")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """kernel[grid](*args, **constants) on the first argument's device."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants)
+
+
+def lead_of(tensor: Tensor) -> int:
+    """Elements between the last 16-byte boundary and the tensor."""
+    return tensor.data_ptr() % VECTOR_BYTES // tensor.element_size()
+
+
+def mark_written(*tensors: Tensor | None) -> None:
+    """A backward pass that saved what was overwritten must not use it."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+# ---- rows of logits
 
 
 class Plan(NamedTuple):
@@ -69,48 +112,66 @@ def twice_plan(element_bytes: int) -> Plan:
     return Plan(MAX_WARPS * WARP_SIZE * VECTOR_BYTES // element_bytes, MAX_WARPS)
 
 
-class Kernels(NamedTuple):
-    """The modules of kernels, once Triton is imported."""
+# ---- weights
 
-    rows: ModuleType
-    in_place: ModuleType
-    tokens: ModuleType
-    weights: ModuleType
-    matrices: ModuleType
-    linear: ModuleType
+# One vector of 16-bit elements a thread: 32 to 40 registers, so that an SM has 2048 threads with
+# 64 KB in flight, where 23 KB keep its memory busy.
+SGD_BLOCK, SGD_WARPS = 2048, 8
+# Few warps for a row of an embedding: most rows are of one token or two.
+EMBEDDING_BLOCK, EMBEDDING_WARPS, EMBEDDING_UNROLL = 1024, 4, 4
+# Two vectors a thread; the sums of a tile's columns are 1/16 of its bytes, those of rows 1/32.
+MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS = 32, 128, 8
+
+
+class Machine(NamedTuple):
+    """What plans depend on. Descriptors are TMA's, with the 227 KiB of Hopper and Blackwell."""
+
+    has_descriptors: bool
+    num_sms: int
 
 
 @functools.cache
-def kernels() -> Kernels:
-    """Raises ImportError where there is no Triton."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "cross_entropy and weight updates on CUDA tensors are made of Triton kernels, and"
-            f" `import triton` failed ({error}): pip install triton"
-        ) from error
-    from ringcomm.kernels import (
-        cross_entropy,
-        cross_entropy_in_place,
-        linear_update,
-        matrix_update,
-        token_losses,
-        weight_update,
-    )
-
-    return Kernels(
-        cross_entropy,
-        cross_entropy_in_place,
-        token_losses,
-        weight_update,
-        matrix_update,
-        linear_update,
-    )
+def machine_of(device: torch.device) -> Machine:
+    """Of a CUDA device, without waiting for it."""
+    found = torch.cuda.get_device_properties(device)
+    return Machine(found.major in (9, 10), found.multi_processor_count)
 
 
-def mark_written(*tensors: Tensor | None) -> None:
-    """A backward pass that saved what was overwritten must not use it."""
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+class LinearPlan(NamedTuple):
+    """A tile of the gradient, tokens at a time, and the warps and stages."""
+
+    block_out: int
+    block_in: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+# The largest first. 128 x 256 is what 8 warps have registers for, and 4 stages take 197 KB.
+DESCRIBED = (
+    LinearPlan(128, 256, 64, 8, 4),
+    LinearPlan(128, 128, 64, 8, 4),
+    LinearPlan(64, 64, 64, 4, 4),
+)
+# 64 KB of shared memory, so that GPUs with 99 have room.
+ADDRESSED = (LinearPlan(128, 128, 32, 8, 4), LinearPlan(64, 64, 32, 4, 4))
+# Of fp32, multiplied without tensor cores.
+ADDRESSED_FP32 = (LinearPlan(128, 128, 16, 8, 3), LinearPlan(64, 64, 16, 8, 3))
+
+
+def num_tiles(num_rows: int, num_cols: int, block_rows: int, block_cols: int) -> int:
+    """Tiles of a matrix, those at its edges included."""
+    return -(-num_rows // block_rows) * -(-num_cols // block_cols)
+
+
+def linear_plan(
+    num_out: int, num_in: int, element_bytes: int, machine: Machine, is_described: bool
+) -> LinearPlan:
+    """The largest tile of which three quarters of the SMs have one; else the smallest."""
+    plans = DESCRIBED if is_described else ADDRESSED
+    if element_bytes == 4:
+        plans = ADDRESSED_FP32
+    for plan in plans[:-1]:
+        if 4 * num_tiles(num_out, num_in, plan.block_out, plan.block_in) >= 3 * machine.num_sms:
+            return plan
+    return plans[-1]

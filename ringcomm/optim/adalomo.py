@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ringcomm.ops.updates.adalomo import matrix_factors, step_and_decay
+from ringcomm.ops.updates.weight_update import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.slot import Slot

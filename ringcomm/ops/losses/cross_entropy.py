@@ -5,7 +5,6 @@ has the formulas.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +13,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.losses.options import (
-    LOGIT_DTYPES,
     MAX_VOCAB_SIZE,
     OUTPUTS,
+    LossArguments,
     LossOptions,
     VocabShard,
-    check_class_weight,
+    check_logits,
     check_targets,
     checked_num_items,
     checked_options,
@@ -44,15 +44,9 @@ def cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
     num_items: float | Tensor | None = None,
-    outputs: Sequence[str] = (),
     inplace: bool = False,
+    **options: Unpack[LossArguments],
 ) -> Any:
     """The cross-entropy of logits and targets, as torch.nn.functional.cross_entropy has it.
 
@@ -77,18 +71,19 @@ def cross_entropy(
         vocab_size: how many classes there are on all ranks together; columns behind are padding:
             probability 0, gradient 0. None: as many as there are columns.
         class_weight: shape (vocab_size,), float32: of all classes, on every rank.
-        ignore_index: targets without loss and gradient; may be a class.
-        label_smoothing: in [0, 1].
-        z_loss: the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
-        softcap: positive; None for none.
-        logit_scale: a factor of the logits, before the softcap.
-        reduction: "mean" over the weights of the targets that are not ignored, "sum" or "none".
         num_items: what "mean" divides by instead: a number, or a tensor of one.
-        outputs: any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy" (1 where
-            the target is the first of the largest logits): also wanted by token.
         inplace: the forward pass overwrites the logits with their gradient: no memory is needed for
             it, and one pass over them is saved. For "mean" and "sum". Of float16 it is a multiple
             until the backward pass, by a power of two: its numbers end at 6e-8.
+        options: these, with their defaults:
+            ignore_index (-100): targets without loss and gradient; may be a class.
+            label_smoothing (0.0): in [0, 1].
+            z_loss (0.0): the factor of lse ** 2 (Chowdhery et al. 2022, section 5).
+            softcap (None): positive; None for none.
+            logit_scale (1.0): a factor of the logits, before the softcap.
+            reduction ("mean"): "mean" over the weights of targets not ignored, "sum" or "none".
+            outputs (()): any of "loss", "lse", "entropy" (of the softmax, in nats) and "accuracy"
+            (1 where the target is the first of the largest logits): also wanted by token.
 
     Returns:
         The loss, float32: without dimensions, or of target's shape for "none". With `outputs` it
@@ -108,40 +103,30 @@ def cross_entropy(
 
     Collective where there is a group; blocks until the result is there.
     """
+    checked = checked_options(**options)
     if inplace:
-        _check_inplace(logits, reduction)
+        _check_inplace(logits, checked.reduction)
     if mesh is not None:
         group = resolve_group(group, mesh)
     if isinstance(logits, DTensor):
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
-    options = checked_options(
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        outputs=outputs,
-    )
-    divisor = checked_num_items(num_items, reduction)
-    if logits.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"logits are float32, float16 or bfloat16, got {logits.dtype}")
-    check_class_weight(class_weight, logits.device)
+    divisor = checked_num_items(num_items, checked.reduction)
+    check_logits(logits, class_weight)
     if logits.dim() == 0:
         raise ValueError("logits have a dimension of classes, got a scalar")
     if target.is_floating_point():
-        if group is not None or inplace or outputs:
+        if group is not None or inplace or checked.outputs:
             raise ValueError("probabilities as targets know no group, inplace or outputs")
         find_shard(logits.shape[-1], None, vocab_start, vocab_size, None)
-        return soft_cross_entropy(logits, target, class_weight, divisor, options, vocab_size)
+        return soft_cross_entropy(logits, target, class_weight, divisor, checked, vocab_size)
 
     check_targets(target, logits.shape[:-1], logits.device)
     shard = find_shard(logits.shape[-1], group, vocab_start, vocab_size, class_weight)
     apply = _InPlace.apply if inplace else _CrossEntropy.apply
     loss, by_token = apply(
-        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, options
+        _rows_of(logits, inplace), target.reshape(-1).long(), class_weight, divisor, shard, checked
     )
-    return with_outputs(loss, by_token, target, options)
+    return with_outputs(loss, by_token, target, checked)
 
 
 # ---- arguments
@@ -152,14 +137,15 @@ def _rows_of(logits: Tensor, inplace: bool) -> Tensor:
     shape = math.prod(logits.shape[:-1]), logits.shape[-1]
     if not inplace:
         rows = logits.reshape(shape)
-        return rows if rows.stride(1) == 1 else rows.contiguous()
+        # clone(), since contiguous() leaves the strides of an empty tensor as they are.
+        return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
     if logits.stride(-1) == 1:
         try:
             rows = logits.view(shape)
         except RuntimeError:
             pass
         else:
-            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else they lie on each other
+            if shape[0] <= 1 or rows.stride(0) >= shape[1]:  # else rows overlap
                 return rows
     raise ValueError(
         f"inplace wants rows of logits side by side, got strides {tuple(logits.stride())}"
@@ -189,15 +175,11 @@ def loss_of_all_classes(
     shard: VocabShard,
     options: LossOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The stats of all classes from those of this rank's, and cross_entropy_loss of them.
-
-    Collective where there is a group.
-    """
+    """The stats of all classes from this rank's, and their cross_entropy_loss. Collective."""
     if shard.group_name is not None:
         stats = _ops.merge_softmax_stats(stats, shard.group_name)
-    return stats, *_ops.cross_entropy_loss(
-        stats, target, weight, num_items, *options.for_loss(shard)
-    )
+    terms = options.for_loss(shard)
+    return stats, *_ops.cross_entropy_loss(stats, target, weight, num_items, *terms)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -223,29 +205,19 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
-        rows, target, weight, stats, denominator = ctx.saved_tensors
-        grad = _ops.cross_entropy_grad(
-            grad_loss, rows, target, weight, stats, denominator, *ctx.grad_options
-        )
+        grad = _ops.cross_entropy_grad(grad_loss, *ctx.saved_tensors, *ctx.grad_options)
         return grad, None, None, None, None, None
 
 
-def _largest_gradient(rows: Tensor, weight: Tensor | None, options: LossOptions) -> Tensor:
-    """What no element of the sum of the losses' gradient exceeds, for logits of float16."""
-    info = torch.finfo(rows.dtype)
-    lse = (options.softcap or abs(options.logit_scale) * info.max) + math.log(MAX_VOCAB_SIZE)
+def _room(rows: Tensor, weight: Tensor | None, denominator: Tensor, options: LossOptions) -> Tensor:
+    """The power of two by which a float16 gradient has room to be multiplied; 1 for none."""
+    largest_fp16 = torch.finfo(torch.float16).max
+    scale = abs(options.logit_scale)
+    lse = (options.softcap or scale * largest_fp16) + math.log(MAX_VOCAB_SIZE)
     most = rows.new_ones([], dtype=torch.float64)
     if weight is not None:
         most = weight.abs().amax().double()
-    return (most + 2 * options.z_loss * lse) * abs(options.logit_scale)
-
-
-def _room(largest: Tensor, denominator: Tensor) -> Tensor:
-    """The power of two by which gradients up to largest / denominator may be multiplied in float16.
-
-    1 where there is none.
-    """
-    factor = torch.finfo(torch.float16).max * denominator.abs() / largest
+    factor = largest_fp16 * denominator.abs() / ((most + 2 * options.z_loss * lse) * scale)
     mantissa, _ = torch.frexp(factor)
     return torch.where((factor > 0) & factor.isfinite(), factor / (2 * mantissa), 1.0)
 
@@ -263,34 +235,22 @@ class _InPlace(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
-        room = None
+        room, given = None, (rows, target, weight)
+        grad_options = options.for_grad(shard)
         is_narrow = rows.dtype == torch.float16
         if shard.group_name is None and not is_narrow:
-            loss, by_token, _ = _ops.cross_entropy_and_grad_(
-                rows,
-                target,
-                weight,
-                num_items,
-                *options.for_grad(shard)[1:],
-                options.reduction,
-                options.wants_more,
-            )
+            more = (*grad_options[1:], options.reduction, options.wants_more)
+            loss, by_token, _ = _ops.cross_entropy_and_grad_(*given, num_items, *more)
         else:
-            stats = _ops.softmax_stats(rows, target, weight, *options.for_stats(shard))
+            stats = _ops.softmax_stats(*given, *options.for_stats(shard))
             stats, loss, by_token, denominator = loss_of_all_classes(
                 stats, target, weight, num_items, shard, options
             )
             if is_narrow:
-                room = _room(_largest_gradient(rows, weight, options), denominator)
-            _ops.cross_entropy_grad_(
-                torch.ones_like(loss),
-                rows,
-                target,
-                weight,
-                stats,
-                denominator if room is None else denominator / room,
-                *options.for_grad(shard),
-            )
+                room = _room(rows, weight, denominator, options)
+                denominator = denominator / room
+            upstream = torch.ones_like(loss)
+            _ops.cross_entropy_grad_(upstream, *given, stats, denominator, *grad_options)
         ctx.save_for_backward(rows.detach(), room)
         ctx.is_used = False
         ctx.mark_non_differentiable(by_token)
@@ -307,20 +267,10 @@ class _InPlace(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-# ---- fakes, in the order of the operators
+# ---- fakes
 
 
-@torch.library.register_fake("ringcomm::softmax_stats")
-def _(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
-    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
-
-
-@torch.library.register_fake("ringcomm::merge_softmax_stats")
-def _(stats: Tensor, group_name: str) -> Tensor:
-    return torch.empty_like(stats)
-
-
-def _loss_fakes(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_losses(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]:
     tokens = target.numel()
     return (
         target.new_empty([tokens] if reduction == "none" else [], dtype=torch.float32),
@@ -329,9 +279,24 @@ def _loss_fakes(target: Tensor, reduction: str) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
+@torch.library.register_fake("ringcomm::softmax_stats")
+def _(logits: Tensor, *options: Any) -> Tensor:
+    return logits.new_empty([logits.size(0) + 1, 6], dtype=torch.float32)
+
+
+@torch.library.register_fake("ringcomm::merge_softmax_stats")
+def _(stats: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(stats)
+
+
 @torch.library.register_fake("ringcomm::cross_entropy_loss")
 def _(stats: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[-1])
+    return _fake_losses(target, options[-1])
+
+
+@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
+def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_losses(target, options[-2])
 
 
 @torch.library.register_fake("ringcomm::cross_entropy_grad")
@@ -340,15 +305,6 @@ def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> Tensor:
 
 
 @torch.library.register_fake("ringcomm::cross_entropy_grad_")
-def _(grad_loss: Tensor, logits: Tensor, *options: Any) -> None:
-    return None
-
-
-@torch.library.register_fake("ringcomm::cross_entropy_and_grad_")
-def _(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _loss_fakes(target, options[-2])
-
-
 @torch.library.register_fake("ringcomm::scale_")
-def _(tensor: Tensor, factor: Tensor) -> None:
+def _(*given: Any) -> None:
     return None

@@ -1,19 +1,34 @@
-"""Cross-entropy of a linear layer's outputs, which never all exist at once."""
+"""Cross-entropy of a linear layer's outputs, in blocks: the logits are never all materialized.
 
+Hidden states are taken a block of tokens at a time: their logits, the loss's part of them and the
+gradients that follow are made and dropped before the next block's. Where a block's gradients depend
+on its own logits alone, the forward pass makes them too, for 6 * tokens * hidden * classes
+operations. Else (a group, whose stats are exchanged first; a gradient for each token; float16,
+which has no room for a gradient over the number of tokens; a fused update) the backward pass makes
+the logits again: 8 instead of 6.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import linear
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
-from ringcomm.ops.losses.linear_blocks import FusedUpdate, LinearCrossEntropy, without_autocast
+from ringcomm.ops.arguments import DTYPES
+from ringcomm.ops.losses.cross_entropy import loss_of_all_classes
 from ringcomm.ops.losses.options import (
-    LOGIT_DTYPES,
     LossArguments,
-    check_class_weight,
+    LossOptions,
+    VocabShard,
+    check_logits,
     check_targets,
     checked_num_items,
     checked_options,
@@ -22,6 +37,16 @@ from ringcomm.ops.losses.options import (
 )
 
 _ops: Any = torch.ops.ringcomm
+
+# What the logits of a block may take; beside those of 16-bit types there is an fp32 copy at times.
+# Less makes the products slower, more only larger.
+BLOCK_BYTES = 64 << 20
+MIN_BLOCK_TOKENS = 64
+MIN_BLOCK_CLASSES = 256
+
+# Called with a slice of the weight's rows and their gradient in fp32.
+FusedUpdate = Callable[[slice, Tensor], None]
+_Differentiate = Callable[[Tensor, slice, VocabShard], None]
 
 
 def linear_cross_entropy(
@@ -57,7 +82,7 @@ def linear_cross_entropy(
         mesh: a one-dimensional DeviceMesh of them, in place of a group.
         vocab_start: this rank's first class, as in cross_entropy.
         vocab_size: the number of classes without padding, as in cross_entropy.
-        class_weight: shape (vocab_size,), float32: cross_entropy's `weight`.
+        class_weight: shape (vocab_size,), float32: of all classes, on every rank.
         num_items: as in cross_entropy.
         sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
             gathered; its gradient is reduce-scattered instead of all-reduced.
@@ -65,8 +90,7 @@ def linear_cross_entropy(
             gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
             updates those rows in place. The weight's own gradient then stays None, and whether it
             requires one makes no difference.
-        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
-            as in cross_entropy.
+        options: as in cross_entropy.
 
     Returns:
         As cross_entropy.
@@ -79,7 +103,7 @@ def linear_cross_entropy(
     """
     checked = checked_options(**options)
     divisor = checked_num_items(num_items, checked.reduction)
-    check_class_weight(class_weight, hidden.device)
+    check_logits(hidden, class_weight, "hidden")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
     if mesh is not None:
@@ -91,24 +115,19 @@ def linear_cross_entropy(
         tokens = torch.Size([tokens[0] * resolve_group(group).size(), *tokens[1:]])
     check_targets(target, tokens, hidden.device)
     shard = find_shard(weight.shape[0], group, vocab_start, vocab_size, class_weight)
-    if shard.group_name is not None:
-        enter = _GatherTokens if sequence_parallel else _SumGradients
-        hidden = enter.apply(hidden, shard.group_name)
+    if sequence_parallel:
+        hidden = _ops.all_gather(hidden, shard.group_name)
+    elif shard.group_name is not None:
+        hidden = _SumGradients.apply(hidden, shard.group_name)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
-    with without_autocast(hidden.device):
-        loss, by_token = LinearCrossEntropy.apply(
-            rows,
-            weight,
-            bias,
-            target.reshape(-1).long(),
-            class_weight,
-            divisor,
-            shard,
-            checked,
-            fused_update,
-            torch.is_grad_enabled(),
-        )
+    with _without_autocast(hidden.device):
+        how = (shard, checked, fused_update, torch.is_grad_enabled())
+        given = (target.reshape(-1).long(), class_weight, divisor)
+        loss, by_token = _LinearCrossEntropy.apply(rows, weight, bias, *how, *given)
     return with_outputs(loss, by_token, target, checked)
+
+
+# ---- arguments
 
 
 def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
@@ -118,14 +137,19 @@ def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
         return hidden, *layer
     dtype = torch.get_autocast_dtype(device)
     return tuple(
-        tensor.to(dtype) if tensor is not None and tensor.dtype in LOGIT_DTYPES else tensor
+        tensor.to(dtype) if tensor is not None and tensor.dtype in DTYPES else tensor
         for tensor in (hidden, *layer)
     )
 
 
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The products of the layer have the dtype that they are given."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if hidden.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"hidden is float32, float16 or bfloat16, got {hidden.dtype}")
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden of shape (..., H) wants a weight of shape (V, H), got {tuple(hidden.shape)}"
@@ -138,9 +162,6 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise TypeError(f"hidden is {hidden.dtype}, and the {name} {tensor.dtype}")
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"hidden is on {hidden.device}, and the {name} on {tensor.device}")
-
-
-# ---- hidden states into a group
 
 
 class _SumGradients(torch.autograd.Function):
@@ -156,15 +177,216 @@ class _SumGradients(torch.autograd.Function):
         return _ops.all_reduce(grad, "sum", ctx.group_name), None
 
 
-class _GatherTokens(torch.autograd.Function):
-    """The same where each rank has a share of the tokens."""
+# ---- blocks
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def _token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    row_bytes = max(1, weight.shape[0]) * rows.element_size()
+    return _slices(len(rows), max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes))
+
+
+def _class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    column_bytes = max(1, len(rows)) * rows.element_size()
+    return _slices(len(weight), max(MIN_BLOCK_CLASSES, BLOCK_BYTES // column_bytes))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """total += left @ right in fp32, in place; operands of 16 bits as they are where they can."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.addmm_(left.float(), right.float())
+
+
+class _Gradients:
+    """Gradients of the layer, as blocks of tokens add to them; in fp32 where they are sums."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
+    ) -> None:
+        self.rows = torch.empty_like(rows) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        has_bias = wanted[2] and bias is not None
+        self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
+
+    def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
+        """What the logits of a block of tokens give."""
+        if self.rows is not None:
+            torch.mm(grad_logits, weight, out=self.rows[block])
+        if self.weight is not None:
+            _add_product(self.weight, grad_logits.t(), rows[block])
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.rows, self.weight, self.bias
+
+
+def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A product, rounded; of a large fp32 sum without a second one beside it."""
+    if grad is None or grad.dtype == dtype:
+        return None if grad is None else grad * factor
+    result = torch.empty_like(grad, dtype=dtype)
+    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
+        result[block] = grad[block] * factor
+    return result
+
+
+# ---- autograd
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and what is known of the tokens, of hidden states and a layer."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        gathered: Tensor = _ops.all_gather(hidden, group_name)
-        return gathered
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shard: VocabShard,
+        options: LossOptions,
+        fused_update: FusedUpdate | None,
+        has_backward: bool,
+        *given: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Also makes the gradients where it can; given are target, class_weight and num_items."""
+        ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
+        ctx.is_done = (
+            has_backward  # which the inputs do not tell under no_grad
+            and any(ctx.needs_input_grad[:3])
+            and shard.group_name is None
+            and options.reduction != "none"
+            and fused_update is None
+            and rows.dtype != torch.float16
+        )
+        make = _with_gradients if ctx.is_done else _without_gradients
+        loss, by_token = make(ctx, rows, weight, bias, *given)
+        ctx.mark_non_differentiable(by_token)
+        return loss, by_token
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _ops.reduce_scatter(grad, "sum", ctx.group_name), None
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
+        """The gradients of hidden states, weight and bias."""
+        none = (None,) * 7
+        if ctx.is_done:
+            return *(_scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
+        # Once: an update writes into the saved weight.
+        rows, weight, bias, *known = ctx.saved_tensors
+        differentiate = functools.partial(_differentiate, ctx.options, grad_loss, *known)
+        # backward() may be called where autocast is on, which would round what is summed in fp32.
+        with _without_autocast(rows.device):
+            make = _grads_by_token if ctx.fused_update is None else _update_by_class
+            grads = make(ctx, differentiate, rows, weight, bias)
+        return *(None if grad is None else grad.to(rows.dtype) for grad in grads), *none
+
+
+def _with_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+    # What the losses are divided by, and a check of all targets. Of the stats only the last entry
+    # is looked at, which has the number of classes.
+    stats = torch.zeros([target.numel() + 1, 6], device=target.device)
+    stats[-1, ::2] = float(shard.size)
+    terms = options.for_loss(shard)
+    denominator = _ops.cross_entropy_loss(stats, target, class_weight, num_items, *terms)[2]
+    more = (*options.for_grad(shard)[1:], "mean", options.wants_more)
+    parts = []
+    for block in _token_blocks(rows, weight):
+        logits = linear(rows[block], weight, bias)
+        _, part, _ = _ops.cross_entropy_and_grad_(
+            logits, target[block], class_weight, denominator, *more
+        )
+        parts.append(part)
+        sums.add(logits, rows, weight, block)
+        del logits  # before the next block's
+    by_token = torch.cat(parts, 1) if parts else rows.new_empty([4, 0], dtype=torch.float32)
+    ctx.save_for_backward(*sums.tensors())
+    ctx.dtype = rows.dtype
+    return (by_token[0].sum(dtype=torch.float64) / denominator).float(), by_token
+
+
+def _without_gradients(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    options, shard = ctx.options, ctx.shard
+    stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
+    # Without tokens there still is the entry that tells the shards.
+    for block in _token_blocks(rows, weight) or [slice(0, 0)]:
+        logits = linear(rows[block], weight, bias)
+        part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
+        stats[:-1][block], stats[-1] = part[:-1], part[-1]
+    stats, loss, by_token, denominator = loss_of_all_classes(
+        stats, target, class_weight, num_items, shard, options
+    )
+    ctx.save_for_backward(rows, weight, bias, target, class_weight, stats, denominator)
+    return loss, by_token
+
+
+def _differentiate(
+    options: LossOptions,
+    grad_loss: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    stats: Tensor,
+    denominator: Tensor,
+    logits: Tensor,
+    block: slice,
+    shard: VocabShard,
+) -> None:
+    """The logits of a block of tokens become their gradient."""
+    upstream = grad_loss[block] if grad_loss.dim() else grad_loss
+    part = torch.cat([stats[:-1][block], stats[-1:]])  # with the entry that tells the shards
+    given = (target[block], class_weight, part, denominator, *options.for_grad(shard))
+    _ops.cross_entropy_grad_(upstream, logits, *given)
+
+
+def _grads_by_token(
+    ctx: Any, differentiate: _Differentiate, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+    for block in _token_blocks(rows, weight):
+        logits = linear(rows[block], weight, bias)
+        differentiate(logits, block, ctx.shard)
+        sums.add(logits, rows, weight, block)
+        del logits  # before the next block's
+    return sums.tensors()
+
+
+def _update_by_class(
+    ctx: Any, differentiate: _Differentiate, rows: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a block of classes at a time; those of the weight's rows go to the update."""
+    grad_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+    grad_bias = bias.new_empty(len(bias), dtype=torch.float32) if bias is not None else None
+    for block in _class_blocks(rows, weight):
+        part = weight[block]
+        logits = linear(rows, part, None if bias is None else bias[block])
+        shard = ctx.shard._replace(start=ctx.shard.start + block.start)
+        differentiate(logits, slice(0, len(rows)), shard)
+        if grad_rows is not None:
+            _add_product(grad_rows, logits, part)
+        if grad_bias is not None:
+            grad_bias[block] = logits.sum(0, dtype=torch.float32)
+        grad_part = rows.new_zeros([len(part), rows.shape[1]], dtype=torch.float32)
+        ctx.fused_update(block, _add_product(grad_part, logits.t(), rows))
+        del logits
+    return grad_rows, None, grad_bias

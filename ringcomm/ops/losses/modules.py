@@ -13,40 +13,7 @@ from ringcomm.ops.losses.linear_cross_entropy import FusedUpdate, linear_cross_e
 from ringcomm.ops.losses.options import LossArguments, checked_options, find_shard
 
 
-class _Loss(nn.Module):
-    """Options of the loss, and this rank's classes."""
-
-    class_weight: Tensor | None
-
-    def __init__(
-        self,
-        class_weight: Tensor | None,
-        group: dist.ProcessGroup | None,
-        num_columns: int | None,
-        vocab_start: int | None,
-        vocab_size: int | None,
-        options: LossArguments,
-        **more: Any,
-    ) -> None:
-        super().__init__()
-        checked_options(**options)
-        if group is not None and vocab_start is None:
-            if num_columns is None:
-                raise ValueError(
-                    "a group wants num_columns, this rank's number of classes, or vocab_start"
-                )
-            shard = find_shard(num_columns, group, None, vocab_size, class_weight)
-            vocab_start, vocab_size = shard.start, shard.size
-        self.register_buffer("class_weight", class_weight, persistent=False)
-        shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
-        self.options: dict[str, Any] = {**shards, **options, **more}
-
-    def fp32_weight(self) -> Tensor | None:
-        """The classes' weights; rounded where a model around the module was made bfloat16."""
-        return None if self.class_weight is None else self.class_weight.float()
-
-
-class CrossEntropyLoss(_Loss):
+class CrossEntropyLoss(nn.Module):
     """ringcomm.ops.cross_entropy with its options, as torch.nn.CrossEntropyLoss.
 
     Args:
@@ -58,12 +25,13 @@ class CrossEntropyLoss(_Loss):
         vocab_start: this rank's first class, as there.
         vocab_size: the number of classes without padding, as there.
         inplace: the gradient replaces the logits, as there.
-        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
-            as there.
+        options: as there.
 
     Raises:
         ValueError: options are out of their range, or do not fit each other.
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
@@ -77,35 +45,41 @@ class CrossEntropyLoss(_Loss):
         inplace: bool = False,
         **options: Unpack[LossArguments],
     ) -> None:
-        group = group if mesh is None else resolve_group(group, mesh)
-        super().__init__(
-            class_weight, group, num_columns, vocab_start, vocab_size, options, inplace=inplace
-        )
+        super().__init__()
+        checked_options(**options)
+        if mesh is not None:
+            group = resolve_group(group, mesh)
+        if group is not None and vocab_start is None:
+            if num_columns is None:
+                raise ValueError(
+                    "a group wants num_columns, this rank's number of classes, or vocab_start"
+                )
+            shard = find_shard(num_columns, group, None, vocab_size, class_weight)
+            vocab_start, vocab_size = shard.start, shard.size
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        shards = {"group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        self.options: dict[str, Any] = {**shards, **options, "inplace": inplace}
+
+    def _given(self, num_items: float | Tensor | None) -> dict[str, Any]:
+        """With class weights in fp32, also where a model around the module was made bfloat16."""
+        weight = None if self.class_weight is None else self.class_weight.float()
+        return {**self.options, "class_weight": weight, "num_items": num_items}
 
     def forward(
         self, logits: Tensor, target: Tensor, num_items: float | Tensor | None = None
     ) -> Any:
         """The loss of ringcomm.ops.cross_entropy."""
-        return cross_entropy(
-            logits, target, class_weight=self.fp32_weight(), num_items=num_items, **self.options
-        )
+        return cross_entropy(logits, target, **self._given(num_items))
 
 
-class LinearCrossEntropyLoss(_Loss):
+class LinearCrossEntropyLoss(CrossEntropyLoss):
     """ringcomm.ops.linear_cross_entropy with its options.
 
     Args:
         class_weight: as there.
-        group: whose ranks share the vocabulary; None where this rank has all of it.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
-        num_columns: with a group and without vocab_start: how many classes this rank has, padding
-            included. Making the module is a collective then.
-        vocab_start: this rank's first class, as there.
-        vocab_size: the number of classes without padding, as there.
         sequence_parallel: hidden states are this rank's share, as there.
         fused_update: takes the weight's gradient, as there.
-        options: ignore_index, label_smoothing, z_loss, softcap, logit_scale, reduction and outputs,
-            as there.
+        options: as CrossEntropyLoss takes them, without inplace.
 
     Raises:
         ValueError: options are out of their range, or do not fit each other.
@@ -115,28 +89,16 @@ class LinearCrossEntropyLoss(_Loss):
         self,
         class_weight: Tensor | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        num_columns: int | None = None,
-        vocab_start: int | None = None,
-        vocab_size: int | None = None,
         sequence_parallel: bool = False,
         fused_update: FusedUpdate | None = None,
-        **options: Unpack[LossArguments],
+        **options: Any,
     ) -> None:
-        group = group if mesh is None else resolve_group(group, mesh)
-        super().__init__(
-            class_weight,
-            group,
-            num_columns,
-            vocab_start,
-            vocab_size,
-            options,
-            sequence_parallel=sequence_parallel,
-            fused_update=fused_update,
-        )
+        super().__init__(class_weight, **options)
+        if self.options.pop("inplace"):
+            raise ValueError("inplace is for logits; a linear layer's are never all there")
+        self.options |= {"sequence_parallel": sequence_parallel, "fused_update": fused_update}
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -145,12 +107,4 @@ class LinearCrossEntropyLoss(_Loss):
         num_items: float | Tensor | None = None,
     ) -> Any:
         """The loss of ringcomm.ops.linear_cross_entropy."""
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            target,
-            bias=bias,
-            class_weight=self.fp32_weight(),
-            num_items=num_items,
-            **self.options,
-        )
+        return linear_cross_entropy(hidden, weight, target, bias=bias, **self._given(num_items))

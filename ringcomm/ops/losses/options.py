@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringcomm.backend import resolve_group
+from ringcomm.ops.arguments import DTYPES
+
+# ---- the classes of a rank
 
 
 class VocabShard(NamedTuple):
@@ -36,44 +39,34 @@ def find_shard(
     """The shard of a rank with logits of `num_columns` classes, padding included.
 
     Collective where there is a group and no vocab_start: shards then follow rank order.
-
-    Raises:
-        ValueError: the arguments do not fit each other.
     """
     if vocab_size is None and weight is not None:
         vocab_size = weight.numel()
-    if vocab_size is not None:
-        _check_size(vocab_size)
     if group is None:
         if vocab_start not in (None, 0):
             raise ValueError(f"vocab_start={vocab_start} without a group of the others' shards")
         size = num_columns if vocab_size is None else vocab_size
         if not 0 < size <= num_columns:
             raise ValueError(f"logits of {num_columns} columns for a vocabulary of {size}")
-        _check_size(size)
-        return VocabShard(0, size, None)
+        return VocabShard(0, _checked_size(size), None)
     name = resolve_group(group).group_name
-    if vocab_start is not None:
-        if vocab_start < 0:
-            raise ValueError(f"vocab_start is a number from 0 on, got {vocab_start}")
-        _check_size(max(1, vocab_start + num_columns) if vocab_size is None else vocab_size)
-        return VocabShard(vocab_start, -1 if vocab_size is None else vocab_size, name)
-    sizes = column_counts(num_columns, group)
-    size = sum(sizes) if vocab_size is None else vocab_size
-    _check_size(size)
-    return VocabShard(sum(sizes[: group.rank()]), size, name)
+    if vocab_start is None:
+        counts: list[Any] = [None] * group.size()
+        dist.all_gather_object(counts, num_columns, group)  # on whatever devices the group has
+        size = _checked_size(sum(counts) if vocab_size is None else vocab_size)
+        return VocabShard(sum(counts[: group.rank()]), size, name)
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start is a number from 0 on, got {vocab_start}")
+    if vocab_size is None:
+        _checked_size(max(1, vocab_start + num_columns))
+        return VocabShard(vocab_start, -1, name)
+    return VocabShard(vocab_start, _checked_size(vocab_size), name)
 
 
-def _check_size(vocab_size: int) -> None:
+def _checked_size(vocab_size: int) -> int:
     if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is in [1, {MAX_VOCAB_SIZE}], got {vocab_size}")
-
-
-def column_counts(num_columns: int, group: dist.ProcessGroup) -> list[int]:
-    """Every rank's number of columns, in rank order. Collective."""
-    counts: list[Any] = [None] * resolve_group(group).size()
-    dist.all_gather_object(counts, num_columns, group)  # on whatever devices the group has
-    return counts
+    return vocab_size
 
 
 def shard_of_dtensor(
@@ -82,11 +75,7 @@ def shard_of_dtensor(
     group: dist.ProcessGroup | None,
     vocab_start: int | None,
 ) -> tuple[Tensor, Tensor, dist.ProcessGroup | None, int | None]:
-    """Local logits and target, group and first class of logits sharded by class.
-
-    Raises:
-        ValueError: they are sharded otherwise as well, or a group is given besides.
-    """
+    """Local logits and target, group and first class of logits sharded by class."""
     if group is not None or vocab_start is not None:
         raise ValueError("logits that are a DTensor bring their group and vocab_start along")
     mesh, last = logits.device_mesh, logits.dim() - 1
@@ -111,14 +100,15 @@ def shard_of_dtensor(
     return logits.to_local(), target, mesh.get_group(sharding[0]), start
 
 
+# ---- options
+
 # What is known of each token: rows of the operators' results.
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 _FP32 = torch.finfo(torch.float32)
-LOGIT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LossOptions(NamedTuple):
-    """Arguments of ringcomm.ops.cross_entropy, checked."""
+    """The arguments that say what the loss is, checked."""
 
     ignore_index: int
     label_smoothing: float
@@ -143,13 +133,8 @@ class LossOptions(NamedTuple):
 
     def for_loss(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of cross_entropy_loss."""
-        return (
-            shard.size,
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.reduction,
-        )
+        terms = (self.label_smoothing, self.z_loss)
+        return shard.size, self.ignore_index, *terms, self.reduction
 
     def for_grad(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of cross_entropy_grad and cross_entropy_grad_."""
@@ -157,7 +142,7 @@ class LossOptions(NamedTuple):
 
 
 class LossArguments(TypedDict, total=False):
-    """The same as users give them, where a signature does not list them."""
+    """The same as users give them."""
 
     ignore_index: int
     label_smoothing: float
@@ -192,15 +177,8 @@ def checked_options(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"outputs are some of {OUTPUTS}, got {unknown}")
-    return LossOptions(
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        logit_scale,
-        reduction,
-        tuple(outputs),
-    )
+    numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale)
+    return LossOptions(*numbers, reduction, tuple(outputs))
 
 
 def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tensor | None:
@@ -216,16 +194,18 @@ def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tenso
     return torch.tensor(float(num_items), dtype=torch.float64)
 
 
-def check_class_weight(weight: Tensor | None, device: torch.device) -> None:
-    """ValueError or TypeError where these are no weights of classes; how many is not looked at."""
+def check_logits(logits: Tensor, weight: Tensor | None, name: str = "logits") -> None:
+    """Of logits and of weights of their classes, but for how many classes there are."""
+    if logits.dtype not in DTYPES:
+        raise TypeError(f"{name} is of float32, float16 or bfloat16, got {logits.dtype}")
     if weight is None:
         return
     if weight.dtype != torch.float32:
         raise TypeError(f"class weights are float32, got {weight.dtype}")
     if weight.dim() != 1:
         raise ValueError(f"one weight for each class, got shape {tuple(weight.shape)}")
-    if weight.device != device:
-        raise ValueError(f"class weights are wanted on {device}, and are on {weight.device}")
+    if weight.device != logits.device:
+        raise ValueError(f"class weights are wanted on {logits.device}, and are on {weight.device}")
     if weight.requires_grad:
         raise ValueError("class weights get no gradient, and these require grad")
 

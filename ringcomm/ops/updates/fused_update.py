@@ -1,8 +1,8 @@
-"""The fused update of csrc/bindings/ops/fused_update_ops.cc: its fakes, wrapper and optimizers.
+"""Optimizer steps on flat buffers, of one rank or fused with their collectives.
 
-ZeRO stage 1 (Rajbhandari et al. 2020) in one pass: gradients are reduced chunk by chunk, the rank
-that owns a chunk updates its parameters while the sum is in cache, and the new parameters go
-around. docs/design/fused_update.md has the steps.
+reduce_scatter_update_all_gather_ is ZeRO stage 1 (Rajbhandari et al. 2020) in one pass: gradients
+are reduced chunk by chunk, the rank that owns a chunk updates its parameters while the sum is in
+cache, and the new parameters are gathered. docs/design/fused_update.md has the steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class AdamWStep:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
         _check("lr", self.lr)
@@ -81,11 +82,6 @@ class AdamWStep:
         _check("betas[1]", self.betas[1], 1.0)
         _check("eps", self.eps)
         _check("weight_decay", self.weight_decay)
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The keys of the state, torch.optim's own."""
-        return ("exp_avg", "exp_avg_sq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,17 +97,13 @@ class LomoStep:
     lr: float
     weight_decay: float = 0.0
     clip_value: float | None = None
+    state_names: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         _check("lr", self.lr)
         _check("weight_decay", self.weight_decay)
         if self.clip_value is not None and not self.clip_value > 0:
             raise ValueError(f"clip_value is positive or None, got {self.clip_value!r}")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """No keys."""
-        return ()
 
 
 # ---- the shards
@@ -120,8 +112,7 @@ class LomoStep:
 def shard_range(num_elems: int, world_size: int, rank: int) -> tuple[int, int]:
     """The elements [begin, end) of a flat buffer that `rank` owns.
 
-    Shards are contiguous, in rank order, and differ by one element at most, the longer ones first;
-    they depend on nothing else, whichever algorithm moves the data.
+    Shards are contiguous, in rank order, and differ by one element at most, the longer ones first.
 
     Raises:
         ValueError: `rank` is not one of `world_size`, or there are less than 0 elements.
@@ -150,8 +141,7 @@ def new_shard_state(
             updates then go there, and `param` is what it rounds to.
 
     Returns:
-        One-dimensional float32 tensors by name, zeros but for "master". Their keys, apart from that
-        one, are those of torch.optim's state.
+        One-dimensional float32 tensors by torch.optim's names, zeros but for "master".
 
     Raises:
         ValueError: master is wanted of float32 parameters, or of LomoStep, which keeps no state.
@@ -171,7 +161,7 @@ def new_shard_state(
     return state
 
 
-# ---- reduce_scatter_update_all_gather_
+# ---- steps
 
 
 def reduce_scatter_update_all_gather_(
@@ -218,7 +208,7 @@ def reduce_scatter_update_all_gather_(
 
     Collective; blocks until the result is there.
     """
-    overload, states, numbers = overload_arguments(optimizer, state, step)
+    overload, states, numbers = _overload_arguments(optimizer, state, step)
     name = resolve_group(group).group_name
     with torch.no_grad():
         getattr(_ops.reduce_scatter_update_all_gather_, overload)(
@@ -227,14 +217,10 @@ def reduce_scatter_update_all_gather_(
     return param
 
 
-def overload_arguments(
+def _overload_arguments(
     optimizer: SGDStep | AdamWStep | LomoStep, state: Mapping[str, Tensor], step: int
 ) -> tuple[str, list[Tensor | None], dict[str, Any]]:
-    """Which overload of an operator takes a step: its name, its states in order, its numbers.
-
-    Raises:
-        ValueError: a state is missing or not wanted.
-    """
+    """Which overload of an operator takes a step: its name, its states in order, its numbers."""
     if set(state) - {"master"} != set(optimizer.state_names):
         raise ValueError(
             f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
@@ -256,16 +242,6 @@ def overload_arguments(
     return "adamw", [state["exp_avg"], state["exp_avg_sq"], master], numbers
 
 
-def _fake(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-for _overload in ("sgd", "adamw", "lomo"):
-    torch.library.register_fake(f"ringcomm::reduce_scatter_update_all_gather_.{_overload}", _fake)
-for _overload in ("sgd", "adamw"):
-    torch.library.register_fake(f"ringcomm::optimizer_update_.{_overload}", _fake)
-
-
 def optimizer_update_(
     param: Tensor,
     grad: Tensor,
@@ -277,29 +253,11 @@ def optimizer_update_(
 ) -> Tensor:
     """Updates parameters of the CPU with their gradient, in place, by all of torch's threads.
 
-    The arithmetic is that of `reduce_scatter_update_all_gather_`, within 2 ulp of torch.optim in
-    every step, and the same to the last bit for any number of threads, and however the parameters
-    are cut into parts.
-
-    Args:
-        param: contiguous, float32, float16 or bfloat16. It may require grad: this counts as a step
-            of an optimizer.
-        grad: of as many elements, contiguous; one of the three dtypes.
-        state: float32 and contiguous, of as many elements; updated in place: the optimizer's
-            `state_names`, and "master" for weights of 16 bits that are kept there in fp32.
-        optimizer: the update and its hyper-parameters.
-        step: the number of this update, from 1 on.
-        grad_scale: multiplies the gradient: the inverse of a loss scale, a factor that clips.
-
-    Returns:
-        `param`.
-
-    Raises:
-        ValueError: a tensor has another size, strides or device, shares memory with another, is
-            missing or not wanted; a hyper-parameter is out of range. Nothing has been written.
-        TypeError: a dtype is another one.
+    Arguments, result, errors and arithmetic as `reduce_scatter_update_all_gather_`, with a state
+    for all elements. The same to the last bit for any number of threads, and however the parameters
+    are cut into parts. Nothing is written where an argument is wrong.
     """
-    overload, states, numbers = overload_arguments(optimizer, state, step)
+    overload, states, numbers = _overload_arguments(optimizer, state, step)
     with torch.no_grad():
         getattr(_ops.optimizer_update_, overload)(
             param, grad, *states, grad_scale=grad_scale, **numbers
@@ -307,11 +265,26 @@ def optimizer_update_(
     return param
 
 
+# ---- fakes
+
+
+def _fake(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+for _name in ("reduce_scatter_update_all_gather_", "optimizer_update_"):
+    for _overload in ("sgd", "adamw"):
+        torch.library.register_fake(f"ringcomm::{_name}.{_overload}", _fake)
+torch.library.register_fake("ringcomm::reduce_scatter_update_all_gather_.lomo", _fake)
+
+
+# ---- torch's optimizers
+
 Rule = AdamWStep | SGDStep
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule | None:
-    """The rule of a parameter group of torch's AdamW or SGD; None where ringcomm.ops has it not."""
+    """The rule of a parameter group of torch's AdamW or SGD; None where there is none."""
     if group["maximize"] or group.get("amsgrad") or isinstance(group["lr"], Tensor):
         return None
     if isinstance(optimizer, torch.optim.AdamW):

@@ -1,28 +1,27 @@
 """Weight updates on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
 They do what csrc/bindings/ops/weight_update_ops.cc does for the CPU. Nothing waits for the device.
-Triton is imported by the first launch.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringcomm.ops.losses.token_losses_cuda import lead_of
-from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, mark_written
-from ringcomm.ops.updates import arguments as plans
-from ringcomm.ops.updates.arguments import (
+from ringcomm.ops import triton_kernels as plans
+from ringcomm.ops.arguments import (
     Step,
-    check_first_elem,
     check_float,
     check_indices,
-    check_tokens,
     check_weight,
     check_writable,
     gradient_of,
     numbers_of,
     step_of,
     tokens_of,
+    want,
 )
+from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, launch, lead_of, mark_written
 
 # ---- SGD
 
@@ -42,8 +41,7 @@ def sgd_update_(
     """One step by a gradient of the weight's shape."""
     op = "sgd_update_"
     check_weight(op, weight, low, rounding_seed, is_matrix=False)
-    step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
-    check_first_elem(op, first_elem)
+    step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay, first_elem)
     ordered = gradient_of(op, weight, grad)
     check_writable(op, weight, low, grad)
     num_elems, lead = weight.numel(), lead_of(weight)
@@ -53,24 +51,15 @@ def sgd_update_(
             for tensor in (ordered, low)
             if tensor is not None
         )
-        with torch.cuda.device_of(weight):
-            kernels().weights.sgd_kernel[(-(-(lead + num_elems) // plans.SGD_BLOCK),)](
-                weight,
-                low,
-                ordered,
-                lead,
-                num_elems,
-                step.decay,
-                step.minus_lr,
-                step.scale,
-                step.limit,
-                step.key,
-                first_elem,
-                BLOCK=plans.SGD_BLOCK,
-                IS_ALIGNED=is_aligned,
-                IS_STOCHASTIC=step.is_stochastic,
-                num_warps=plans.SGD_WARPS,
-            )
+        launch(
+            kernels().weight_update.sgd_kernel,
+            (-(-(lead + num_elems) // plans.SGD_BLOCK),),
+            *(weight, low, ordered, lead, num_elems, *step.numbers, first_elem),
+            BLOCK=plans.SGD_BLOCK,
+            IS_ALIGNED=is_aligned,
+            IS_STOCHASTIC=step.is_stochastic,
+            num_warps=plans.SGD_WARPS,
+        )
     mark_written(weight, low)
 
 
@@ -97,16 +86,14 @@ def linear_sgd_update_(
     op = "linear_sgd_update_"
     check_weight(op, weight, low, rounding_seed, is_matrix=True)
     step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
-    x = tokens_of(op, "x", x, weight.shape[1], weight)
-    grad_out = tokens_of(op, "grad_out", grad_out, weight.shape[0], weight)
-    check_tokens(op, x, grad_out)
-    check_writable(op, weight, low, x, grad_out)
+    tokens, grads = tokens_of(op, weight, x, grad_out)
+    check_writable(op, weight, low, tokens, grads)
     is_plain = low is None and clip_value is None and not step.is_stochastic
-    if is_plain and x.dtype == weight.dtype:
+    if is_plain and tokens.dtype == weight.dtype:
         alpha = step.minus_lr * step.scale
-        torch.addmm(weight, grad_out.t(), x, beta=step.decay, alpha=alpha, out=weight)
+        torch.addmm(weight, grads.t(), tokens, beta=step.decay, alpha=alpha, out=weight)
     elif weight.numel():
-        _update_by_product(weight, low, x, grad_out, step)
+        _update_by_product(weight, low, tokens, grads, step)
     mark_written(weight, low)
 
 
@@ -121,44 +108,33 @@ def _is_describable(rows: Tensor) -> bool:
 
 
 def _update_by_product(
-    weight: Tensor, low: Tensor | None, x: Tensor, grad_out: Tensor, step: Step
+    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: Step
 ) -> None:
     num_out, num_in = weight.shape
     machine = plans.machine_of(weight.device)
-    is_described = machine.has_descriptors and _is_describable(x) and _is_describable(grad_out)
-    plan = plans.linear_plan(num_out, num_in, x.element_size(), machine, is_described)
-    linear = kernels().linear
+    is_described = machine.has_descriptors and _is_describable(tokens) and _is_describable(grads)
+    plan = plans.linear_plan(num_out, num_in, tokens.element_size(), machine, is_described)
+    kernel: Any = kernels().linear_update.addressed_kernel
+    operands: list[Any] = [tokens, grads, tokens.stride(0), grads.stride(0)]
     if is_described:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        kernel = linear.described_kernel
+        kernel = kernels().linear_update.described_kernel
         operands = [
-            TensorDescriptor.from_tensor(x, [plan.block_tokens, plan.block_in]),
-            TensorDescriptor.from_tensor(grad_out, [plan.block_tokens, plan.block_out]),
+            TensorDescriptor.from_tensor(tokens, [plan.block_tokens, plan.block_in]),
+            TensorDescriptor.from_tensor(grads, [plan.block_tokens, plan.block_out]),
         ]
-    else:
-        kernel = linear.addressed_kernel
-        operands = [x, grad_out, x.stride(0), grad_out.stride(0)]
-    with torch.cuda.device_of(weight):
-        kernel[(plans.num_tiles(num_out, num_in, plan.block_out, plan.block_in),)](
-            weight,
-            low,
-            *operands,
-            x.shape[0],
-            num_out,
-            num_in,
-            step.decay,
-            step.minus_lr,
-            step.scale,
-            step.limit,
-            step.key,
-            BLOCK_TOKENS=plan.block_tokens,
-            BLOCK_OUT=plan.block_out,
-            BLOCK_IN=plan.block_in,
-            IS_STOCHASTIC=step.is_stochastic,
-            num_warps=plan.num_warps,
-            num_stages=plan.num_stages,
-        )
+    launch(
+        kernel,
+        (plans.num_tiles(num_out, num_in, plan.block_out, plan.block_in),),
+        *(weight, low, *operands, len(tokens), num_out, num_in, *step.numbers),
+        BLOCK_TOKENS=plan.block_tokens,
+        BLOCK_OUT=plan.block_out,
+        BLOCK_IN=plan.block_in,
+        IS_STOCHASTIC=step.is_stochastic,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
 
 
 # ---- embeddings
@@ -185,11 +161,8 @@ def embedding_sgd_update_(
     check_weight(op, weight, low, rounding_seed, is_matrix=True)
     step = step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
     num_rows, width = weight.shape
-    if not -1 <= padding_idx < max(1, num_rows):
-        raise ValueError(
-            f"ringcomm: {op} wants padding_idx to be one of the weight's {num_rows} rows, or -1 for"
-            f" none, got {padding_idx}"
-        )
+    is_row = -1 <= padding_idx < max(1, num_rows)
+    want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
     check_indices(op, indices, grad_out, weight)
     check_writable(op, weight, low, indices, grad_out)
     ids, order = torch.sort(indices.reshape(-1), stable=True)
@@ -198,32 +171,33 @@ def embedding_sgd_update_(
         touched = torch.arange(num_rows, dtype=ids.dtype, device=ids.device)
     if touched.numel() and width:
         column_blocks = -(-width // plans.EMBEDDING_BLOCK)
-        with torch.cuda.device_of(weight):
-            kernels().weights.embedding_kernel[(touched.numel(), column_blocks)](
-                weight,
-                low,
-                grad_out.contiguous(),  # (tokens, width), whatever its shape
-                order,
-                ids if weight_decay == 0 else None,
-                torch.searchsorted(ids, touched),
-                torch.searchsorted(ids, touched, right=True),
-                num_rows,
-                width,
-                padding_idx,
-                step.decay,
-                step.minus_lr,
-                step.scale,
-                step.limit,
-                step.key,
-                BLOCK=plans.EMBEDDING_BLOCK,
-                UNROLL=plans.EMBEDDING_UNROLL,
-                IS_STOCHASTIC=step.is_stochastic,
-                num_warps=plans.EMBEDDING_WARPS,
-            )
+        ends = torch.searchsorted(ids, touched), torch.searchsorted(ids, touched, right=True)
+        launch(
+            kernels().weight_update.embedding_kernel,
+            (touched.numel(), column_blocks),
+            weight,
+            low,
+            grad_out.contiguous(),  # (tokens, width), whatever its shape
+            order,
+            ids if weight_decay == 0 else None,
+            *(*ends, num_rows, width, padding_idx, *step.numbers),
+            BLOCK=plans.EMBEDDING_BLOCK,
+            UNROLL=plans.EMBEDDING_UNROLL,
+            IS_STOCHASTIC=step.is_stochastic,
+            num_warps=plans.EMBEDDING_WARPS,
+        )
     mark_written(weight, low)
 
 
 # ---- AdaLomo
+
+_BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
+_TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
+
+
+def _tiles(matrix: Tensor) -> tuple[int, int]:
+    """How many there are along the columns, and along the rows."""
+    return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
 
 
 def square_sums(
@@ -232,34 +206,28 @@ def square_sums(
     """The sums of the squares of rows and of columns, float32."""
     op = "square_sums"
     check_float(op, "grad", grad, grad.device)
-    if grad.dim() != 2:
-        raise ValueError(f"ringcomm: {op} wants a matrix, got shape {tuple(grad.shape)}")
+    want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
     step = step_of(op, scale, clip_value)
     grad = grad.contiguous()
-    num_rows, num_cols = grad.shape
     tiles_down, tiles_across = _tiles(grad)
-    row_sums = grad.new_empty([tiles_across, num_rows], dtype=torch.float64)
-    col_sums = grad.new_empty([tiles_down, num_cols], dtype=torch.float64)
+    row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
+    col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
     if grad.numel():
-        with torch.cuda.device_of(grad):
-            kernels().matrices.square_sums_kernel[(tiles_down * tiles_across,)](
-                grad,
-                row_sums,
-                col_sums,
-                num_rows,
-                num_cols,
-                step.scale,
-                step.limit,
-                BLOCK_ROWS=plans.MATRIX_ROWS,
-                BLOCK_COLS=plans.MATRIX_COLS,
-                num_warps=plans.MATRIX_WARPS,
-            )
+        kernel = kernels().matrix_update.square_sums_kernel
+        given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
+        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
     return row_sums.sum(0).float(), col_sums.sum(0).float()
 
 
-def _tiles(matrix: Tensor) -> tuple[int, int]:
-    """How many stand below one another, and side by side."""
-    return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
+def _factored(
+    op: str, weight: Tensor, grad: Tensor, row_factor: Tensor, col_factor: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradient and what its rows and columns are multiplied by, checked."""
+    return (
+        gradient_of(op, weight, grad),
+        numbers_of(op, "row_factor", row_factor, weight.shape[0], weight),
+        numbers_of(op, "col_factor", col_factor, weight.shape[1], weight),
+    )
 
 
 def adalomo_squares(
@@ -276,28 +244,13 @@ def adalomo_squares(
     op = "adalomo_squares"
     check_weight(op, weight, low, is_matrix=True)
     step = step_of(op, scale, clip_value)
-    grad = gradient_of(op, weight, grad)
-    row_factor = numbers_of(op, "row_factor", row_factor, weight.shape[0], weight.device)
-    col_factor = numbers_of(op, "col_factor", col_factor, weight.shape[1], weight.device)
+    factored = _factored(op, weight, grad, row_factor, col_factor)
     tiles_down, tiles_across = _tiles(weight)
     sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
     if weight.numel():
-        with torch.cuda.device_of(weight):
-            kernels().matrices.update_squares_kernel[(sums.shape[1],)](
-                weight,
-                low,
-                grad,
-                row_factor,
-                col_factor,
-                sums,
-                weight.shape[0],
-                weight.shape[1],
-                step.scale,
-                step.limit,
-                BLOCK_ROWS=plans.MATRIX_ROWS,
-                BLOCK_COLS=plans.MATRIX_COLS,
-                num_warps=plans.MATRIX_WARPS,
-            )
+        kernel = kernels().matrix_update.update_squares_kernel
+        given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
+        launch(kernel, sums.shape[1:], *given, **_TILE)
     return sums.sum(1).float()
 
 
@@ -317,34 +270,17 @@ def adalomo_update_(
     """One step by the gradient times its factors; step and decay are the device's."""
     op = "adalomo_update_"
     check_weight(op, weight, low, rounding_seed, is_matrix=True)
-    step = step_of(op, scale, clip_value, rounding_seed)
-    check_first_elem(op, first_elem)
-    grad = gradient_of(op, weight, grad)
-    row_factor = numbers_of(op, "row_factor", row_factor, weight.shape[0], weight.device)
-    col_factor = numbers_of(op, "col_factor", col_factor, weight.shape[1], weight.device)
-    step_and_decay = numbers_of(op, "step_and_decay", step_and_decay, 2, weight.device)
-    check_writable(op, weight, low, grad, row_factor, col_factor, step_and_decay)
+    step = step_of(op, scale, clip_value, rounding_seed, first_elem=first_elem)
+    factored = _factored(op, weight, grad, row_factor, col_factor)
+    step_and_decay = numbers_of(op, "step_and_decay", step_and_decay, 2, weight)
+    check_writable(op, weight, low, *factored, step_and_decay)
     tiles_down, tiles_across = _tiles(weight)
     if weight.numel():
-        with torch.cuda.device_of(weight):
-            kernels().matrices.adalomo_kernel[(tiles_down * tiles_across,)](
-                weight,
-                low,
-                grad,
-                row_factor,
-                col_factor,
-                step_and_decay,
-                weight.shape[0],
-                weight.shape[1],
-                step.scale,
-                step.limit,
-                step.key,
-                first_elem,
-                BLOCK_ROWS=plans.MATRIX_ROWS,
-                BLOCK_COLS=plans.MATRIX_COLS,
-                IS_STOCHASTIC=step.is_stochastic,
-                num_warps=plans.MATRIX_WARPS,
-            )
+        kernel = kernels().matrix_update.adalomo_kernel
+        options = (step.scale, step.limit, step.key, first_elem)
+        given = (weight, low, *factored, step_and_decay, *weight.shape, *options)
+        is_stochastic = step.is_stochastic
+        launch(kernel, (tiles_down * tiles_across,), *given, IS_STOCHASTIC=is_stochastic, **_TILE)
     mark_written(weight, low)
 
 

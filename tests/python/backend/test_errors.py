@@ -76,9 +76,8 @@ def all_to_all(num_elems: int, dtype: torch.dtype = f32) -> Call:
 
 
 def ring(num_slots: int) -> Call:
-    return lambda g: ringcomm.ops.ring_all_reduce_(
-        torch.ones(10), group=g, num_slots=num_slots, slot_bytes=64
-    )
+    call = torch.ops.ringcomm.ring_all_reduce_
+    return lambda g: call(torch.ones(10), g.group_name, num_slots, 64)
 
 
 # What rank 0 calls, what all others call, and a word of each in the message.

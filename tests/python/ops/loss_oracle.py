@@ -1,4 +1,4 @@
-"""What cross_entropy should give, in float64 by plain torch, from the formulas of its docstring.
+"""What the losses should give, by plain torch from the formula of cross_entropy's docstring.
 
 As torch has it, an unlikely class costs something only where it is the target or with smoothing:
 the sum over classes is taken apart, for 0 * infinity is NaN.
@@ -7,27 +7,56 @@ the sum over classes is taken apart, for 0 * infinity is NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pair_table import Case, Meaningless, Table
 from torch import Tensor
 
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": None,
-    "class_weight": None,
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "reduction": "mean",
-    "num_items": None,
-}
+def reference(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    wide: torch.dtype = torch.float64,
+    vocab_size: int | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: Any = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and outputs by token, in `wide` from the logits on; differentiable."""
+    z = logits.to(wide)[..., :vocab_size] * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    counted = target != ignore_index
+    safe = target.masked_fill(~counted, 0).long()
+    weights = torch.ones(z.shape[-1], dtype=wide) if class_weight is None else class_weight.to(wide)
+    log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
+    nll = -weights[safe] * log_probs.gather(-1, safe[..., None]).squeeze(-1)
+    losses = (1 - label_smoothing) * nll + z_loss * lse**2
+    if label_smoothing:
+        losses = losses - label_smoothing / z.shape[-1] * (weights * log_probs).sum(-1)
+    losses = losses.masked_fill(~counted, 0)
+    loss = losses if reduction == "none" else losses.sum()
+    if reduction == "mean":
+        count = weights[safe].masked_fill(~counted, 0).sum()
+        loss = loss / (count if num_items is None else float(num_items))
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs).masked_fill(probs == 0, 0).sum(-1)
+    accuracy = (z.argmax(-1) == target).to(wide)
+    outputs = {"loss": losses, "lse": lse, "entropy": entropy, "accuracy": accuracy}
+    return loss, {key: value.detach().masked_fill(~counted, 0) for key, value in outputs.items()}
 
 
 class Expected(NamedTuple):
@@ -40,38 +69,17 @@ class Expected(NamedTuple):
 
 def evaluate(logits: Tensor, target: Tensor, upstream: Any = 1.0, **options: Any) -> Expected:
     """The loss, the outputs by token and the logits' gradient for an upstream gradient."""
-    given = {**DEFAULTS, **options}
-    assert given.keys() == DEFAULTS.keys()
-    softcap, smoothing, num_items = (given[n] for n in ("softcap", "label_smoothing", "num_items"))
     x = logits.detach().double().requires_grad_()
-    z = x[..., : given["vocab_size"] or x.shape[-1]] * given["logit_scale"]
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    counted = target != given["ignore_index"]
-    safe = target.masked_fill(~counted, 0).long()
-    weights = torch.ones(z.shape[-1]) if given["class_weight"] is None else given["class_weight"]
-    weights = weights.double()
-    log_probs, lse = torch.log_softmax(z, -1), torch.logsumexp(z, -1)
-    target_weight = weights[safe]
-    nll = -target_weight * log_probs.gather(-1, safe[..., None]).squeeze(-1)
-    losses = (1 - smoothing) * nll + given["z_loss"] * lse**2
-    if smoothing:
-        losses = losses - smoothing / z.shape[-1] * (weights * log_probs).sum(-1)
-    losses = losses.masked_fill(~counted, 0)
-    loss = losses if given["reduction"] == "none" else losses.sum()
-    if given["reduction"] == "mean":
-        count = target_weight.masked_fill(~counted, 0).sum()
-        loss = loss / (count if num_items is None else float(num_items))
-    probs = log_probs.exp()
-    entropy = -(probs * log_probs).masked_fill(probs == 0, 0).sum(-1)
-    accuracy = (z.argmax(-1) == target).double()
-    outputs = {"loss": losses, "lse": lse, "entropy": entropy, "accuracy": accuracy}
+    loss, outputs = reference(x, target, **options)
     (grad,) = torch.autograd.grad((loss * upstream).sum(), x)
-    return Expected(
-        loss.detach(),
-        {name: value.detach().masked_fill(~counted, 0) for name, value in outputs.items()},
-        grad.masked_fill(~counted[..., None], 0),
-    )
+    counted = target != options.get("ignore_index", -100)
+    return Expected(loss.detach(), outputs, grad.masked_fill(~counted[..., None], 0))
+
+
+# ---- comparisons
+
+# Of 16 bits; Triton's interpreter cuts off, which is 1.
+ROUNDING_ULPS = 0.51
 
 
 def ulp(magnitude: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,14 +97,11 @@ def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) ->
     torch.testing.assert_close(
         actual[~finite], expected[~finite], equal_nan=True, msg=lambda m: f"{what}: {m}"
     )
-    excess = ((actual - expected).abs() - bound.expand(expected.shape))[finite]
-    if excess.numel() == 0:
-        return
-    assert not excess.isnan().any(), f"{what}: NaN"
-    worst = int(excess.argmax())
-    assert excess[worst] <= 0, (
-        f"{what}: {actual[finite][worst]:.9g} instead of {expected[finite][worst]:.9g}, "
-        f"{bound.expand(expected.shape)[finite][worst]:.3g} is allowed"
+    bounds = bound.expand(expected.shape)
+    wrong = ~((actual - expected).abs() <= bounds) & finite
+    assert not wrong.any(), (
+        f"{what}: {actual[wrong][0]:.9g} instead of {expected[wrong][0]:.9g}, "
+        f"{bounds[wrong][0]:.3g} is allowed"
     )
 
 
@@ -114,12 +119,11 @@ def assert_close(
         assert not value.requires_grad
         wanted = expected.outputs[name]
         assert_within(value, wanted, unit + 2e-6 * wanted.abs(), name)
-    wanted_grad = expected.grad
-    largest = max([1e-30, *wanted_grad[wanted_grad.isfinite()].abs().flatten().tolist()])
-    rounding = 0.51 * ulp(wanted_grad, grad.dtype)
+    largest = max([1e-30, *expected.grad[expected.grad.isfinite()].abs().flatten().tolist()])
+    rounding = ROUNDING_ULPS * ulp(expected.grad, grad.dtype)
     if grad.dtype == torch.float16:
         rounding += 2**-25  # subnormal
-    assert_within(grad, wanted_grad, 4e-6 * largest + rounding, "gradient")
+    assert_within(grad, expected.grad, 4e-6 * largest + rounding, "gradient")
 
 
 def assert_as_good_as_torch(
@@ -156,7 +160,7 @@ def assert_as_good_as_torch(
     assert_within(grad, right, allowed, "gradient")
 
 
-# ---- logits
+# ---- what a loss is called with
 
 
 def random_logits(
@@ -190,12 +194,57 @@ def class_weights(vocab_size: int) -> Tensor:
     return weight
 
 
-def shapes_of_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
-    """Hard ones, by name: fp32, for a cast to other types."""
+# Axes of a table of cases: the plain value first. What depends on the number of classes is True.
+OPTION_AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "ignore": {"-100": {}, "a class": {"ignore_index": 3}},
+    "smoothing": {"0": {}, "0.1": {"label_smoothing": 0.1}, "1": {"label_smoothing": 1.0}},
+    "weight": {"none": {}, "some": {"class_weight": True}},
+    "z_loss": {"0": {}, "0.01": {"z_loss": 1e-2}},
+    "softcap": {"none": {}, "5": {"softcap": 5.0}},
+    "scale": {"1": {}, "-0.7": {"logit_scale": -0.7}},
+    "padding": {"none": {}, "some": {"vocab_size": True}},
+    "reduction": {
+        "mean": {},
+        "items": {"num_items": 3},
+        "items_tensor": {"num_items": torch.tensor([2.5])},
+        "sum": {"reduction": "sum"},
+        "none": {"reduction": "none"},
+    },
+}
+
+
+def covering(axes: dict[str, Iterable[str]], *never: dict[str, tuple[str, ...]]) -> list[Case]:
+    """Cases that hold every pair of values, but for values that never go together."""
+    table = {axis: tuple(values) for axis, values in axes.items()}
+    return Table(table, (), tuple(Meaningless(when) for when in never)).covering
+
+
+def named(case: Case) -> str:
+    return ",".join(case.values())
+
+
+def options_of(case: dict[str, str], num_columns: int) -> dict[str, Any]:
+    """The options that a case of these axes stands for, over so many columns."""
+    options: dict[str, Any] = {}
+    for axis, values in OPTION_AXES.items():
+        options |= values[case.get(axis, next(iter(values)))]
+    if options.get("vocab_size"):
+        options["vocab_size"] = max(1, num_columns - num_columns // 5)
+    if options.get("class_weight") is True:
+        options["class_weight"] = class_weights(options.get("vocab_size", num_columns))
+    return options
+
+
+def on(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose tensors are on a device."""
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+
+
+def hard_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
+    """By name: fp32, for a cast to other types."""
     base = random_logits((num_tokens, num_classes), spread=1.0, seed=7)
     padded = base * 3
     padded[:, num_classes // 2 + 1 :] = -math.inf
-    masked = padded.clamp(min=-1e30)
     return {
         "random": base * 3,
         "huge": base * 1e4,
@@ -203,46 +252,9 @@ def shapes_of_logits(num_tokens: int, num_classes: int) -> dict[str, Tensor]:
         "negative_offset": base - 1e4,
         "constant": torch.full_like(base, -3.7),
         "padded": padded,
-        "masked": masked,
+        "masked": padded.clamp(min=-1e30),
         "one": torch.where(torch.arange(num_classes) == 0, 50.0, -50.0).expand_as(base).clone(),
     }
-
-
-# ---- options
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "ignore_a_class": {"ignore_index": 3},
-    "smooth": {"label_smoothing": 0.1},
-    "all_smooth": {"label_smoothing": 1.0},
-    "weight": {"class_weight": True},
-    "z_loss": {"z_loss": 1e-2},
-    "softcap": {"softcap": 5.0},
-    "scale": {"logit_scale": -0.7},
-    "padding": {"vocab_size": True},
-    "items": {"num_items": 3},
-    "items_tensor": {"num_items": torch.tensor(2.5)},
-    "sum": {"reduction": "sum"},
-    "each": {"reduction": "none"},
-}
-
-
-def targets_for(options: dict[str, Any], num_tokens: int, num_columns: int) -> Tensor:
-    return random_targets(
-        (num_tokens,),
-        options.get("vocab_size", num_columns),
-        ignore_index=options.get("ignore_index", -100),
-    )
-
-
-def of_vocabulary(options: dict[str, Any], num_columns: int) -> dict[str, Any]:
-    """Options with what depends on the number of classes."""
-    options = dict(options)
-    if options.get("vocab_size"):
-        options["vocab_size"] = max(1, num_columns - num_columns // 5)
-    if options.get("class_weight") is True:
-        options["class_weight"] = class_weights(options.get("vocab_size", num_columns))
-    return options
 
 
 # ---- a softcap in saturation

@@ -8,14 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from loss_oracle import (
-    OPTIONS,
-    OUTPUTS,
-    class_weights,
-    of_vocabulary,
-    random_logits,
-    random_targets,
-)
+from loss_oracle import OUTPUTS, class_weights, options_of, random_logits, random_targets
 from torch import Tensor
 
 from ringcomm import nn
@@ -24,7 +17,6 @@ from ringcomm.ops import cross_entropy
 _ops = torch.ops.ringcomm
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-
 # ---- torch's own checks
 
 
@@ -32,60 +24,72 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 def test_gradcheck(reduction: str) -> None:
     """Differences of fp32 losses: a step of 0.02 leaves some 1e-4 of rounding and of curvature."""
     logits, target = random_logits((3, 7), spread=1.0).requires_grad_(), random_targets((3,), 6)
+    options: dict[str, Any] = {"class_weight": class_weights(6), "vocab_size": 6}
+    options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
 
     def loss(x: Tensor) -> Tensor:
-        options = of_vocabulary({"class_weight": True, "vocab_size": 6, "reduction": reduction}, 7)
-        options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
-        result: Tensor = cross_entropy(x, target, **{**options, "vocab_size": 6})
+        result: Tensor = cross_entropy(x, target, reduction=reduction, **options)
         return result
 
     with pytest.warns(UserWarning, match="double precision"):
         assert torch.autograd.gradcheck(loss, logits, eps=0.02, atol=2e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weight", [None, class_weights(8)], ids=["plain", "weight"])
+def test_opcheck(weight: Tensor | None) -> None:
     """merge_softmax_stats has a group: test_vocab_parallel.py."""
-    logits, target, weight = random_logits((5, 9), dtype), random_targets((5,), 8), class_weights(8)
-    check = torch.library.opcheck
-    for weights in (None, weight):
-        place = (0, 8, -100, 0.5, 3.0)
-        stats_args = (logits, target, weights, *place, True, True)
-        check(_ops.softmax_stats.default, stats_args)
-        stats = _ops.softmax_stats(*stats_args)
-        for reduction, items in (("mean", None), ("mean", torch.tensor(3.0)), ("none", None)):
-            loss_args = (stats, target, weights, items, 8, -100, 0.1, 1e-3, reduction)
-            check(_ops.cross_entropy_loss.default, loss_args)
-        loss, _, denominator = _ops.cross_entropy_loss(*loss_args)
-        grad_args = (target, weights, stats, denominator, *place, 0.1, 1e-3)
-        check(_ops.cross_entropy_grad.default, (torch.ones_like(loss), logits, *grad_args))
-        check(_ops.cross_entropy_grad_.default, (torch.ones_like(loss), logits.clone(), *grad_args))
-        for reduction in ("mean", "none"):
-            both = (target, weights, None, *place[1:], 0.1, 1e-3, reduction, True)
-            check(_ops.cross_entropy_and_grad_.default, (logits.clone(), *both))
+    logits, target = (
+        random_logits((5, 9), FP32 if weight is None else BF16),
+        random_targets((5,), 8),
+    )
+    check, place = torch.library.opcheck, (0, 8, -100, 0.5, 3.0)
+    stats_args = (logits, target, weight, *place, True, True)
+    check(_ops.softmax_stats.default, stats_args)
+    stats = _ops.softmax_stats(*stats_args)
+    for reduction, items in (("mean", torch.tensor(3.0)), ("none", None)):
+        loss_args = (stats, target, weight, items, 8, -100, 0.1, 1e-3, reduction)
+        check(_ops.cross_entropy_loss.default, loss_args)
+        both = (target, weight, None, *place[1:], 0.1, 1e-3, reduction, True)
+        check(_ops.cross_entropy_and_grad_.default, (logits.clone(), *both))
+    loss, _, denominator = _ops.cross_entropy_loss(*loss_args)
+    grad_args = (target, weight, stats, denominator, *place, 0.1, 1e-3)
+    check(_ops.cross_entropy_grad.default, (torch.ones_like(loss), logits, *grad_args))
+    check(_ops.cross_entropy_grad_.default, (torch.ones_like(loss), logits.clone(), *grad_args))
     check(_ops.scale_.default, (logits.clone(), torch.tensor(0.5)))
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("name", ["none", "weight", "items_tensor", "items", "softcap"])
-@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
-def test_compile(dtype: torch.dtype, name: str, inplace: bool) -> None:
-    options = of_vocabulary(OPTIONS[name], 30)
-    target = random_targets((2, 4), 30)
+PROBABILITIES = torch.full((4, 6), 1 / 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "inplace"),
+    [
+        ({}, FP32, False),
+        ({"weight": "some"}, FP16, True),
+        ({"reduction": "items_tensor"}, FP16, False),
+        ({"reduction": "items"}, FP32, True),
+        ({"softcap": "5", "smoothing": "0.1"}, FP32, None),  # with probabilities
+    ],
+)
+def test_compile(case: dict[str, str], dtype: torch.dtype, inplace: bool | None) -> None:
+    options, target = options_of(case, 6), random_targets((4,), 6)
+    if inplace is None:
+        target = PROBABILITIES
+    else:
+        options |= {"inplace": inplace, "outputs": OUTPUTS}
 
     def step(x: Tensor, target: Tensor) -> Any:
-        return cross_entropy(x * 2, target, inplace=inplace, outputs=OUTPUTS, **options)
+        return cross_entropy(x * 2, target, **options)
 
     results = []
     torch.compiler.reset()
     for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        leaf = random_logits((2, 4, 30), dtype).requires_grad_()
-        loss, outputs = call(leaf, target)
-        (loss * 4).backward()
-        assert leaf.grad is not None
-        results.append([loss.detach(), leaf.grad, *outputs.values()])
-    for actual, expected in zip(*results, strict=True):
-        oracle.assert_equal(actual, expected)
+        leaf = random_logits((4, 6), dtype).requires_grad_()
+        found = call(leaf, target)
+        loss, outputs = found if isinstance(found, tuple) else (found, {})
+        (grad,) = torch.autograd.grad(loss * 4, leaf)
+        results.append([loss.detach(), grad, *outputs.values()])
+    torch.testing.assert_close(*results, rtol=0 if inplace is not None else 1e-6, atol=0)
 
 
 # ---- the operators alone
@@ -137,7 +141,6 @@ def test_module() -> None:
 # ---- wrong arguments
 
 LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
-PROBABILITIES = torch.full((4, 6), 1 / 6)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +149,14 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (TypeError, "float64", (LOGITS.double(), TARGET), {}),
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "int16", (LOGITS, TARGET.short()), {}),
-        (TypeError, "bool", (LOGITS, TARGET.bool()), {}),
         (TypeError, "float64", (LOGITS, TARGET), {"class_weight": torch.ones(6).double()}),
         (ValueError, "scalar", (torch.zeros(()), TARGET), {}),
         (ValueError, r"\(4,\), got \(3,\)", (LOGITS, TARGET[:3]), {}),
-        (ValueError, r"\(4,\), got \(4, 1\)", (LOGITS, TARGET[:, None]), {}),
         (ValueError, "meta", (LOGITS, TARGET.to("meta")), {}),
         (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
         (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET), {"vocab_size": 7}),
-        (ValueError, "got 0", (LOGITS, TARGET), {"vocab_size": 0}),
-        (ValueError, "got -3", (LOGITS, TARGET), {"vocab_size": -3}),
+        (ValueError, "vocabulary of 0", (LOGITS, TARGET), {"vocab_size": 0}),
+        (ValueError, "vocabulary of -3", (LOGITS, TARGET), {"vocab_size": -3}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
         (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
          {"class_weight": torch.ones(7)}),
@@ -167,15 +168,11 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
          {"class_weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
-        (ValueError, "-0.1", (LOGITS, TARGET), {"label_smoothing": -0.1}),
         (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
-        (ValueError, "-1", (LOGITS, TARGET), {"z_loss": -1}),
         (ValueError, "inf", (LOGITS, TARGET), {"z_loss": math.inf}),
         (ValueError, "softcap.*0", (LOGITS, TARGET), {"softcap": 0}),
-        (ValueError, "softcap.*-2", (LOGITS, TARGET), {"softcap": -2.0}),
         (ValueError, "softcap.*1e-60", (LOGITS, TARGET), {"softcap": 1e-60}),
         (ValueError, "logit_scale.*inf", (LOGITS, TARGET), {"logit_scale": math.inf}),
-        (ValueError, "logit_scale.*1e\\+60", (LOGITS, TARGET), {"logit_scale": 1e60}),
         (ValueError, "'avg'", (LOGITS, TARGET), {"reduction": "avg"}),
         (ValueError, "'probs'", (LOGITS, TARGET), {"outputs": ["lse", "probs"]}),
         (ValueError, "'sum'", (LOGITS, TARGET), {"num_items": 3, "reduction": "sum"}),
@@ -193,8 +190,6 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
         (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
          {"class_weight": torch.ones(1)}),
-        (TypeError, "float64", (LOGITS, PROBABILITIES), {"class_weight": torch.ones(6).double()}),
-        (ValueError, "0 columns", (LOGITS[:, :0], PROBABILITIES[:, :0]), {}),
     ],
 )  # fmt: skip
 def test_wrong_arguments(

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from linear_loss import (
-    BF16,
     CLASSES,
-    F16,
     F32,
     F64,
     HIDDEN,
-    OPTIONS,
+    TOKENS,
     check_near,
     gradients,
     layer,
@@ -25,98 +20,87 @@ from linear_loss import (
     run,
     set_blocks,
 )
-from ranks import run_ranks
-from torch import Tensor
+from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, options_of
+from pair_table import Case
+from ranks import place, run_ranks
 
 from ringcomm.nn import LinearCrossEntropyLoss
 from ringcomm.ops import linear_cross_entropy
 
 # Each rank's (first class, number of classes): uneven, with nothing, out of order.
-SHARDS: dict[int, list[list[tuple[int, int]]]] = {
-    2: [[(0, 200), (200, 133)], [(133, 200), (0, 133)], [(0, 0), (0, 333)]],
-    3: [[(0, 100), (100, 1), (101, 232)], [(233, 100), (0, 233), (0, 0)]],
+SHARDS: dict[str, list[tuple[int, int]]] = {
+    "two": [(0, 200), (200, 133)],
+    "two, the later first": [(133, 200), (0, 133)],
+    "two, one empty": [(0, 0), (0, 333)],
+    "three": [(0, 100), (100, 1), (101, 232)],
+    "three, the later first": [(233, 100), (0, 233), (0, 0)],
 }
+IN_ORDER = ("two", "two, one empty", "three")
+CASES = covering(
+    {
+        "shards": SHARDS,
+        "backend": ("ringcomm", "gloo"),
+        "dtype": BY_NAME,
+        "tokens": ("all", "shares"),
+        "path": ("gradient", "fused update"),
+        "start": ("given", "in order"),
+        **{axis: values for axis, values in OPTION_AXES.items() if axis != "padding"},
+    },
+    {"start": ("in order",), "shards": tuple(name for name in SHARDS if name not in IN_ORDER)},
+)
 
 
-def cases() -> Iterator[tuple[dict[str, Any], torch.dtype, bool]]:
-    for name, options in OPTIONS.items():
-        if name != "padded":
-            yield options, F32, name in ("plain", "capped_none")
-    yield OPTIONS["plain"], BF16, False
-    yield OPTIONS["weighted_none"], F16, True
-
-
-def check_shards(rank: int, is_fused: bool) -> None:
+def check_shards(rank: int, cases: list[Case], device: str) -> None:
     set_blocks()
-    world_size, group = dist.get_world_size(), dist.group.WORLD
-    for shards, (options, dtype, in_order) in itertools.product(SHARDS[world_size], cases()):
-        start, size = shards[rank]
-        is_sorted = shards == sorted(shards) and in_order
-        given = layer(dtype, tokens=72, **options)
-        exact = run(reference, given, F64, **options)
-        torchs = run(reference, given, dtype, wide=F32, **options)
-        rows = slice(start, start + size)
-        updates = torch.zeros(size, HIDDEN)
-        mine = {**given, "weight": given["weight"][rows], "bias": given["bias"][rows]}
-        for is_gathered in (False, True):
-            tokens = slice(72 // world_size * rank, 72 // world_size * (rank + 1))
-            share = {**mine, "hidden": given["hidden"][tokens]} if is_gathered else mine
-            call = functools.partial(
-                linear_cross_entropy,
-                group=group,
-                vocab_start=None if is_sorted else start,
-                sequence_parallel=is_gathered,
-            )
-            if is_fused:
-                actual = run_fused(call, share, updates, **options)
-            else:
-                actual = run(call, share, dtype, **options)
-            parts = [slice(None)] * len(exact)
-            parts[1:4] = [tokens if is_gathered else slice(None), rows, rows]
-            for found, right, other, part in zip(actual, exact, torchs, parts, strict=True):
-                if right.dim() == 0:
-                    check_near(found, right, other, dtype)
-                elif right[part].numel() > 0:
-                    check_near(found, right[part], other[part], dtype)
-                else:
-                    assert found.shape == right[part].shape
+    for case in cases:
+        check_case(rank, case, place(device, rank))
 
 
-def run_fused(
-    function: Callable[..., Any], given: dict[str, Tensor], updates: Tensor, **options: Any
-) -> list[Tensor]:
-    """As run(), the weight's gradient through the update."""
+def check_case(rank: int, case: Case, device: torch.device) -> None:
+    dtype, options = BY_NAME[case["dtype"]], options_of(case, CLASSES)
+    start, size = SHARDS[case["shards"]][rank]
+    given = layer(dtype, **options)
+    exact = run(reference, given, F64, outputs=OUTPUTS, **options)
+    torchs = run(reference, given, dtype, wide=F32, outputs=OUTPUTS, **options)
+    rows, tokens = slice(start, start + size), slice(None)
+    if case["tokens"] == "shares":
+        share = TOKENS // dist.get_world_size()
+        tokens = slice(share * rank, share * (rank + 1))
+    mine = {**given, "weight": given["weight"][rows], "bias": given["bias"][rows]}
+    call = functools.partial(
+        linear_cross_entropy,
+        group=dist.group.WORLD,
+        vocab_start=start if case["start"] == "given" else None,
+        sequence_parallel=case["tokens"] == "shares",
+    )
+    updates = torch.zeros(size, HIDDEN, device=device)
+    options["updates"] = updates if case["path"] == "fused update" else None
+    mine["hidden"] = given["hidden"][tokens]
+    actual = run(call, mine, dtype, device=device, outputs=OUTPUTS, **options)
+    parts = [slice(None)] * len(exact)
+    parts[1:4] = [tokens, rows, rows]
+    for found, right, other, part in zip(actual, exact, torchs, parts, strict=True):
+        here = (right, other) if right.dim() == 0 else (right[part], other[part])
+        check_near(found, *here, dtype)
 
-    def update(rows: slice, grad: Tensor) -> None:
-        updates[rows] = grad
 
-    inputs = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
-    hidden, weight, bias = inputs
-    result = function(hidden, weight, given["target"], bias=bias, fused_update=update, **options)
-    loss, named = result if isinstance(result, tuple) else (result, {})
-    loss.backward(torch.linspace(0.5, 2, loss.numel()).view_as(loss))
-    assert weight.grad is None
-    assert hidden.grad is not None
-    assert bias.grad is not None
-    wanted = [named[name] for name in options.get("outputs", ())]
-    return [t.detach().double() for t in (loss, hidden.grad, updates, bias.grad, *wanted)]
-
-
-@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shards(world_size: int, backend: str, is_fused: bool) -> None:
-    run_ranks(world_size, check_shards, is_fused, backend=backend, timeout_s=120)
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards(name: str, backend: str, device: str) -> None:
+    """Every pair of options, types, shards and ways."""
+    cases = [c for c in CASES if (c["shards"], c["backend"]) == (name, backend)]
+    assert cases
+    run_ranks(len(SHARDS[name]), check_shards, cases, device, backend=backend, timeout_s=120)
 
 
 def check_strides(rank: int) -> None:
-    """Hidden states whose gradient, as torch makes it, does not lie in rows of tokens."""
+    """Hidden states whose gradient, as torch makes it, is not in rows of tokens."""
     group = dist.group.WORLD
-    given = layer(F32, tokens=72)
+    given = layer(F32)
     target = given["target"].view(8, 9).t()
     weight = given["weight"][rank::2]
     inputs = [given["hidden"].view(8, 9, HIDDEN).clone().requires_grad_() for _ in range(2)]
-    everywhere, _ = reference(
+    everywhere = reference(
         inputs[0].transpose(0, 1), torch.cat([given["weight"][r::2] for r in (0, 1)]), target
     )
     everywhere.backward()
@@ -138,9 +122,8 @@ def check_strides(rank: int) -> None:
         torch.testing.assert_close(grad, inputs[0].grad)
 
 
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_strides(backend: str) -> None:
-    run_ranks(2, check_strides, backend=backend)
+def test_strides() -> None:
+    run_ranks(2, check_strides)
 
 
 def check_edges_of_shards(rank: int) -> None:
@@ -167,7 +150,7 @@ def check_edges_of_shards(rank: int) -> None:
         linear_cross_entropy(hidden, weight, target, group=group)
     with pytest.raises(ValueError, match="num_columns"):
         LinearCrossEntropyLoss(group=group)
-    # The group is whole after all this.
+    # The group works on.
     assert linear_cross_entropy(hidden, weight, given["target"], group=group).isfinite()
 
 

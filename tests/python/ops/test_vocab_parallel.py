@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import loss_oracle
@@ -10,14 +11,21 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from loss_oracle import DTYPES, OUTPUTS, class_weights, random_logits, random_targets
-from ranks import run_ranks
+from loss_oracle import (
+    BY_NAME,
+    DTYPES,
+    OPTION_AXES,
+    OUTPUTS,
+    covering,
+    options_of,
+    random_logits,
+    random_targets,
+)
+from pair_table import Case
+from ranks import place, run_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import ringcomm
-from ringcomm import MismatchError, nn
 from ringcomm.ops import cross_entropy
 
 _ops = torch.ops.ringcomm
@@ -55,79 +63,83 @@ def own_columns(whole: Tensor, first: int, num_columns: int) -> Tensor:
 
 
 def compare(
-    place: tuple[int, int],
-    dtype: torch.dtype,
+    first: int,
+    num_columns: int,
+    dtype: torch.dtype = torch.float32,
+    device: Any = "cpu",
     group: dist.ProcessGroup | None = None,
-    inplace: bool = False,
     vocab_start: int | None = None,
+    inplace: bool = False,
     **options: Any,
 ) -> list[bytes]:
     """Loss, outputs and this rank's gradient against float64; the bits of what all ranks have.
 
-    There is a target on each class, and a row whose first 20 logits are -infinity.
+    There is a target on each class, and a row whose first 20 scaled logits are -infinity.
     """
     target = torch.arange(VOCAB_SIZE)
     target[::7] = options.get("ignore_index", -100)
     whole = random_logits((VOCAB_SIZE, VOCAB_SIZE), dtype)
     if not options.get("label_smoothing"):
-        whole[30, :20] = -torch.inf
-    logits = own_columns(whole, *place).requires_grad_()
-    loss, outputs = cross_entropy(
-        logits * 1,
-        target,
-        group=group or world(),
-        vocab_start=vocab_start,
-        vocab_size=VOCAB_SIZE,
-        outputs=OUTPUTS,
-        inplace=inplace,
-        **options,
-    )
+        whole[30, :20] = -math.inf * options.get("logit_scale", 1.0)
+    logits = own_columns(whole, first, num_columns).to(device).requires_grad_()
+    given = loss_oracle.on(device, options)
+    shards: dict[str, Any] = {"group": group or world(), "vocab_start": vocab_start}
+    shards |= {"vocab_size": VOCAB_SIZE, "inplace": inplace}
+    result = cross_entropy(logits * 1, target.to(device), outputs=OUTPUTS, **shards, **given)
+    loss, outputs = result[0].cpu(), {name: value.cpu() for name, value in result[1].items()}
     factor = torch.linspace(0.5, 2, loss.numel()).view(loss.shape)
-    loss.backward(factor)
+    result[0].backward(factor.to(device))
     assert logits.grad is not None
     expected = loss_oracle.evaluate(whole, target, factor.double(), **options)
-    grad = expected.grad[:, place[0] : place[0] + place[1]]
+    grad = expected.grad[:, first : first + num_columns]
+    found = logits.grad.cpu()
     num_classes = grad.shape[1]
-    loss_oracle.assert_close(
-        (loss, outputs), logits.grad[:, :num_classes], expected._replace(grad=grad)
-    )
-    assert (logits.grad[:, num_classes:] == 0).all()
+    loss_oracle.assert_close((loss, outputs), found[:, :num_classes], expected._replace(grad=grad))
+    assert (found[:, num_classes:] == 0).all()
     return [oracle.bits(tensor) for tensor in (loss, *outputs.values())]
 
 
 # ---- values and gradients
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"label_smoothing": 0.1, "ignore_index": 3},
-    {"z_loss": 1e-2, "reduction": "sum"},
-    {"softcap": 5.0, "logit_scale": 1.3, "reduction": "none"},
-    {"class_weight": True, "num_items": 7},
-    {"class_weight": True, "label_smoothing": 0.3, "z_loss": 1e-3, "softcap": 4.0},
-]
+CASES = covering(
+    {
+        "layout": LAYOUTS,
+        "backend": ("ringcomm", "gloo"),
+        "dtype": BY_NAME,
+        "inplace": ("no", "yes"),
+        "start": ("given", "in order"),
+        **{axis: values for axis, values in OPTION_AXES.items() if axis != "padding"},
+    },
+    {"inplace": ("yes",), "reduction": ("none",)},
+    {
+        "start": ("in order",),
+        "layout": tuple(name for name, places in LAYOUTS.items() if places != sorted(places)),
+    },
+)
 
 
-def check_layout(rank: int, layout: Layout) -> list[bytes]:
+def check_layout(rank: int, layout: Layout, cases: list[Case], device: str) -> list[bytes]:
     bits = []
-    for options, dtype, inplace in itertools.product(OPTIONS, DTYPES, (False, True)):
-        if inplace and options.get("reduction") == "none":
-            continue
-        more = {"class_weight": class_weights(VOCAB_SIZE)} if options.get("class_weight") else {}
-        start = layout[rank][0]
+    for case in cases:
         bits += compare(
-            layout[rank], dtype, inplace=inplace, vocab_start=start, **{**options, **more}
+            *layout[rank],
+            BY_NAME[case["dtype"]],
+            place(device, rank),
+            inplace=case["inplace"] == "yes",
+            vocab_start=layout[rank][0] if case["start"] == "given" else None,
+            **options_of(case, VOCAB_SIZE),
         )
-    if [first for first, _ in layout] == sorted(first for first, _ in layout):
-        bits += compare(layout[rank], torch.bfloat16, label_smoothing=0.1)
     return bits
 
 
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, backend: str) -> None:
-    """Every option, and all ranks have the same bits."""
+def test_layouts(name: str, backend: str, device: str) -> None:
+    """Every pair of options, types and layouts, and all ranks have the same bits."""
+    cases = [c for c in CASES if (c["layout"], c["backend"]) == (name, backend)]
     layout = LAYOUTS[name]
-    results = run_ranks(len(layout), check_layout, layout, backend=backend)
+    results = run_ranks(len(layout), check_layout, layout, cases, device, backend=backend)
+    assert cases
     assert all(result == results[0] for result in results)
 
 
@@ -135,29 +147,31 @@ def check_subgroup(rank: int) -> None:
     for ranks in ([1, 2], [2], [0, 2]):
         group = dist.new_group(ranks)
         if rank in ranks:
-            layout = LAYOUTS["even" if len(ranks) == 2 else "alone"]
-            place = layout[ranks.index(rank)]
-            compare(place, torch.float32, group, vocab_start=place[0])
-            compare(place, torch.float32, group)
+            columns = LAYOUTS["even" if len(ranks) == 2 else "alone"][ranks.index(rank)]
+            compare(*columns, group=group, vocab_start=columns[0])
+            compare(*columns, group=group)
 
 
 def test_subgroups() -> None:
     run_ranks(3, check_subgroup)
 
 
+def even_loss(rank: int, logits: Tensor, target: Tensor, **options: Any) -> Any:
+    """Of shards of one size, in rank order."""
+    start = rank * logits.shape[-1]
+    return cross_entropy(logits, target, group=world(), vocab_start=start, **options)
+
+
 def check_error_bound(rank: int, num_shards: int) -> None:
     size = 3000
-    per_rank = -(-size // num_shards)
-    columns = slice(rank * per_rank, min(size, (rank + 1) * per_rank))
+    columns = slice(rank * size // num_shards, (rank + 1) * size // num_shards)
     target = random_targets((8,), size // 2 + 1)
-    for name, whole in loss_oracle.shapes_of_logits(8, size).items():
+    for name, whole in loss_oracle.hard_logits(8, size).items():
         for dtype, smoothing in itertools.product(DTYPES, (0.0, 0.1)):
             logits = whole.to(dtype)
             options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": "none"}
             own = logits[:, columns].clone().requires_grad_()
-            loss, outputs = cross_entropy(
-                own, target, group=world(), vocab_start=columns.start, outputs=["lse"], **options
-            )
+            loss, outputs = even_loss(rank, own, target, outputs=["lse"], **options)
             loss.sum().backward()
             assert own.grad is not None, name
             loss_oracle.assert_as_good_as_torch(
@@ -165,10 +179,9 @@ def check_error_bound(rank: int, num_shards: int) -> None:
             )
 
 
-@pytest.mark.parametrize("num_shards", [2, 3, 4])
-def test_error_bound(num_shards: int) -> None:
+def test_error_bound() -> None:
     """That of one process's torch, over the same logits."""
-    run_ranks(num_shards, check_error_bound, num_shards)
+    run_ranks(3, check_error_bound, 3)
 
 
 def check_not_finite(rank: int) -> None:
@@ -177,63 +190,40 @@ def check_not_finite(rank: int) -> None:
     whole[0, 1], whole[1, 6], whole[2], whole[3, 2] = torch.nan, torch.inf, -torch.inf, -torch.inf
     target = torch.tensor([5, 0, 0, 2, 3])
     own = whole[:, rank * 4 : rank * 4 + 4].clone().requires_grad_()
-    loss = cross_entropy(own, target, group=world(), vocab_start=rank * 4, reduction="none")
-    loss.sum().backward()
+    loss = even_loss(rank, own, target, reduction="none")
     theirs = whole.clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(theirs, target, reduction="none")
-    expected.sum().backward()
-    torch.testing.assert_close(loss, expected, equal_nan=True)
-    assert own.grad is not None
-    assert theirs.grad is not None
-    torch.testing.assert_close(
-        own.grad, theirs.grad[:, rank * 4 : rank * 4 + 4], rtol=1e-5, atol=1e-6, equal_nan=True
-    )
+    (grad,) = torch.autograd.grad(loss.sum(), own)
+    (wanted,) = torch.autograd.grad(expected.sum(), theirs)
+    close = torch.testing.assert_close
+    close(loss, expected, equal_nan=True)
+    close(grad, wanted[:, rank * 4 : rank * 4 + 4], rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_not_finite(backend: str) -> None:
-    run_ranks(2, check_not_finite, backend=backend)
+def test_not_finite() -> None:
+    run_ranks(2, check_not_finite)
 
 
-def check_nothing_counts(rank: int) -> None:
+def check_edges(rank: int) -> None:
     for num_tokens, dtype, inplace in itertools.product((0, 3), DTYPES, (False, True)):
         target = torch.full((num_tokens,), -100)
         logits = random_logits((num_tokens, 4), dtype).requires_grad_()
-        loss = cross_entropy(
-            logits * 1, target, group=world(), vocab_start=rank * 4, inplace=inplace
-        )
-        loss.backward()
+        loss = even_loss(rank, logits * 1, target, inplace=inplace)
+        (grad,) = torch.autograd.grad(loss, logits)
         assert loss.isnan()
-        assert logits.grad is not None
-        assert (logits.grad == 0).all()
-
-
-def test_nothing_counts() -> None:
-    run_ranks(2, check_nothing_counts)
-
-
-def check_ties(rank: int, layout: Layout) -> None:
-    """Of equal logits the first class is the largest, wherever it is."""
-    first, num_columns = layout[rank]
-    target = torch.arange(VOCAB_SIZE)
-    for lowest in (0, 20, 40):
-        whole = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+        assert (grad == 0).all()
+    # Of equal logits the first class is the largest, wherever it is.
+    target = torch.arange(12)
+    for lowest in (0, 3, 4, 11):
+        whole = torch.zeros(12, 12)
         whole[:, :lowest] = -1
-        logits = own_columns(whole, first, num_columns)
-        _, outputs = cross_entropy(
-            logits,
-            target,
-            group=world(),
-            vocab_start=first,
-            vocab_size=VOCAB_SIZE,
-            outputs=["accuracy"],
-        )
+        own = whole[:, 4 * rank : 4 * rank + 4]
+        _, outputs = even_loss(rank, own, target, outputs=["accuracy"])
         assert outputs["accuracy"].tolist() == (target == lowest).float().tolist()
 
 
-@pytest.mark.parametrize("name", ["alone", "reversed", "empty_first", "three"])
-def test_ties(name: str) -> None:
-    run_ranks(len(LAYOUTS[name]), check_ties, LAYOUTS[name])
+def test_nothing_counts_and_ties() -> None:
+    run_ranks(3, check_edges)
 
 
 # ---- what is exchanged
@@ -246,238 +236,24 @@ def calls() -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def check_exchange(rank: int, inplace: bool) -> None:
-    num_tokens, world_size = 50, dist.get_world_size()
-    target = torch.zeros(5, num_tokens // 5, dtype=torch.int64)
-    logits = random_logits((5, num_tokens // 5, 4)).requires_grad_()
+    world_size = dist.get_world_size()
+    target = torch.zeros(5, 10, dtype=torch.int64)
+    logits = random_logits((5, 10, 4)).requires_grad_()
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": OUTPUTS}
     before = calls()
-    loss, _ = cross_entropy(
-        logits * 1,
-        target,
-        group=world(),
-        vocab_start=rank * 4,
-        label_smoothing=0.1,
-        z_loss=1e-3,
-        outputs=OUTPUTS,
-        inplace=inplace,
-    )
+    loss, _ = even_loss(rank, logits * 1, target, inplace=inplace, **options)
     after = calls()
     ((name, (num_calls, sent_bytes)),) = after.items() - before.items()
     old_calls, old_bytes = before.get(name, (0, 0))
     assert name[0] == "all_reduce"
     assert num_calls - old_calls == 1
-    num_bytes = 24 * num_tokens + 24
+    num_bytes = 24 * 50 + 24
     num_times = world_size - 1 if name[1] == "one_shot" else 2 * (world_size - 1) / world_size
     assert sent_bytes - old_bytes == num_times * num_bytes
     loss.backward()
     assert calls() == after
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "inplace"), [(2, True), (4, False)])
 def test_one_exchange(world_size: int, inplace: bool) -> None:
     run_ranks(world_size, check_exchange, inplace)
-
-
-# ---- torch's own checks
-
-
-def step(rank: int, inplace: bool, x: Tensor, target: Tensor) -> Any:
-    return cross_entropy(
-        x * 2, target, group=world(), vocab_start=5 * rank, inplace=inplace, outputs=OUTPUTS
-    )
-
-
-def check_compile(rank: int) -> None:
-    target = random_targets((2, 4), 10)
-    for inplace, dtype in itertools.product((False, True), (torch.float32, torch.float16)):
-        torch.compiler.reset()
-        results = []
-        for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-            leaf = random_logits((2, 4, 5), dtype, seed=rank).requires_grad_()
-            loss, outputs = call(rank, inplace, leaf, target)
-            loss.backward()
-            assert leaf.grad is not None
-            results.append([loss.detach(), leaf.grad, *outputs.values()])
-        for actual, expected in zip(*results, strict=True):
-            oracle.assert_equal(actual, expected)
-
-
-def test_compile() -> None:
-    run_ranks(2, check_compile, timeout_s=120)
-
-
-def check_opcheck(rank: int) -> None:
-    """On all ranks at once: opcheck calls an operator a fixed number of times."""
-    logits, target = random_logits((3, 5)), random_targets((3,), 10)
-    stats = _ops.softmax_stats(logits, target, None, 5 * rank, 10, -100, 1.0, 0.0, True, True)
-    torch.library.opcheck(_ops.merge_softmax_stats.default, (stats, world().group_name))
-
-
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_opcheck(backend: str) -> None:
-    run_ranks(2, check_opcheck, backend=backend, timeout_s=120)
-
-
-# ---- DTensor and modules
-
-
-def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
-    placements = [*[Replicate()] * (len(mesh_shape) - 1), Shard(-1)]
-    whole, target = random_logits((2, 3, vocab_size)), random_targets((2, 3), vocab_size)
-    expected = loss_oracle.evaluate(whole, target, label_smoothing=0.1)
-    for indices in (target, distribute_tensor(target, mesh, [Replicate()] * len(mesh_shape))):
-        logits = distribute_tensor(whole, mesh, placements).requires_grad_()
-        result = cross_entropy(logits, indices, label_smoothing=0.1, outputs=OUTPUTS)
-        result[0].backward()
-        grad = logits.grad
-        assert isinstance(grad, DTensor)
-        assert grad.placements == (*placements[:-1], Shard(2))
-        loss_oracle.assert_close(result, grad.full_tensor(), expected)
-    module = nn.CrossEntropyLoss(label_smoothing=0.1, inplace=True)
-    loss_oracle.assert_within(module(logits * 1, target), expected.loss, torch.tensor(1e-5), "loss")
-    padded = distribute_tensor(torch.cat([whole, whole + 50], -1), mesh, placements)
-    loss = cross_entropy(padded, target, vocab_size=vocab_size, label_smoothing=0.1)
-    loss_oracle.assert_within(loss, expected.loss, torch.tensor(1e-5), "loss")
-    replicated = distribute_tensor(whole, mesh, [Replicate()] * len(mesh_shape))
-    torch.testing.assert_close(cross_entropy(replicated, target), cross_entropy(whole, target))
-
-    def local(tensor: Tensor, placement: Any) -> DTensor:
-        return DTensor.from_local(tensor, mesh, [*placements[:-1], placement])
-
-    part = torch.zeros(2, 3, 1)
-    for words, args, options in (
-        ("leaf", (logits, target), {"inplace": True}),
-        ("bring their group", (logits, target), {"group": world()}),
-        ("bring their group", (logits, target), {"vocab_start": 0}),
-        ("sharded in their last", (local(part, Shard(0)), target), {}),
-        ("sharded in their last", (local(part, Partial()), target), {}),
-        ("targets are replicated", (logits, local(target, Shard(0))), {}),
-    ):
-        with pytest.raises(ValueError, match=words):
-            cross_entropy(*args, **options)
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "vocab_size"), [((1,), 9), ((2,), 41), ((3,), 41), ((4,), 5), ((2, 2), 7)]
-)
-def test_dtensor(mesh_shape: tuple[int, ...], vocab_size: int) -> None:
-    """Of 5 classes the fourth rank has none."""
-    world_size = 1
-    for size in mesh_shape:
-        world_size *= size
-    run_ranks(world_size, check_dtensor, mesh_shape, vocab_size)
-
-
-def check_module(rank: int) -> None:
-    whole, target, weight = random_logits((6, 9)), random_targets((6,), 9), class_weights(9)
-    sizes, firsts = [4, 6], [0, 4]  # one column of padding
-    logits = own_columns(whole, firsts[rank], sizes[rank])
-    module = nn.CrossEntropyLoss(weight, group=world(), num_columns=sizes[rank], z_loss=1e-3)
-    expected = loss_oracle.evaluate(whole, target, class_weight=weight, z_loss=1e-3)
-    before = calls()
-    for _ in range(2):
-        loss_oracle.assert_within(module(logits, target), expected.loss, torch.tensor(1e-5), "loss")
-    assert {name[0] for name, _ in calls().items() - before.items()} == {"all_reduce"}
-    with pytest.raises(ValueError, match="num_columns"):
-        nn.CrossEntropyLoss(group=world())
-
-
-def test_module() -> None:
-    run_ranks(2, check_module)
-
-
-# ---- bad calls
-
-
-def check_wrong(rank: int, layout: Layout, options: dict[str, Any], words: str) -> None:
-    first, num_columns = layout[rank]
-    own = {
-        name: value[rank] if isinstance(value, list) else value for name, value in options.items()
-    }
-    target = torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=words):
-        cross_entropy(torch.zeros(3, num_columns), target, group=world(), vocab_start=first, **own)
-    loss = cross_entropy(torch.zeros(3, 4), target, group=world(), vocab_start=4 * rank)
-    torch.testing.assert_close(loss, torch.tensor(4.0 * len(layout)).log())
-
-
-TWO: Layout = [(0, 4), (4, 4)]
-
-
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-@pytest.mark.parametrize(
-    ("layout", "options", "words"),
-    [
-        ([(0, 4), (0, 4)], {}, "8 classes together.*vocab_start"),
-        ([(4, 4), (4, 4)], {}, "8 classes together.*vocab_start"),
-        ([(0, 4), (5, 4)], {}, "8 classes together.*vocab_start"),
-        ([(1, 4), (5, 4)], {}, "8 classes together.*vocab_start"),
-        ([(0, 5), (4, 4)], {}, "9 classes together.*vocab_start"),
-        ([(0, 4), (2, 4), (8, 4)], {}, "12 classes together.*vocab_start"),
-        ([(1, 2), (1, 2)], {}, "4 classes together.*vocab_start"),
-        ([(0, 0), (0, 0)], {}, "have 0 classes"),
-        (TWO, {"vocab_size": 9}, "8 classes of the vocabulary's 9"),
-        (TWO, {"vocab_size": [8, 7]}, "differ in vocab_size"),
-        (TWO, {"vocab_size": [None, 8]}, "differ in vocab_size"),
-        (TWO, {"outputs": [["entropy"], []]}, "differ in .*outputs"),
-        (TWO, {"softcap": [None, 2.0]}, "differ in .*softcap"),
-        (TWO, {"label_smoothing": [0.0, 0.1]}, "differ in .*label_smoothing"),
-        ([*TWO, (8, 4)], {"logit_scale": [1.0, 1.0, 2.0]}, "differ in .*logit_scale"),
-    ],
-)  # fmt: skip
-def test_wrong_shards(layout: Layout, options: dict[str, Any], words: str, backend: str) -> None:
-    """ValueError on all ranks, and the group works on."""
-    run_ranks(len(layout), check_wrong, layout, options, words, backend=backend)
-
-
-def check_wrong_targets(rank: int) -> None:
-    for bad in (8, -1):
-        with pytest.raises(IndexError, match=f"target 1 is {bad}, and there are 8"):
-            cross_entropy(
-                torch.zeros(2, 4), torch.tensor([0, bad]), group=world(), vocab_start=4 * rank
-            )
-    for words, options in (
-        ("vocab_start is a number from 0 on, got -1", {"vocab_start": -1}),
-        ("got 0", {"vocab_start": 0, "vocab_size": 0}),
-        ("16777216.*got 99999999", {"vocab_start": 0, "vocab_size": 99_999_999}),
-        (
-            "9 classes, got shape",
-            {"vocab_start": 0, "vocab_size": 9, "class_weight": torch.ones(8)},
-        ),
-        ("know no group", {"vocab_start": 0}),
-    ):
-        target = torch.zeros(2, dtype=torch.int64)
-        if words == "know no group":
-            target = torch.zeros(2, 4)
-        with pytest.raises(ValueError, match=words):
-            cross_entropy(torch.zeros(2, 4), target, group=world(), **options)
-
-
-def test_wrong_arguments() -> None:
-    run_ranks(2, check_wrong_targets)
-
-
-def check_swapped(rank: int) -> None:
-    """A negative control: shards that add up, but are the other rank's, give another loss."""
-    whole, target = random_logits((6, 8)), random_targets((6,), 8)
-    own = whole[:, 4 * rank : 4 * rank + 4]
-    right = cross_entropy(own, target, group=world(), vocab_start=4 * rank)
-    wrong = cross_entropy(own, target, group=world(), vocab_start=4 - 4 * rank)
-    torch.testing.assert_close(right, cross_entropy(whole, target))
-    assert abs(wrong - right) > 0.1
-
-
-def test_swapped_shards() -> None:
-    run_ranks(2, check_swapped)
-
-
-def check_tokens(rank: int) -> None:
-    num_tokens = 3 + rank
-    target = torch.zeros(num_tokens, dtype=torch.int64)
-    with pytest.raises(MismatchError, match="softmax_stats"):
-        cross_entropy(torch.zeros(num_tokens, 4), target, group=world(), vocab_start=4 * rank)
-
-
-def test_different_numbers_of_tokens() -> None:
-    run_ranks(2, check_tokens, fresh=True)

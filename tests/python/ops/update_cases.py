@@ -1,16 +1,13 @@
-"""One table of cases for the Triton kernels of weight updates, compared with update_oracle.py.
+"""Cases for weight updates, on the CPU and by the Triton kernels, compared with update_oracle.py.
 
-The CPU operators are compared with the same oracle. Run as a script with TRITON_INTERPRET=1 it
-works through the table on CPU tensors, and prints what is wrong with each case as JSON;
-test_weight_update_triton.py runs the table on a GPU as well.
+Run as a script with TRITON_INTERPRET=1 it works through them by the kernels on CPU tensors, and
+prints what is wrong with each as JSON; test_triton.py runs them on a GPU as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import mmap
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +17,11 @@ import pytest
 import torch
 import update_oracle as oracle
 from torch import Tensor
-from triton_cases import check_promises
+from triton_scripts import interpret
 from update_oracle import BF16, FP16, FP32, Step
 
 import ringcomm.ops.updates.weight_update_cuda as launchers
-from ringcomm.ops.updates import arguments as update_plans
+from ringcomm.ops import triton_kernels as plans
 
 CANONICAL_NAN = 0x7FC0  # of bfloat16
 # Powers of two and their sums: of integers every sum and product is exact.
@@ -49,7 +46,8 @@ class Case:
     shift: int = 0  # elements between a 16-byte boundary and the weight
     num_tokens: int = 0
     strided: bool = False  # operands are parts of wider rows; a gradient has other strides
-    machine: update_plans.Machine = field(default=update_plans.Machine(True, 132))
+    is_special: bool = False  # every pair of infinities, NaN and numbers at the ends of types
+    machine: plans.Machine = field(default=plans.Machine(True, 132))
     padding_idx: int = -1
     index_dtype: torch.dtype = torch.int64
 
@@ -74,19 +72,23 @@ def named(op: str, shape: tuple[int, ...], **more: Any) -> Iterator[Case]:
         yield Case(name, op, shape, dtype, grad_dtype, step, is_split, **more)
 
 
+SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 3e38, -6e4, 1e-40, 65519.0]
 FAR = dataclasses.replace(RANDOM, first_elem=(5 << 32) - 7)
-ADDRESSED = update_plans.Machine(False, 132)
+ADDRESSED = plans.Machine(False, 132)
 CASES = [
     *named("sgd", (2500,)),
+    *named("sgd", (len(SPECIAL) ** 2,), is_special=True),
     *(Case(f"sgd-{n}", "sgd", (n,), step=RANDOM, shift=n % 5) for n in (0, 1, 7, 2048, 2051)),
+    Case("sgd-scalar", "sgd", (), FP32),
+    Case("sgd-4d", "sgd", (4, 6, 5, 3), strided=True, is_split=True),
     Case("sgd-shift-split", "sgd", (300, 7), is_split=True, shift=3),
     Case("sgd-transposed", "sgd", (40, 70), FP32, step=PLAIN, strided=True),
     Case("sgd-far", "sgd", (2050,), step=FAR, shift=1),
     *named("linear", (70, 72), num_tokens=33),
-    *named("linear", (70, 72), num_tokens=70, machine=ADDRESSED),
+    *list(named("linear", (70, 72), num_tokens=70, machine=ADDRESSED))[::3],
     *(
         Case(f"linear-{kind}-tile-{sms}", "linear", (140, 270), step=RANDOM, num_tokens=37,
-             machine=update_plans.Machine(kind == "described", sms))
+             machine=plans.Machine(kind == "described", sms))
         for kind in ("described", "addressed") for sms in (1, 4)
     ),
     Case("linear-ragged", "linear", (5, 7), FP32, step=CLIPPED, num_tokens=3),
@@ -131,156 +133,137 @@ def in_wider_rows(rows: Tensor) -> Tensor:
     return wide[:, 8:-8]
 
 
-class Placed:
-    """A weight, and its low, in buffers with something before and behind."""
-
-    def __init__(self, case: Case, device: str) -> None:
-        values = numbers(1, case.shape, case.dtype, is_whole=case.op == "linear")
-        if case.op in ("embedding", "adalomo"):
-            values = values.nan_to_num(1.0, 2.0, 3.0)
-        low = None
-        if case.is_split:
-            low = torch.randint(-(2**15), 2**15, case.shape).to(torch.int16)
-        self.weight = self._place(values, case, device, 77)
-        self.low = None if low is None else self._place(low, case, device, 77)
-        self.outside: list[Tensor]
-
-    def _place(self, values: Tensor, case: Case, device: str, filler: int) -> Tensor:
-        num_elems = values.numel()
-        buffer = torch.full([num_elems + case.shift + 9], filler, dtype=values.dtype).to(device)
-        self.outside = [*getattr(self, "outside", []), buffer[: case.shift], buffer[-9:]]
-        flat = buffer[case.shift : case.shift + num_elems]
-        flat.copy_(values.reshape(-1))
-        shape = case.shape
-        if case.strided and case.op == "sgd":
-            return flat.view(shape[::-1]).t()
-        return flat.view(shape)
-
-    def check(self, wanted: tuple[Tensor, Tensor | None]) -> None:
-        """The bits that are wanted, and the same as ever outside."""
-        for found, new in zip((self.weight, self.low), wanted, strict=True):
-            if found is None or new is None:
-                assert found is new is None
-                continue
-            torch.testing.assert_close(found.cpu(), new, rtol=0, atol=0, equal_nan=True)
-            if found.dtype == BF16:
-                is_nan = found.isnan().cpu()
-                assert bool((found.cpu().view(torch.int16)[is_nan] == CANONICAL_NAN).all())
-        assert all(bool((outside == 77).all()) for outside in self.outside)
+def placed(values: Tensor, case: Case, device: str) -> tuple[Tensor, Tensor]:
+    """Values of a weight in a buffer of 77s, and the buffer."""
+    num_elems, shape = values.numel(), case.shape
+    buffer = torch.full([num_elems + case.shift + 9], 77, dtype=values.dtype).to(device)
+    flat = buffer[case.shift : case.shift + num_elems]
+    flat.copy_(values.reshape(-1))
+    if case.strided and case.op == "sgd":
+        return flat.view(shape[::-1]).permute(*reversed(range(len(shape)))), buffer
+    return flat.view(shape), buffer
 
 
-def shape_of(case: Case) -> tuple[int, int]:
-    rows, cols = case.shape
-    return rows, cols
+def weight_of(case: Case) -> Tensor:
+    values = numbers(1, case.shape, case.dtype, is_whole=case.op == "linear")
+    if case.is_special:
+        values = torch.tensor(SPECIAL).repeat_interleave(len(SPECIAL)).to(case.dtype)
+    if case.op in ("embedding", "adalomo"):
+        values = values.nan_to_num(1.0, 2.0, 3.0)
+    return values
+
+
+def check_written(found: Tensor, new: Tensor, buffer: Tensor) -> None:
+    """The bits that are wanted, and nothing else in the buffer."""
+    torch.testing.assert_close(found.cpu(), new, rtol=0, atol=0, equal_nan=True)
+    if found.dtype == BF16:
+        is_nan = found.isnan().cpu()
+        assert bool((found.cpu().view(torch.int16)[is_nan] == CANONICAL_NAN).all())
+    found.fill_(77)
+    assert bool((buffer == 77).all())
 
 
 # ---- the operators
 
+Wanted = tuple[Tensor, Tensor | None]
+
 
 def run(case: Case, ops: Any, device: str) -> None:
     """AssertionError where the case's result is another than the oracle's."""
-    placed, step = Placed(case, device), case.step
-    given = (step.lr, step.weight_decay, step.scale, step.rounding_seed)
-    options = {"low": placed.low, "clip_value": step.clip_value}
-    before = [t if t is None else t.cpu() for t in (placed.weight, placed.low)]
-    assert before[0] is not None
-    version = placed.weight._version
-    if case.op == "sgd":
-        grad = numbers(2, case.shape, case.grad_dtype, is_whole=False)
-        wanted = oracle.sgd(before[0], grad, step, before[1])
-        there = grad.to(device)
-        ops.sgd_update_(placed.weight, there, *given, first_elem=step.first_elem, **options)
-    elif case.op == "linear":
-        wanted = run_linear(case, ops, device, placed, given, options)
-    elif case.op == "embedding":
-        wanted = run_embedding(case, ops, device, placed, given, options)
+    weight, buffer = placed(weight_of(case), case, device)
+    low = low_buffer = None
+    if case.is_split:
+        bits = torch.randint(-(2**15), 2**15, case.shape).to(torch.int16)
+        low, low_buffer = placed(bits, case, device)
+    before = weight.cpu().clone(), None if low is None else low.cpu().clone()
+    version = weight._version
+    update = {"sgd": run_sgd, "linear": run_linear, "embedding": run_embedding}.get(case.op)
+    step = case.step
+    if update is None:
+        new, new_low = run_adalomo(case, ops, weight, low)
     else:
-        wanted = run_adalomo(case, ops, device, placed)
-    placed.check(wanted)
-    assert placed.weight._version > version
+        given = (step.lr, step.weight_decay, step.scale, step.rounding_seed)
+        options = {"low": low, "clip_value": step.clip_value}
+        grad = update(case, ops, weight, given, options)
+        new, new_low = oracle.sgd(before[0], grad, step, before[1])
+    assert weight._version > version
+    check_written(weight, new, buffer)
+    if low is not None and new_low is not None and low_buffer is not None:
+        check_written(low, new_low, low_buffer)
 
 
-def run_linear(
-    case: Case, ops: Any, device: str, placed: Placed, given: Any, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    num_out, num_in = shape_of(case)
+def run_sgd(case: Case, ops: Any, weight: Tensor, given: Any, options: dict[str, Any]) -> Tensor:
+    """This and the others return the gradient that they have used."""
+    grad = numbers(2, case.shape, case.grad_dtype, is_whole=False)
+    if case.is_special:
+        grad = torch.tensor(SPECIAL).repeat(len(SPECIAL)).to(case.grad_dtype)
+    first_elem = case.step.first_elem
+    ops.sgd_update_(weight, grad.to(weight.device), *given, first_elem=first_elem, **options)
+    return grad
+
+
+def run_linear(case: Case, ops: Any, weight: Tensor, given: Any, options: dict[str, Any]) -> Tensor:
+    num_out, num_in = case.shape
     x = numbers(3, (case.num_tokens, num_in), case.grad_dtype, is_whole=True)
     grad_out = numbers(4, (case.num_tokens, num_out), case.grad_dtype, is_whole=True)
-    before = [t if t is None else t.cpu() for t in (placed.weight, placed.low)]
-    assert before[0] is not None
-    wanted = oracle.sgd(
-        before[0], oracle.linear_gradient(x, grad_out).float(), case.step, before[1]
-    )
+    grad = oracle.linear_gradient(x, grad_out).float()
     if case.strided:
         x, grad_out = in_wider_rows(x), in_wider_rows(grad_out)
     with pytest.MonkeyPatch.context() as patch:
-        real = case.machine if device == "cpu" else update_plans.machine_of(placed.weight.device)
+        real = plans.machine_of(weight.device) if weight.is_cuda else case.machine
         has_descriptors = case.machine.has_descriptors and real.has_descriptors
-        machine = update_plans.Machine(has_descriptors, case.machine.num_sms)
-        patch.setattr(update_plans, "machine_of", lambda device: machine)
-        ops.linear_sgd_update_(placed.weight, x.to(device), grad_out.to(device), *given, **options)
-    return wanted
+        machine = plans.Machine(has_descriptors, case.machine.num_sms)
+        patch.setattr(plans, "machine_of", lambda device: machine)
+        there = (x.to(weight.device), grad_out.to(weight.device))
+        ops.linear_sgd_update_(weight, *there, *given, **options)
+    return grad
 
 
 def run_embedding(
-    case: Case, ops: Any, device: str, placed: Placed, given: Any, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
+    case: Case, ops: Any, weight: Tensor, given: Any, options: dict[str, Any]
+) -> Tensor:
     """Some rows by many tokens, some by none."""
-    num_rows, width = shape_of(case)
+    num_rows, width = case.shape
     torch.manual_seed(5)
     ids = (torch.rand(2, case.num_tokens // 2) ** 2 * num_rows).to(case.index_dtype)
     grad_out = torch.randn(*ids.shape, width).to(case.grad_dtype)
-    before = [t if t is None else t.cpu() for t in (placed.weight, placed.low)]
-    assert before[0] is not None
-    dense = oracle.embedding_gradient(num_rows, ids, grad_out, case.padding_idx)
-    wanted = oracle.sgd(before[0], dense, case.step, before[1])
-    options = {**options, "padding_idx": case.padding_idx}
-    there = (ids.to(device), grad_out.to(device))
-    ops.embedding_sgd_update_(placed.weight, *there, *given, **options)
-    return wanted
+    there = (ids.to(weight.device), grad_out.to(weight.device))
+    options["padding_idx"] = case.padding_idx
+    ops.embedding_sgd_update_(weight, *there, *given, **options)
+    return oracle.embedding_gradient(num_rows, ids, grad_out, case.padding_idx)
 
 
-def run_adalomo(case: Case, ops: Any, device: str, placed: Placed) -> tuple[Tensor, Tensor | None]:
+def run_adalomo(case: Case, ops: Any, weight: Tensor, low: Tensor | None) -> Wanted:
     """The sums within 1e-6, the update to the last bit."""
-    step, (num_rows, num_cols) = case.step, shape_of(case)
+    step, (num_rows, num_cols) = case.step, case.shape
     torch.manual_seed(6)
     grad = torch.randn(num_cols, num_rows).t() if case.strided else torch.randn(case.shape)
-    grad = grad.to(case.grad_dtype)
     factors = torch.rand(num_rows), torch.rand(num_cols)
-    weight = oracle.to_fp32(placed.weight, placed.low).copy()
+    values = oracle.to_fp32(weight, low).copy()
+    grad = grad.to(case.grad_dtype)
     g = step.gradient(grad.float().numpy())
     u = g * factors[0].numpy()[:, None] * factors[1].numpy()
-    options = {"low": placed.low, "clip_value": step.clip_value}
-
-    sums = ops.square_sums(grad.to(device), step.scale, clip_value=step.clip_value)
-    for found, axis in zip(sums, (1, 0), strict=True):
-        close_sums(found, (g.astype(np.float64) ** 2).sum(axis))
-    there = (grad.to(device), *(factor.to(device) for factor in factors))
-    squares = ops.adalomo_squares(placed.weight, *there, step.scale, **options)
-    wanted_squares = [(values.astype(np.float64) ** 2).sum() for values in (u, weight)]
-    close_sums(squares, np.array(wanted_squares))
-
+    there = [tensor.to(weight.device) for tensor in (grad, *factors)]
+    options: dict[str, Any] = {"clip_value": step.clip_value}
+    sums = ops.square_sums(there[0], step.scale, **options)
+    options["low"] = low
+    squares = ops.adalomo_squares(weight, *there, step.scale, **options)
+    wide = g.astype(np.float64) ** 2
+    both = np.array([(v.astype(np.float64) ** 2).sum() for v in (u, values)])
+    for found, wanted in zip((*sums, squares), (wide.sum(1), wide.sum(0), both), strict=True):
+        assert found.dtype == FP32
+        np.testing.assert_allclose(found.cpu().double().numpy(), wanted, rtol=1e-6)
     size, decay = 0.3, 0.9
-    step_and_decay = torch.tensor([size, decay], device=device)
+    given = (*there, torch.tensor([size, decay], device=weight.device), step.scale)
     options["first_elem"] = step.first_elem
-    given = (*there, step_and_decay, step.scale, step.rounding_seed)
-    ops.adalomo_update_(placed.weight, *given, **options)
-    new = oracle.exact_fma(
-        u.reshape(-1), np.full(u.size, -size, np.float32), weight * np.float32(decay)
+    ops.adalomo_update_(weight, *given, step.rounding_seed, **options)
+    sizes = np.full(u.size, -size, np.float32)
+    new = oracle.exact_fma(u.reshape(-1), sizes, values * np.float32(decay))
+    seed, first = step.rounding_seed, step.first_elem
+    high, rest = oracle.rounded(
+        new, case.dtype, seed=seed, is_split=case.is_split, first_elem=first
     )
-    values, low = oracle.rounded(
-        new,
-        case.dtype,
-        seed=step.rounding_seed,
-        is_split=case.is_split,
-        first_elem=step.first_elem,
-    )
-    return values.view(case.shape), None if low is None else low.view(case.shape)
-
-
-def close_sums(found: Tensor, wanted: np.ndarray) -> None:
-    assert found.dtype == FP32
-    np.testing.assert_allclose(found.cpu().double().numpy(), wanted, rtol=1e-6)
+    return high.view(case.shape), None if rest is None else rest.view(case.shape)
 
 
 # ---- beside the table
@@ -320,59 +303,10 @@ def ids_out_of_range(ops: Any, device: str) -> None:
     assert torch.equal(buffer.cpu(), wanted)
 
 
-def bad_input(ops: Any, device: str) -> None:
-    """Refused before anything is launched."""
-    weight = torch.ones(4, 8, device=device, dtype=BF16)
-    grad, low = torch.ones_like(weight), torch.zeros_like(weight, dtype=torch.int16)
-    f32 = torch.ones(4, 8, device=device)
-    leaf = torch.ones(4, 8, device=device, requires_grad=True)
-    ids = torch.zeros(3, dtype=torch.int64, device=device)
-    rows, cols = torch.ones(4, device=device), torch.ones(8, device=device)
-    pair = torch.ones(2, device=device)
-    x, grad_out = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
-    sgd, linear, embedding = (
-        ops.sgd_update_,
-        ops.linear_sgd_update_,
-        ops.embedding_sgd_update_,
-    )
-    refused: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
-        (ValueError, sgd, (weight, grad[:3], 1.0, 0.0, 1.0), {}),
-        (TypeError, sgd, (weight, grad.double(), 1.0, 0.0, 1.0), {}),
-        (TypeError, sgd, (weight.double(), grad, 1.0, 0.0, 1.0), {}),
-        (ValueError, sgd, (weight[:, :7], grad[:, :7], 1.0, 0.0, 1.0), {}),
-        (ValueError, sgd, (weight, weight, 1.0, 0.0, 1.0), {}),
-        (ValueError, sgd, (leaf, f32, 1.0, 0.0, 1.0), {}),
-        (ValueError, sgd, (f32, grad, 1.0, 0.0, 1.0, 5), {}),
-        (ValueError, sgd, (f32, grad, 1.0, 0.0, 1.0), {"low": low}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, 1.0, 5), {"low": low}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, 1.0), {"low": low.t().contiguous().t()}),
-        (TypeError, sgd, (weight, grad, 1.0, 0.0, 1.0), {"low": low.int()}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, 1.0), {"clip_value": 0.0}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, 1.0), {"first_elem": -1}),
-        (ValueError, sgd, (weight, grad, -1.0, 0.0, 1.0), {}),
-        (ValueError, sgd, (weight, grad, 1.0, float("nan"), 1.0), {}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, float("inf")), {}),
-        (ValueError, sgd, (weight, grad, 1.0, 0.0, 1.0, -2), {}),
-        (ValueError, linear, (weight, x[:, :7], grad_out, 1.0, 0.0, 1.0), {}),
-        (ValueError, linear, (weight, x[:2], grad_out, 1.0, 0.0, 1.0), {}),
-        (TypeError, linear, (weight, x.half(), grad_out, 1.0, 0.0, 1.0), {}),
-        (ValueError, linear, (weight.t(), grad_out, x, 1.0, 0.0, 1.0), {}),
-        (ValueError, embedding, (weight, ids[:2], x, 1.0, 0.0, 1.0), {}),
-        (TypeError, embedding, (weight, ids.short(), x, 1.0, 0.0, 1.0), {}),
-        (ValueError, embedding, (weight, ids, x, 1.0, 0.0, 1.0), {"padding_idx": 4}),
-        (ValueError, ops.square_sums, (rows, 1.0), {}),
-        (ValueError, ops.adalomo_squares, (weight, grad, cols, rows, 1.0), {}),
-        (TypeError, ops.adalomo_update_, (weight, grad, rows, cols, pair.half(), 1.0), {}),
-        (ValueError, ops.adalomo_update_, (weight, grad, rows, cols, rows, 1.0), {}),
-    ]
-    for error, op, arguments, options in refused:
-        with pytest.raises(error, match="ringcomm: "):
-            op(*arguments, **options)
-    assert bool((weight == 1).all())
-
-
-BESIDES = (beyond_32_bits, ids_out_of_range, bad_input)
+BESIDES = (beyond_32_bits, ids_out_of_range)
 NAMES = [*(case.name for case in CASES), *(check.__name__ for check in BESIDES)]
+# The interpreter rounds a product before it adds, so that it overflows too early.
+INTERPRETED = [name for name in NAMES if "special" not in name]
 
 
 def check(name: str, ops: Any, device: str) -> None:
@@ -383,18 +317,5 @@ def check(name: str, ops: Any, device: str) -> None:
     return {beside.__name__: beside for beside in BESIDES}[name](ops, device)
 
 
-def main() -> None:
-    """All of them under the interpreter: what is wrong, by name."""
-    check_promises()
-    said = {}
-    for name in NAMES:
-        try:
-            check(name, launchers, "cpu")
-            said[name] = ""
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    json.dump(said, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    interpret(INTERPRETED, lambda name: check(name, launchers, "cpu"))

@@ -6,7 +6,8 @@ value (sums wrap around).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -94,3 +95,14 @@ def bits(tensor: Tensor) -> bytes:
     if tensor.numel() == 0:
         return b""
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+@contextmanager
+def num_threads(number: int) -> Iterator[None]:
+    """torch's threads within the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

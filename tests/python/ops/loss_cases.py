@@ -1,0 +1,199 @@
+"""Cases for cross-entropy's Triton kernels: the CPU's tests, and what is particular to a GPU.
+
+Run as a script with TRITON_INTERPRET=1 it works through them by the kernels on CPU tensors, and
+prints what is wrong with each as JSON. On a GPU test_triton.py runs `BESIDES`; the tests of the CPU
+run there themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import mmap
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import loss_oracle
+import pytest
+import test_cross_entropy as cpu_tests
+import torch
+from loss_oracle import options_of, random_logits, random_targets
+from torch import Tensor
+from triton_scripts import interpret
+
+import ringcomm.ops.losses.cross_entropy_cuda as launchers
+from ringcomm.ops import cross_entropy
+from ringcomm.ops.losses.token_losses_cuda import merge_gathered
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PLAIN: dict[str, str] = {}
+ALL = {
+    "weight": "some",
+    "smoothing": "0.1",
+    "z_loss": "0.01",
+    "softcap": "5",
+    "padding": "some",
+    "scale": "-0.7",
+}
+
+
+def check_in_place(size: int, dtype: torch.dtype, case: dict[str, str], device: str) -> None:
+    """Rows that begin anywhere: loss and gradient, and nothing else is written."""
+    options = options_of(case, size)
+    target = random_targets((3,), options.get("vocab_size", size))
+    buffer = torch.full((3, size + 9), 77.0, dtype=dtype, device=device)
+    rows = buffer[:, 2 : size + 2].copy_(random_logits((3, size), dtype))
+    expected = loss_oracle.evaluate(rows.cpu(), target, **options)
+    given = loss_oracle.on(device, options)
+    loss, outputs = cross_entropy(
+        rows, target.to(device), inplace=True, outputs=loss_oracle.OUTPUTS, **given
+    )
+    found = loss.cpu(), {name: value.cpu() for name, value in outputs.items()}
+    loss_oracle.assert_close(found, rows.cpu(), expected)
+    rows.fill_(77.0)
+    assert bool((buffer == 77.0).all()), "wrote outside of the rows"
+
+
+def in_place(ops: Any, device: str) -> None:
+    """Rows held in registers, up to the widest, and read twice."""
+    for size, dtype, case in (
+        *((size, BF16, PLAIN) for size in (1, 7, 8, 129, 1025, 32_768)),
+        *((size, dtype, ALL) for size in (7, 1025) for dtype in (FP32, BF16)),
+        (1000, FP32, {"reduction": "sum"}),
+        (33_001, FP32, ALL),
+        (40_001, BF16, PLAIN),
+    ):
+        check_in_place(size, dtype, case, device)
+
+
+def shards(ops: Any, device: str) -> None:
+    """Stats merged of shards, the later ones first, are those of whole rows."""
+    target = random_targets((5,), 1025).to(device)
+    for dtype, bounds, is_masked in (
+        (FP32, (0, 600, 1025), False),
+        (FP32, (0, 1, 1025, 1025), True),
+        (BF16, (0, 500, 501, 1025), True),
+    ):
+        logits = random_logits((5, 1025), dtype).to(device)
+        if is_masked:
+            logits[:, 350:] = -torch.inf
+
+        def stats_of(begin: int, end: int, rows: Any = logits) -> Tensor:
+            given = (begin, 1025, -100, 1.0, 0.0, not is_masked, True)  # noqa: B023
+            result: Tensor = ops.softmax_stats(rows[:, begin:end], target, None, *given)
+            return result
+
+        parts = [stats_of(*pair) for pair in reversed(list(itertools.pairwise(bounds)))]
+        merged, whole = merge_gathered(torch.cat(parts), len(parts))[:-1], stats_of(0, 1025)[:-1]
+        torch.testing.assert_close(merged[:, :5], whole[:, :5], rtol=4e-6, atol=2e-3)
+        assert torch.equal(*(s[:, 5].contiguous().view(torch.int32) for s in (merged, whole)))
+
+
+def beyond_32_bits(ops: Any, device: str) -> None:
+    """The last row begins 2 ** 31 elements behind the first."""
+    vocab, stride = 129, 2**30
+    if device == "cpu":  # three pages of it exist
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+        buffer = torch.frombuffer(mmap.mmap(-1, 5 << 30, flags=flags), dtype=BF16)
+    else:
+        buffer = torch.empty(5 << 29, dtype=BF16, device=device)
+    rows, target = buffer.as_strided([3, vocab], (stride, 1)), torch.tensor([1, 2, 3])
+    values = rows.copy_(random_logits((3, vocab), BF16)).cpu()
+    expected = loss_oracle.evaluate(values, target)
+    loss = cross_entropy(rows, target.to(device), inplace=True)
+    loss_oracle.assert_close((loss.cpu(), {}), rows.cpu(), expected)
+
+
+def no_class(ops: Any, device: str) -> None:
+    """A target out of range: NaN for its token alone, or an error that names it."""
+    logits = torch.randn(3, 20, device=device)
+    target = torch.tensor([3, 20, -100], device=device)
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy(leaf, target, reduction="none")
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    assert loss.isnan().tolist() == [False, True, False]
+    assert grad.isnan().tolist() == [[False] * 20, [True] * 20, [False] * 20]
+    rows = logits.clone()
+    options: dict[str, Any] = {"reduction": "sum", "inplace": True, "outputs": ["loss"]}
+    total, outputs = cross_entropy(rows, target, **options)
+    assert total.isnan()
+    assert outputs["loss"].isnan().tolist() == [False, True, False]
+    assert rows.isnan().tolist() == grad.isnan().tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RINGCOMM_CHECK_TARGETS", "1")
+        for inplace in (False, True):
+            with pytest.raises(IndexError, match="target 1 is 20, and there are 20 classes"):
+                cross_entropy(logits.clone(), target, inplace=inplace)
+        patch.setenv("RINGCOMM_CHECK_TARGETS", "yes")
+        with pytest.raises(ValueError, match="RINGCOMM_CHECK_TARGETS wants 0 or 1"):
+            cross_entropy(logits, target)
+    weight = torch.ones(6, device=device)
+    with pytest.raises(ValueError, match="one weight for each of the 5 classes"):
+        cross_entropy(logits[:, :6], target, class_weight=weight, vocab_size=5)
+
+
+def wrong_shards(ops: Any, device: str) -> None:
+    """Shards that do not fit together, or not with the vocabulary: NaN, or an error."""
+    logits, target = torch.randn(2, 20, device=device), torch.zeros(2, dtype=torch.int64).to(device)
+    # First class and softcap of each shard; the size that is asked for; what is said.
+    for parts, size, said in (
+        (((4, 0.0),), -1, "do not add up"),
+        (((0, 0.0), (0, 0.0)), -1, "do not add up"),
+        (((0, 0.0), (20, 3.0)), -1, "calls differ"),
+        (((0, 0.0), (20, 0.0)), 30, "40 classes of the vocabulary's 30"),
+    ):
+        found = [
+            ops.softmax_stats(logits, target, None, start, -1, -100, 1.0, softcap, False, False)
+            for start, softcap in parts
+        ]
+        stats = merge_gathered(torch.cat(found), len(found))
+        terms = (size, -100, 0.0, 0.0, "mean")
+        loss, _, denominator = ops.cross_entropy_loss(stats, target, None, None, *terms)
+        assert loss.isnan()
+        options = (0, size, -100, 1.0, 0.0, 0.0, 0.0)
+        grad = ops.cross_entropy_grad(loss, logits, target, None, stats, denominator, *options)
+        assert grad.isnan().all()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RINGCOMM_CHECK_TARGETS", "1")
+            with pytest.raises(ValueError, match=said):
+                ops.cross_entropy_loss(stats, target, None, None, *terms)
+
+
+BESIDES = {
+    check.__name__: check for check in (in_place, shards, beyond_32_bits, no_class, wrong_shards)
+}
+
+
+def hard_cases() -> list[dict[str, str]]:
+    """In fp32: the interpreter cuts numbers of 16 bits off."""
+    cases = cpu_tests.HARD_CASES
+    return [case for case in cases if case["size"] == "1000" and case["dtype"] == "fp32"]
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{
+        loss_oracle.named(case): partial(cpu_tests.test_against_float64, case, "cpu")
+        for case in cpu_tests.CASES
+    },
+    **{loss_oracle.named(case): partial(cpu_tests.test_error_bound, case) for case in hard_cases()},
+    **{
+        f"{value} {dtype}": partial(cpu_tests.test_not_finite, value, dtype)
+        for value, dtype in ((math.nan, FP32), (math.inf, BF16), (-math.inf, FP32))
+    },
+    "saturated": partial(cpu_tests.test_the_gradient_of_a_saturated_softcap, FP32),
+    "nothing counts": partial(cpu_tests.test_nothing_counts, True),
+    **{name: partial(check, launchers, "cpu") for name, check in BESIDES.items()},
+}
+INTERPRETED = list(CHECKS)
+
+
+def main() -> None:
+    loss_oracle.ROUNDING_ULPS = 1.01
+    importlib.import_module("ringcomm.ops.losses.cross_entropy")._ops = launchers  # type: ignore[attr-defined]
+    interpret(INTERPRETED, lambda name: CHECKS[name]())
+
+
+if __name__ == "__main__":
+    main()

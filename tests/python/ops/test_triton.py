@@ -1,0 +1,306 @@
+"""The Triton kernels and their launchers: interpreted, compiled for GPUs elsewhere, and on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import loss_cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import update_cases
+import update_oracle
+from ranks import run_ranks
+from triton_scripts import gpu, interpreted, needs_triton, run
+
+from ringcomm.ops import cross_entropy
+from ringcomm.ops import triton_kernels as plans
+from ringcomm.ops.arguments import rounding_key
+from ringcomm.ops.losses import cross_entropy_cuda, token_losses_cuda
+from ringcomm.ops.updates import weight_update_cuda
+
+CASES: dict[str, Any] = {"loss_cases": loss_cases, "update_cases": update_cases}
+_ops: Any = torch.ops.ringcomm
+
+
+# ---- interpreted
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("script", CASES)
+def test_interpreted_kernels_do_what_the_cpu_and_the_oracle_do(script: str) -> None:
+    said = interpreted(f"{script}.py")
+    assert sorted(said) == sorted(CASES[script].INTERPRETED)
+    assert {name: text for name, text in said.items() if text} == {}
+
+
+@pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
+def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
+    update_cases.check(name, _ops, "cpu")
+
+
+def _merged_by_both(rank: int) -> bool:
+    """Through the group's own backend, here Gloo, and then the kernel."""
+    torch.manual_seed(rank)
+    logits, target = torch.randn(5, 7 + rank), torch.tensor([0, 6, 8, -100, 14])
+    own = _ops.softmax_stats(logits, target, None, 7 * rank, -1, -100, 1.0, 0.0, True, True)
+    group = dist.distributed_c10d._get_default_group().group_name
+    wanted = _ops.merge_softmax_stats(own, group)
+    found = token_losses_cuda.merge_softmax_stats(own, group)
+    torch.testing.assert_close(found[:, :5], wanted[:, :5], rtol=1e-6, atol=1e-6)
+    return torch.equal(*(stats[:, 5].contiguous().view(torch.int32) for stats in (found, wanted)))
+
+
+@needs_triton
+def test_stats_merge_over_a_group() -> None:
+    env = {"TRITON_INTERPRET": "1"}
+    assert run_ranks(2, _merged_by_both, backend="gloo", env=env) == [True] * 2
+
+
+def test_cuda_has_every_operator_that_the_cpu_has() -> None:
+    for module in (cross_entropy_cuda, weight_update_cuda):
+        for name in dir(module):
+            if hasattr(getattr(_ops, name, None), "default"):
+                for key in ("CPU", "CUDA"):
+                    found = torch._C._dispatch_has_kernel_for_dispatch_key(f"ringcomm::{name}", key)
+                    assert found, (name, key)
+
+
+def test_keys_are_32_bits_of_all_of_a_seed() -> None:
+    keys = [rounding_key(seed) for seed in (0, 1, 1 << 32, (1 << 63) - 1)]
+    assert len(set(keys)) == 4
+    assert all(-(1 << 31) <= key < 1 << 31 for key in keys)
+    zero, mix = torch.zeros(1, dtype=torch.int64).numpy(), update_oracle.mix
+    wanted = update_oracle.random_bits(1 << 32, zero)[0]
+    assert mix(mix(zero ^ (keys[2] & 0xFFFFFFFF)))[0] >> 16 == wanted
+
+
+# ---- compiled
+
+# What multiplies 16-bit matrices, by architecture.
+TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+ON_TOKENS = ("merge_kernel", "loss_kernel", "count_kernel", "reduce_kernel")
+ONLY_SUMS = ("stats_kernel", "square_sums_kernel", "update_squares_kernel")
+
+
+def check_build(arch: int, build: dict[str, Any]) -> None:
+    kernel, purpose = build["kernel"], build["for"]
+    is_product = kernel in ("described_kernel", "addressed_kernel")
+    is_unaligned = purpose.startswith(("update 1001", "product 77")) and kernel != "sgd_kernel"
+    if kernel not in ON_TOKENS and not is_unaligned:
+        # Where rows of logits begin and end anywhere: no stride, lead or bound has a divisor.
+        assert "v4.b32" in build["loads"], build
+        if kernel not in ONLY_SUMS:
+            assert "v4.b32" in build["stores"], build
+    # 64 x 64 on sm_100 keeps some of its epilogue's addresses there, once a tile.
+    is_small = is_product and arch == 100
+    limit = 24 if is_small else 80 if purpose.startswith("loss") else 0
+    assert build["stack_bytes"] <= limit, build
+    # An SM has 1024 threads of the elementwise updates, or more.
+    is_elementwise = purpose.startswith("update") and not is_unaligned
+    assert build["registers"] <= (64 if is_elementwise else 255), build
+    # Of 227 KiB on sm_90 and sm_100; the addressed kernels run on GPUs that have 99.
+    assert build["shared_bytes"] <= (227 if kernel == "described_kernel" else 99) << 10, build
+    if is_product:
+        is_fp32 = purpose.endswith("fp32")
+        assert build["products"] == ([] if is_fp32 else [TENSOR_CORES[arch]]), build
+        if kernel == "addressed_kernel" and not is_unaligned:
+            # Two operands of all stages but two are in flight.
+            assert build["waits"] >= 2 * (build["stages"] - 2), build
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TENSOR_CORES)
+def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path: Path) -> None:
+    """As the launchers launch them: the kernels take their arguments."""
+    builds = json.loads(run("triton_builds.py", str(arch), TRITON_CACHE_DIR=str(tmp_path)))
+    for build in builds:
+        check_build(arch, build)
+    wanted = {*ON_TOKENS, *ONLY_SUMS, "grad_kernel", "stats_and_grad_kernel", "scale_kernel"}
+    wanted |= {"sgd_kernel", "embedding_kernel", "adalomo_kernel", "addressed_kernel"}
+    assert {build["kernel"] for build in builds} == wanted | (
+        {"described_kernel"} if arch >= 90 else set()
+    )
+
+
+def test_plans_cover_a_row_with_as_many_threads_as_there_may_be() -> None:
+    for width in (0, 1, 31, 33, 4000, 16384, 32000, 32768, 32769, 50257, 128256):
+        for num_options in range(4):
+            held = plans.held_plan(width, num_options)
+            assert (held is None) == (width > max(8, 32 >> num_options) * 1024)
+            assert held is None or held.block >= width
+        for element_bytes in (2, 4):
+            for plan in (
+                plans.stats_plan(width),
+                plans.grad_plan(width, element_bytes),
+                plans.twice_plan(element_bytes),
+            ):
+                assert plan.block.bit_count() == plan.num_warps.bit_count() == 1
+                assert 1 <= plan.num_warps <= 32 <= plan.block
+
+
+def test_plans_give_most_sms_a_tile() -> None:
+    machine = plans.Machine(True, 132)
+    for size, wanted in ((4096, (128, 256)), (1536, (128, 128)), (64, (64, 64))):
+        plan = plans.linear_plan(size, size, 2, machine, True)
+        assert (plan.block_out, plan.block_in) == wanted, size
+    found = {plans.linear_plan(s, s, w, machine, False) for s in (64, 8192) for w in (2, 4)}
+    assert found == {*plans.ADDRESSED, *plans.ADDRESSED_FP32}
+
+
+def test_triton_is_imported_by_the_first_launch_and_asked_for_by_name() -> None:
+    script = """
+import sys, torch, ringcomm
+assert "triton" not in sys.modules
+sys.modules["triton"] = None
+from ringcomm.ops.losses import cross_entropy_cuda
+try:
+    cross_entropy_cuda.scale_(torch.ones(2, 2), torch.ones([]))
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install triton" in run("-c", script)
+
+
+# ---- on a GPU
+
+
+def captured(step: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a step and its results. A capture fails at the first wait for the device."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return graph, found
+
+
+def added_bytes(call: Any) -> int:
+    """What a call takes at most besides what is there."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+class TestLossOnGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("name", loss_cases.BESIDES)
+    def test_kernels_do_what_the_cpu_does(self, name: str) -> None:
+        loss_cases.BESIDES[name](_ops, "cuda")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(("offset", "spread"), [(0.0, 3.0), (1e4, 1.0), (0.0, 1e4)])
+    def test_errors_are_at_most_those_of_torch(
+        self, dtype: torch.dtype, offset: float, spread: float
+    ) -> None:
+        torch.manual_seed(3)
+        logits = (torch.randn(64, 32001, device="cuda") * spread + offset).to(dtype)
+        target = torch.randint(32001, [64], device="cuda")
+
+        def both(loss_of: Any, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = values.clone().requires_grad_()
+            loss = loss_of(rows, target, reduction="none")
+            (grad,) = torch.autograd.grad(loss.sum(), rows)
+            return loss.detach().double(), grad.double()
+
+        exact = both(F.cross_entropy, logits.double())
+        theirs, ours = both(F.cross_entropy, logits), both(cross_entropy, logits)
+        lse = float(logits.double().logsumexp(1).abs().max().clamp(min=1))
+        for mine, other, wanted, size in zip(ours, theirs, exact, (lse, 1.0), strict=True):
+            allowed = 1.5 * float((other - wanted).abs().max()) + 2 * 2**-23 * size
+            assert float((mine - wanted).abs().max()) <= allowed
+
+    @pytest.mark.parametrize("inplace", [False, True])
+    def test_nothing_waits_and_a_graph_repeats_it(self, inplace: bool) -> None:
+        static = torch.randn(300, 1001, device="cuda", dtype=torch.bfloat16)
+        target = torch.randint(1001, [300], device="cuda")
+        rows = torch.empty_like(static)
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            logits = rows.copy_(static).detach().requires_grad_()
+            given = logits * 1 if inplace else logits
+            loss = cross_entropy(given, target, inplace=inplace, z_loss=1e-4)
+            return loss, torch.autograd.grad(loss, logits)[0]
+
+        graph, found = captured(step)
+        for _ in range(2):
+            static.copy_(torch.randn_like(static))
+            graph.replay()
+            for a, b in zip(found, step(), strict=True):
+                assert torch.equal(a, b)
+
+    def test_in_place_needs_no_memory_for_the_gradient(self) -> None:
+        leaf = torch.randn(1024, 50257, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        rows, target = [leaf * 1, leaf * 1], torch.randint(50257, [1024], device="cuda")
+        assert added_bytes(lambda: cross_entropy(rows.pop(), target, inplace=True)) < 1 << 20
+
+
+class TestUpdatesOnGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("name", update_cases.NAMES)
+    def test_kernels_do_what_the_oracle_does(self, name: str) -> None:
+        update_cases.check(name, _ops, "cuda")
+
+    @pytest.mark.parametrize("rounding_seed", [-1, 7])
+    def test_nothing_waits_and_a_graph_repeats_it(self, rounding_seed: int) -> None:
+        start = torch.randn(256, 512, device="cuda").bfloat16()
+        weight, grad = start.clone(), torch.randn_like(start)
+        x = torch.randn(300, 512, device="cuda").bfloat16()
+        grad_out = torch.randn(300, 256, device="cuda").bfloat16()
+        ids = torch.randint(256, [300], device="cuda")
+        rows, cols = torch.rand(256, device="cuda"), torch.rand(512, device="cuda")
+        numbers = torch.tensor([1e-2, 0.99], device="cuda")
+        given = (1e-2, 0.1, 1.0, rounding_seed)
+
+        def step() -> tuple[torch.Tensor, ...]:
+            weight.copy_(start)
+            _ops.sgd_update_(weight, grad, *given)
+            _ops.linear_sgd_update_(weight, x, grad_out, *given)
+            _ops.linear_sgd_update_(weight, x, grad_out, *given, clip_value=1.0)
+            _ops.embedding_sgd_update_(weight, ids, x, *given)
+            sums = _ops.square_sums(grad, 1.0)
+            squares = _ops.adalomo_squares(weight, grad, rows, cols, 1.0)
+            _ops.adalomo_update_(weight, grad, rows, cols, numbers, 1.0, rounding_seed)
+            return weight.clone(), *sums, squares
+
+        graph, found = captured(step)
+        for _ in range(2):
+            grad.copy_(torch.randn_like(grad))
+            graph.replay()
+            replayed = [result.clone() for result in found]
+            for a, b in zip(replayed, step(), strict=True):
+                assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("shape", [(8192, 4096, 4096), (1000, 1032, 776), (77, 1001, 333)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_a_product_is_as_exact_as_its_sum_in_fp32(
+        self, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        tokens, num_out, num_in = shape
+        torch.manual_seed(1)
+        x = torch.randn(tokens, num_in, device="cuda").to(dtype)
+        grad_out = torch.randn(tokens, num_out, device="cuda").to(dtype)
+        weight = torch.randn(num_out, num_in, device="cuda")
+        wanted = weight.double() - 0.5 * (grad_out.double().t() @ x.double())
+        _ops.linear_sgd_update_(weight, x, grad_out, 0.5, 0.0, 1.0, clip_value=1e9)
+        # Tensor cores of Hopper keep some bits less than fp32 has within a block of tokens.
+        assert float((weight.double() - wanted).abs().max()) <= 1e-5 * tokens**0.5 * 30
+
+    def test_a_product_needs_no_memory_for_the_gradient(self) -> None:
+        weight = torch.zeros(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(512, 4096, device="cuda").bfloat16()
+        given = (weight, x, x, 1e-2, 0.0, 1.0, 7)
+        assert added_bytes(lambda: _ops.linear_sgd_update_(*given)) < 1 << 20

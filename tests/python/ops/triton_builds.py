@@ -1,0 +1,176 @@
+"""Compiles what the launchers launch for a GPU that is not here.
+
+As a script: python triton_builds.py ARCH prints as JSON a list of builds: the kernel, what it was
+launched for, global loads and stores, registers per thread, bytes of stack (spills) and of shared
+memory, and how products of matrices are made. Nothing is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from ringcomm.ops import triton_kernels as plans
+from ringcomm.ops.losses import cross_entropy_cuda as losses
+from ringcomm.ops.losses.token_losses_cuda import merge_gathered
+from ringcomm.ops.updates import weight_update_cuda as updates
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compile_instead_of_launching(arch: int, seen: Callable[[str, Any], None]) -> None:
+    """From now on a launch compiles, and tells `seen` the kernel's name and what was compiled."""
+
+    class Driver:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            seen(kernel.fn.__name__, kernel.run(*args, grid=grid, warmup=True, **options))
+
+        return launch
+
+    triton.runtime.driver.set_active(Driver())
+    JITFunction.__getitem__ = compile_only
+
+
+def accesses(kind: str, ptx: str) -> list[str]:
+    """The widths of global accesses: b16, v4.b32."""
+    found = re.findall(rf"\b{kind}\.global[\w.:]*?\.((?:v\d\.)?[a-z]\d+)\b", ptx)
+    return sorted(set(found))
+
+
+def report(compiled: Any) -> dict[str, Any]:
+    ptx = compiled.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack_bytes = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
+    return {
+        "loads": accesses("ld", ptx),
+        "stores": accesses("st", ptx),
+        "registers": int(registers),
+        "stack_bytes": int(stack_bytes),
+        "shared_bytes": compiled.metadata.shared,
+        "stages": compiled.metadata.num_stages,
+        "waits": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
+        "products": [kind for kind, instruction in PRODUCTS.items() if instruction in ptx],
+    }
+
+
+# ---- launches
+
+
+def launch_loss(vocab: int, dtype: torch.dtype, weight: Tensor | None) -> None:
+    """Every operator of the losses on three tokens: all options, or none of them."""
+    logits, target = torch.zeros(3, vocab, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+    wants = weight is not None
+    terms = (0.1 if wants else 0.0, 0.0)
+    options = (vocab, -100, 1.0, 30.0 if wants else 0.0)
+    stats = losses.softmax_stats(logits, target, weight, 0, *options, wants, wants)
+    merge_gathered(torch.cat([stats, stats]), 2)
+    given = (target, weight, None, vocab, -100, *terms, "mean")
+    denominator = losses.cross_entropy_loss(stats, *given)[2]
+    upstream = torch.ones([])
+    after = (target, weight, stats, denominator, 0, *options, *terms)
+    losses.cross_entropy_grad(upstream, logits, *after)
+    losses.cross_entropy_grad_(upstream, logits, *after)
+    losses.cross_entropy_and_grad_(logits, target, weight, None, *options, *terms, "mean", wants)
+    losses.scale_(logits, denominator)
+
+
+def launch_updates(
+    width: int, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, is_split: bool
+) -> None:
+    """Every operator of the updates but products, on a matrix of four rows."""
+    weight, grad = torch.zeros(4, width, dtype=dtype), torch.zeros(4, width, dtype=grad_dtype)
+    low = torch.zeros(4, width, dtype=torch.int16) if is_split else None
+    given = (0.1, 0.0, 1.0, seed)
+    updates.sgd_update_(weight, grad, *given, low=low)
+    ids = torch.zeros(4, dtype=torch.int64)
+    for weight_decay in (0.0, 0.1):
+        updates.embedding_sgd_update_(weight, ids, grad, 0.1, weight_decay, 1.0, seed, low=low)
+    rows, cols = torch.ones(4), torch.ones(width)
+    updates.square_sums(grad, 1.0)
+    updates.adalomo_squares(weight, grad, rows, cols, 1.0, low=low)
+    updates.adalomo_update_(weight, grad, rows, cols, torch.ones(2), 1.0, seed, low=low)
+
+
+def launch_product(
+    size: int, dtype: torch.dtype, has_descriptors: bool, is_split: bool = False
+) -> None:
+    plans.machine_of = lambda device: plans.Machine(has_descriptors, 132)  # type: ignore[assignment]
+    weight = torch.zeros(size, size, dtype=BF16)
+    x = torch.zeros(16, size, dtype=dtype)
+    low = torch.zeros_like(weight, dtype=torch.int16) if is_split else None
+    seed = -1 if is_split else 5
+    updates.linear_sgd_update_(weight, x, x.clone(), 0.1, 0.0, 1.0, seed, low=low)
+
+
+def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What each is for. Other GPUs than the H200 get the kinds that differ there."""
+    is_short = arch != 90
+    # Rows that are read twice, held by a whole SM, and by a few warps of an odd length.
+    for vocab in (128256, 1001) if is_short else (128256, 32000, 1001):
+        for dtype in (BF16,) if is_short else (BF16, FP32):
+            for weight in (None, torch.ones(vocab)):
+                name = f"loss {vocab} {dtype} {'plain' if weight is None else 'all options'}"
+                yield name, partial(launch_loss, vocab, dtype, weight)
+    kinds = [(BF16, BF16, 5, False), (BF16, BF16, -1, True), (BF16, FP32, 5, False)]
+    if not is_short:
+        kinds += [(FP32, BF16, -1, False), (FP16, FP16, -1, False)]
+    for width in (4096, 1001):
+        for kind in kinds[: 1 if width == 1001 else None]:
+            yield f"update {width} {kind}", partial(launch_updates, width, *kind)
+    # Large tiles, small ones, and rows that descriptors cannot describe.
+    for size in (4096, 64, 77):
+        yield f"product {size} 16 bits", partial(launch_product, size, BF16, arch >= 90)
+    yield "product 4096 split", partial(launch_product, 4096, BF16, arch >= 90, is_split=True)
+    yield "product 4096 addressed", partial(launch_product, 4096, BF16, False)
+    yield "product 4096 fp32", partial(launch_product, 4096, FP32, arch >= 90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("arch", type=int, help="80, 90 or 100")
+    arch = parser.parse_args().arch
+    builds: dict[Any, dict[str, Any]] = {}
+    current = {"for": ""}
+
+    def seen(kernel: str, compiled: Any) -> None:
+        if compiled.hash not in builds:
+            builds[compiled.hash] = {"kernel": kernel, **current, **report(compiled)}
+
+    compile_instead_of_launching(arch, seen)
+    for name, launch in launches(arch):
+        current["for"] = name
+        launch()
+    print(json.dumps(list(builds.values())))
+
+
+if __name__ == "__main__":
+    main()
