@@ -19,20 +19,29 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-Uses = list[tuple[Tensor, Tensor]]
+from ringcomm.optim.gradients import Uses
 
 
 class Handle:
-    """Where the uses of one weight gather."""
+    """Where the uses of one weight gather.
+
+    Args:
+        module: the layer.
+        deliver: gets all uses of a backward pass.
+
+    Attributes:
+        num_forwards: uses that may still deliver.
+    """
 
     def __init__(self, module: nn.Module, deliver: Callable[[Uses], None]) -> None:
-        """`deliver` gets all uses of a backward pass, as (input, grad_out), tokens first."""
-        self.module = module
-        self.num_forwards = 0
-        """Uses that may still deliver."""
-        self._deliver = deliver
-        self._uses: Uses = []
+        self.module, self._deliver = module, deliver
         self._token: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what has not been delivered: a backward pass that failed."""
+        self._uses: Uses = []
+        self.num_forwards = 0
 
     def token(self, device: torch.device) -> Tensor:
         """The leaf in the weight's place, where the weight is now."""
@@ -40,7 +49,14 @@ class Handle:
             self._token = torch.zeros([], device=device, requires_grad=True)
             # Python's collector does not see through a tensor's hooks: no circle of references.
             told = weakref.ref(self)
-            self._token.register_post_accumulate_grad_hook(lambda token: _complete(told(), token))
+
+            def complete(token: Tensor) -> None:
+                token.grad = None
+                if (handle := told()) is not None:
+                    uses, handle._uses = handle._uses, []
+                    handle._deliver(uses)
+
+            self._token.register_post_accumulate_grad_hook(complete)
         self.num_forwards += 1
         return self._token
 
@@ -49,22 +65,6 @@ class Handle:
         assert self._token is not None
         self._uses.append((given, grad_out))
         return self._token.detach()
-
-    def forget(self) -> None:
-        """Drops what has not been delivered: a backward pass that failed."""
-        self._uses = []
-        self.num_forwards = 0
-
-    def complete(self) -> None:
-        """Called once all uses of a backward pass have come."""
-        uses, self._uses = self._uses, []
-        self._deliver(uses)
-
-
-def _complete(handle: Handle | None, token: Tensor) -> None:
-    token.grad = None
-    if handle is not None:
-        handle.complete()
 
 
 _handles = WeakIdKeyDictionary()
@@ -169,10 +169,9 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def is_fusable(module: nn.Module) -> bool:
-    """Whether `fuse` knows the module: torch's own class, with nothing that needs the gradient."""
-    weight = module._parameters.get("weight")
-    if type(module) not in _FUSED or weight is None or isinstance(weight, DTensor):
+def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether this is torch's own class with that weight, and nothing needs the gradient."""
+    if type(module) not in _FUSED or module.weight is not weight or isinstance(weight, DTensor):
         return False
     return not isinstance(module, nn.Embedding) or (
         module.max_norm is None and not module.scale_grad_by_freq

@@ -1,4 +1,4 @@
-"""LOMO: SGD whose gradients are consumed while the backward pass makes them."""
+"""LOMO: SGD whose gradients are consumed while the backward pass makes them; and AdaLomo."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ringcomm.ops.updates.adalomo import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.slot import Slot
-from ringcomm.optim.step_options import StepArguments, StepOptions
-from ringcomm.optim.turns import Replicas
+from ringcomm.optim.options import StepArguments, StepOptions
+from ringcomm.optim.slot import Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
 
@@ -69,10 +70,9 @@ class Lomo(InBackwardOptimizer):
             fully_shard or ringcomm.parallel.WeightShards, whose gradients are reduced to their
             owner's shard. In a job of several ranks replicated weights need a group, such as
             dist.group.WORLD; "none" has this rank train a model of its own.
+        mesh: a DeviceMesh of one dimension in place of a group.
         overlap: let the backward pass go on while a gradient is reduced; it then lives until its
             sum is there, two of the largest at most. None: where the ranks are not on CPUs.
-        splits: plain weights of which this rank holds one of several parts (tensor parallelism),
-            with how; norms count every part once. DTensors say it themselves.
         stochastic_rounding: round bfloat16 weights up or down by chance, on average right, so that
             small updates are not lost; no memory.
         master: "split" keeps what bfloat16 weights lack of fp32 in 2 more bytes a weight, exactly.
@@ -118,66 +118,186 @@ class Lomo(InBackwardOptimizer):
         model: nn.Module | None = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr is a positive number, got {lr!r}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay is 0 or more, got {weight_decay!r}")
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        return self._new_low(slot)
+        return {}
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
-        """See gradient_path.Updater."""
+        """See InBackwardOptimizer."""
         decay = self._group_of(slot)["weight_decay"]
         scalars = (self._lr_of(slot), decay, factor, self._rounding_seed(slot))
-        low, clip_value = self.state[slot.param].get("low"), self.options.clip_grad_value
-        weight = slot.local
+        weight, low = slot.local, self.state[slot.param].get("low")
+        options: dict[str, Any] = {"low": low, "clip_value": self.options.clip_grad_value}
         if isinstance(gradient, LinearGradient):
-            _ops.linear_sgd_update_(
-                weight, gradient.x, gradient.grad_out, *scalars, low=low, clip_value=clip_value
-            )
+            _ops.linear_sgd_update_(weight, *gradient.parts, *scalars, **options)
         elif isinstance(gradient, EmbeddingGradient):
-            _ops.embedding_sgd_update_(
-                weight,
-                gradient.indices,
-                gradient.grad_out,
-                *scalars,
-                low=low,
-                clip_value=clip_value,
-                padding_idx=gradient.padding_idx,
-            )
+            options["padding_idx"] = gradient.padding_idx
+            _ops.embedding_sgd_update_(weight, *gradient.parts, *scalars, **options)
         else:
-            _ops.sgd_update_(
-                weight,
-                gradient.dense(),
-                *scalars,
-                low=low,
-                clip_value=clip_value,
-                first_elem=slot.layout.first_elem,
-            )
+            options["first_elem"] = slot.layout.first_elem
+            _ops.sgd_update_(weight, gradient.dense(), *scalars, **options)
 
-    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
         """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
         options, weight = self.options, slot.local
-        if (
-            replicas.one_pass_name is None
-            or options.stochastic_rounding
-            or options.master is not None
-            or weight.device.type != "cpu"
-            or not weight.is_contiguous()
-        ):
+        is_rounded = options.stochastic_rounding or options.master is not None
+        if is_rounded or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
-        group = self._group_of(slot)
         _ops.reduce_scatter_update_all_gather_.lomo(
             weight,
             grad.contiguous(),
-            replicas.one_pass_name,
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
+            group_name,
+            lr=self._lr_of(slot),
+            weight_decay=self._group_of(slot)["weight_decay"],
             clip_value=options.clip_grad_value,
             average=True,
             grad_scale=factor,
         )
         return True
+
+
+class AdaLomo(InBackwardOptimizer):
+    """Updates by second moments inside the backward pass (Lv et al. 2023, arXiv 2310.10195).
+
+    In step t, with beta = 1 - t ** -0.8 and means over the rows and columns of a matrix:
+
+        R <- beta R + (1 - beta) (row means of G^2 + eps[0]), C likewise with column means
+        U = G / sqrt(R C / mean(R)),  U <- U / max(1, RMS(U) / clip_threshold)
+        s = lr * max(eps[1], RMS(W)), W <- (1 - s * weight_decay) W - s U
+
+    What is no matrix keeps a moment for each element. State: "exp_avg_sq_row" and "exp_avg_sq_col",
+    or "exp_avg_sq", float32. Of a linear layer's gradient one exists at a time.
+
+    Args:
+        model_or_params: as Lomo.
+        lr: the learning rate, relative to each weight's RMS; positive.
+        weight_decay: decoupled, relative likewise.
+        eps: added to squares of gradients; the least RMS of a weight.
+        clip_threshold: the largest RMS of an update.
+        decay_rate: the exponent of t in beta, negative.
+        model: as Lomo.
+        options: as Lomo.
+
+    Raises:
+        ValueError: as Lomo.
+
+    In the backward pass as Lomo.
+    """
+
+    def __init__(
+        self,
+        model_or_params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        model: nn.Module | None = None,
+        **options: Unpack[StepArguments],
+    ) -> None:
+        if not (min(eps) > 0 and clip_threshold > 0 and decay_rate < 0):
+            raise ValueError(
+                "eps and clip_threshold are positive and decay_rate is negative, got"
+                f" {eps}, {clip_threshold} and {decay_rate}"
+            )
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+        }
+        super().__init__(model_or_params, model, defaults, StepOptions(**options))
+
+    def _new_state(self, slot: Slot) -> dict[str, Tensor]:
+        rows, columns = slot.layout.matrix
+        device = slot.local.device
+        if not slot.layout.is_matrix:
+            return {"exp_avg_sq": torch.zeros(columns, device=device)}
+        return {
+            "exp_avg_sq_row": torch.zeros(rows, device=device),
+            "exp_avg_sq_col": torch.zeros(columns, device=device),
+        }
+
+    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+        """See InBackwardOptimizer."""
+        group, layout, local = self._group_of(slot), slot.layout, slot.local
+        lr, seed, clip_value = self._lr_of(slot), self._rounding_seed(slot), self._clip_value
+        low = self.state[slot.param].get("low")
+        # Weight, gradient, and the lower half of the weight, in the order of memory.
+        weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
+        low = None if low is None else _flat(low, local)
+        row_factor, column_factor = self._factors(slot, grad, factor)
+        squares = torch.zeros(2, device=weight.device)
+        for block in layout.blocks:
+            squares += _ops.adalomo_squares(
+                block.of(weight),
+                block.of(grad),
+                row_factor[block.rows],
+                column_factor[block.columns],
+                factor,
+                low=None if low is None else block.of(low),
+                clip_value=clip_value,
+            )
+        scalars = step_and_decay(
+            _summed(squares, layout) / max(1, layout.shape.numel()),
+            lr,
+            group["weight_decay"],
+            group["clip_threshold"],
+            group["eps"][1],
+        )
+        for block in layout.blocks:
+            _ops.adalomo_update_(
+                block.of(weight),
+                block.of(grad),
+                row_factor[block.rows],
+                column_factor[block.columns],
+                scalars,
+                factor,
+                seed,
+                low=None if low is None else block.of(low),
+                clip_value=clip_value,
+                first_elem=layout.first_elem + block.begin,
+            )
+
+    def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """Moves the moments on; what rows and columns of G are multiplied by to make U."""
+        group, state, layout = self._group_of(slot), self.state[slot.param], slot.layout
+        eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
+        num_rows, num_columns = layout.matrix
+        sums = torch.zeros(num_rows + num_columns, device=grad.device)
+        rows, columns = sums[:num_rows], sums[num_rows:]
+        for block in layout.blocks:
+            of_rows, of_columns = _ops.square_sums(
+                block.of(grad), factor, clip_value=self._clip_value
+            )
+            rows[block.rows] += of_rows
+            columns[block.columns] += of_columns
+        if not layout.is_matrix:
+            moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
+            return torch.ones(1, device=grad.device), moment.rsqrt()
+        _summed(sums, layout)
+        row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
+        column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
+        return matrix_factors(row, column)
+
+    @property
+    def _clip_value(self) -> float | None:
+        return self.options.clip_grad_value
+
+
+def _summed(sums: Tensor, layout: Layout) -> Tensor:
+    """Sums over this rank's part of a weight become those of the whole, in place. Collective."""
+    for group in layout.groups:
+        dist.all_reduce(sums, group=group)
+    return sums.div_(layout.num_copies)
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor's elements in the memory order of `like`, which is dense."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided([tensor.numel()], [1])

@@ -97,18 +97,13 @@ class ModelParts:
                 it is neither a DTensor nor whole.
             is_flat: whether the value of a whole weight has one dimension, as AdaLomo's moments of
                 what is no matrix.
-
-        Raises:
-            ValueError: AdaLomo's moments are of this rank's part of a weight alone.
         """
         value = value.detach()
         if span is None and (shards := find_shards(param)) is not None:
             span = shards.range_of(param)
         if not value.dim():
             return value
-        is_factor = param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1
-        if is_factor:
-            self._check_factor(value, param, key)
+        if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
         shape = param.shape
         if not is_flat or param.dim() == 1:
@@ -138,17 +133,6 @@ class ModelParts:
         whole = [*shape]
         whole[split.dim] = split.total
         return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
-
-    def _check_factor(self, value: Tensor, param: Any, key: str) -> None:
-        split = self._splits.get(param)
-        if split is None or split.total == param.shape[split.dim]:
-            return
-        dim = 0 if key.endswith("_row") else 1
-        if dim == split.dim and value.shape[0] != split.total:
-            raise ValueError(
-                f"{key} of {self.name_of[param]} is of this rank's part alone: AdaLomo(splits=...)"
-                " has the moments of the whole weight"
-            )
 
 
 def _shifted(box: Box, split: Split) -> Box:

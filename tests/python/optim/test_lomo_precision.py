@@ -63,9 +63,6 @@ def step_of(rank: int, how: str, options: dict[str, Any]) -> list[float]:
     for i in range(num_parts):
         value = FIRST + extra * rank if i == 0 else 1.0
         opt.backward(model(torch.full((1, 1), value, dtype=torch.bfloat16)))
-        if 0 < i < num_parts - 1 and "reduce_dtype" not in options:
-            with pytest.raises(RuntimeError, match="takes the gradient of layers"):
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step()
     found = []
     for param in model.parameters():
