@@ -13,33 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm.optim.slot import Groups, Slot
+from ringcomm.optim.slot import Slot
 from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, progress
 
 
 def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
-    """The weights whose gradient the backward pass that runs now will still bring.
-
-    Args:
-        slots: the weights in question.
-        arrived: the weight whose gradient has just come; None outside of a backward pass.
-    """
-    if arrived is None:
-        return set()
+    """The weights whose gradient this backward pass will still bring behind `arrived`, if any."""
     task = torch._C._current_graph_task_id()
-    return {slot for slot in slots if slot is not arrived and slot.will_come(task)}
+    return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
 
 
 class Replicas:
     """A data-parallel group, and the weights that it reduces in this pass, in one order.
 
     The order is that in which rank 0 got its gradients in its last pass, and in the first one the
-    reverse of the order in which its layers ran. A gradient that comes before its turn waits.
-
-    Args:
-        group: the ranks that have replicas.
-        overlap: whether the backward pass goes on while a gradient is reduced.
-        max_bytes: of the gradients that are being reduced at once.
+    reverse of the order in which its layers ran. A gradient that comes before its turn waits. With
+    `overlap` the backward pass goes on while at most `max_bytes` are reduced.
 
     Attributes:
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None
@@ -66,13 +55,9 @@ class Replicas:
         return not self._due
 
     def agree(self, slots: list[Slot], arrived: Slot | None) -> None:
-        """Begins a pass: all weights that have or will have a gradient on any rank take turns.
+        """Begins a pass: of all weights, those with a gradient on any rank take turns.
 
-        Args:
-            slots: all weights.
-            arrived: the weight whose gradient has just come; None outside of a backward pass.
-
-        Collective.
+        `arrived` is that whose gradient has just come; None outside of a backward pass. Collective.
         """
         self._keep_order(slots)
         self._awaited = _coming(slots, arrived)
@@ -116,10 +101,7 @@ class Replicas:
     # ---- reductions
 
     def average(self, grad: Tensor, done: Callable[[Tensor], None]) -> None:
-        """Has `done` called with the mean of all ranks' `grad`, which is overwritten.
-
-        Collective; equal bits on all ranks.
-        """
+        """Has `done` called with the mean of all ranks' `grad`, with equal bits. Collective."""
         if not self._overlap:
             dist.all_reduce(grad, dist.ReduceOp.AVG, self._group)
             done(grad)
@@ -164,18 +146,11 @@ class SameWeights:
     """Has all ranks of shards reduce the same weights at the same times, or none any.
 
     Gathers of weights lie between the gradients, so that ranks cannot wait for each other's turn.
-
-    Args:
-        groups: of a mesh, whose ranks share the weights.
-
-    Attributes:
-        slots: the weights.
-        has_agreed: whether the ranks have agreed since forget().
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self.slots: list[Slot] = []
+    def __init__(self, slots: list[Slot]) -> None:
+        """Slots are those of a mesh, whose ranks share the weights."""
+        self._slots = slots
         self._expected: set[Slot] = set()
         self.has_agreed = False
 
@@ -189,15 +164,10 @@ class SameWeights:
     def agree(self, arrived: Slot | None) -> None:
         """Compares which weights have or will get a gradient, in how many backward passes.
 
-        Args:
-            arrived: the weight whose gradient has just come; None outside of a backward pass.
-
-        Raises:
-            RuntimeError: on all ranks, where they differ; nothing has been written in this pass.
-
+        Raises RuntimeError on all ranks where they differ; nothing has been written in this pass.
         Collective.
         """
-        self._expected = _coming(self.slots, arrived)
+        self._expected = _coming(self._slots, arrived)
         task = torch._C._current_graph_task_id()
         mine = [
             progress(
@@ -205,13 +175,13 @@ class SameWeights:
                 is_coming=slot is arrived or slot in self._expected,
                 is_by_hand=slot.num_arrived == 0 and slot.has_grad,
             )
-            for slot in self.slots
+            for slot in self._slots
         ]
         check_same_gradients(
-            [slot.name for slot in self.slots],
+            [slot.name for slot in self._slots],
             mine,
-            self._groups,
-            self.slots[0].local.device,
+            self._slots[0].peers,
+            self._slots[0].local.device,
             who="WeightShards or fully_shard",
             instead="train replicas with group=",
         )

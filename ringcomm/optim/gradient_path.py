@@ -28,10 +28,6 @@ _engine: Any = torch.autograd.Variable._execution_engine
 class GradientPath:
     """Where all weights of an optimizer stand in a step.
 
-    Args:
-        optimizer: who writes the weights. It owns the path, so that this is a weak proxy.
-        options: of the optimizer.
-
     Attributes:
         slots: the weights, in the order of the parameter groups.
         replicas: whose gradients are averaged; None for one of a kind.
@@ -43,9 +39,9 @@ class GradientPath:
     """
 
     def __init__(self, optimizer: InBackwardOptimizer, options: StepOptions) -> None:
+        """`optimizer` writes the weights. It owns the path: this is a weak proxy."""
         self._optimizer, self._options = optimizer, options
-        self._mode, self._skips_layers = options.mode, options.overflow == "skip_layer"
-        self._num_parts = options.accumulation_steps
+        self._mode, self._num_parts = options.mode, options.accumulation_steps
         self.slots: list[Slot] = []
         self.replicas: Replicas | None = None
         self._same: dict[Groups, SameWeights] = {}
@@ -53,15 +49,13 @@ class GradientPath:
         self.loss_scale = LossScale(options.loss_scale) if options.loss_scale else None
         self.grad_norm: float | None = None
         self._pass = "plain"  # of a backward() with two passes: "facts", then "update"
-        self._factor = 1.0  # of the "update" pass
+        self._factor = 1.0  # of gradients that are applied in the backward pass
         self._forget_gradients()
 
     def watch_shards(self) -> None:
         """Called when all slots are here: those of one mesh agree on their gradients."""
-        self._same = {slot.peers: SameWeights(slot.peers) for slot in self.slots if slot.peers}
-        for slot in self.slots:
-            if slot.peers:
-                self._same[slot.peers].slots.append(slot)
+        for peers in {slot.peers: None for slot in self.slots if slot.peers}:
+            self._same[peers] = SameWeights([s for s in self.slots if s.peers == peers])
 
     @property
     def scale(self) -> float:
@@ -112,11 +106,7 @@ class GradientPath:
             self._complete(slot, gradient)
 
     def _count(self, slot: Slot) -> None:
-        """One more gradient of this weight.
-
-        Raises:
-            RuntimeError: that cannot be; nothing has been written for it.
-        """
+        """One more gradient. Raises RuntimeError before a write where that cannot be."""
         if self.loss_scale is not None and not self.is_scaled:
             raise RuntimeError("with a loss scale it is opt.scale(loss).backward()")
         self.check_pass()
@@ -175,11 +165,9 @@ class GradientPath:
             self._complete_replicas(self.replicas, slot, gradient.dense())
 
     def _complete_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor) -> None:
-        is_known = self._is_checked and self._mode == "immediate" and not self._skips_layers
-        if replicas.one_pass_name and (is_known or self._pass == "update"):
-            self.is_due = True
-            factor = self._factor if self._pass == "update" else 1 / self.scale
-            if self._optimizer.update_replicas(replicas.one_pass_name, slot, grad, factor):
+        if replicas.one_pass_name and (self._is_checked or self._pass == "update"):
+            self.is_due, name = True, replicas.one_pass_name
+            if self._optimizer.update_replicas(name, slot, grad, self._factor):
                 return
         replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
 
@@ -195,11 +183,7 @@ class GradientPath:
             with_norm = self._options.clip_grad_norm is not None
             self._facts.add(gradient, slot.parts, with_norm=with_norm)
             return
-        if self._skips_layers:
-            self._facts.add(gradient, slot.parts, with_norm=False)
-            if not gradient.is_finite():
-                return
-        elif mode == "immediate" and not self._is_checked:
+        if mode == "immediate" and not self._is_checked:
             # A loss that is NaN shows in the first gradient, before anything is written.
             if not gradient.is_finite():
                 raise RuntimeError(
@@ -207,8 +191,7 @@ class GradientPath:
                     " no weight has been written"
                 )
             self._is_checked = True
-        factor = self._factor if mode == "update" else 1 / self.scale
-        self._optimizer.update(slot, gradient, factor)
+        self._optimizer.update(slot, gradient, self._factor)
 
     def _hold(self, slot: Slot, gradient: Gradient) -> Gradient:
         """Keeps the gradient in the smaller of its forms, and returns that."""
@@ -230,9 +213,7 @@ class GradientPath:
     def two_passes(self, loss: Tensor) -> None:
         """Runs the backward pass for the facts, then to update.
 
-        Raises:
-            RuntimeError: a gradient is not finite, or compiled code has no second backward pass; no
-                weight has been written.
+        Raises RuntimeError before a write where a gradient is not finite.
         """
         uses = [slot.num_unseen_uses for slot in self.slots]
         try:
@@ -258,15 +239,12 @@ class GradientPath:
                 self.end_pass()
                 self._forget_agreements()
         finally:
-            self._pass = "plain"
+            self._pass, self._factor = "plain", 1.0
 
     def end_pass(self) -> None:
         """Completes what the backward pass has left: weights that had no gradient in all of it.
 
         Collective where ranks share the work: a rank without any gradient takes part.
-
-        Raises:
-            RuntimeError: gradients by hand with two passes, or as SameWeights.agree().
         """
         with exact(self.slots[0].param.device):
             if any(slot.has_grad for slot in self.slots):
@@ -287,12 +265,7 @@ class GradientPath:
             self.replicas.drain()
 
     def finish(self) -> bool:
-        """Applies what waits for the whole step; returns whether the step was made.
-
-        Raises:
-            RuntimeError: a gradient is not finite, and there is no loss scale; nothing of what
-                waited has been written.
-        """
+        """Applies what waits for the whole step; returns whether the step was made."""
         if not self.is_due:
             return False
         with exact(self.slots[0].param.device):
@@ -302,20 +275,14 @@ class GradientPath:
                     held, slot.held = slot.held, None
                     if factor is not None and held is not None:
                         self._optimizer.update(slot, held, factor)
-            elif self._skips_layers:
-                self._has_overflow = not self._facts.finish(self.axes, self._device)[1]
         if self.loss_scale is not None:
             self.loss_scale.update(self._has_overflow)
-        return self._skips_layers or not self._has_overflow
-
-    @property
-    def _device(self) -> torch.device:
-        return self.slots[0].local.device
+        return not self._has_overflow
 
     def _factor_of_facts(self) -> float | None:
         """What this step's gradients are multiplied by; None where it must not be made."""
         facts, self._facts = self._facts, StepFacts()
-        norm, is_finite = facts.finish(self.axes, self._device)
+        norm, is_finite = facts.finish(self.axes, self.slots[0].local.device)
         norm /= self.scale
         max_norm = self._options.clip_grad_norm
         if max_norm is not None:

@@ -41,9 +41,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         self._weights = ModelWeights(found, type(self).__name__)
         self._path = GradientPath(weakref.proxy(self), options)
         self._undo: list[Callable[[], Any]] = []
-        self._is_made = self._is_verified = False
+        self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
-        self._is_made = True
         self._manage()
         self._undo += self._weights.before_forward(weakref.WeakMethod(self.check_model))
         weakref.finalize(self, run_all, self._undo)
@@ -87,8 +86,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """Ends a step: applies what was deferred. All else has been applied in the backward pass.
 
         Raises:
-            RuntimeError: no loss scale, and a gradient that was deferred is not finite: nothing has
-                been written, and the gradients are dropped.
+            RuntimeError: no loss scale, and a deferred gradient is not finite: nothing has been
+                written, and the gradients are dropped.
             ValueError: a weight was replaced since the optimizer was made.
 
         Collective where gradients are reduced, or ranks hold parts of weights.
@@ -119,7 +118,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's."""
         super().add_param_group(param_group)
-        if self._is_made:
+        if self._path.slots:  # not in torch's constructor
             self._manage()
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,7 +212,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
-            path.replicas = _replicas_of(slots, options.group, options.overlap)
+            largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
+            on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
+            is_overlapped = not on_cpu if options.overlap is None else options.overlap
+            path.replicas = Replicas(options.group, is_overlapped, largest)
         _check_dtypes(slots, options)
         path.slots = slots
         for slot in new:
@@ -255,15 +257,6 @@ def _split_model(
     if not params:
         raise ValueError("the model has no parameter that requires grad")
     return model_or_params, params
-
-
-def _replicas_of(
-    slots: list[Slot], group: dist.ProcessGroup, is_overlapped: bool | None
-) -> Replicas:
-    largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
-    if is_overlapped is None:  # ranks on CPUs have no core to spare for it
-        is_overlapped = slots[0].param.device.type != "cpu"
-    return Replicas(group, is_overlapped, largest)
 
 
 def _check_dtypes(slots: list[Slot], options: StepOptions) -> None:

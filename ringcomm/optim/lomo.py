@@ -22,11 +22,11 @@ _ops: Any = torch.ops.ringcomm
 class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
-    A real torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(),
-    zero_grad(), schedulers, closures, state_dict. By default the weights are new when backward()
-    returns, and no more than one gradient has existed at a time; those of nn.Linear and
-    nn.Embedding never do, where the model is given and no ranks share the work. step() then only
-    counts. The learning rate is that of the moment of the backward pass.
+    A torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(), zero_grad(),
+    schedulers, closures, state_dict. By default the weights are new when backward() returns, and no
+    more than one gradient has existed at a time; those of nn.Linear and nn.Embedding never do,
+    where the model is given and no ranks share the work. step() then only counts. The learning rate
+    is that of the moment of the backward pass.
 
         opt = ringcomm.optim.Lomo(model, lr=1e-3)
         for batch in batches:
@@ -34,7 +34,7 @@ class Lomo(InBackwardOptimizer):
             opt.step()
             opt.zero_grad()
 
-    What must be known of the whole step before it is made costs memory or time:
+    Clipping by norm and a loss scale must know the whole step before it is made:
 
     - clip_mode="deferred" holds gradients until step(); of a layer (input, output's gradient) where
       that is smaller. In time next to nothing, in memory at most all gradients.
@@ -47,18 +47,18 @@ class Lomo(InBackwardOptimizer):
             torch.optim's parameter groups.
         lr: the learning rate, positive.
         weight_decay: decoupled; of an embedding's table, too, it decays all rows.
-        model: beside parameters or groups, the model they are in: for fusion and for names.
+        model: beside parameters or groups, the model they are in: for fusion, names, and layers of
+            tensor parallelism. In a job of several ranks it has to be given.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over
-            gradients of all ranks, as torch.nn.utils.clip_grad_norm_.
+            gradients of all ranks, as torch.nn.utils.clip_grad_norm_. Each element of a weight that
+            ranks share (tensor parallelism, DTensors, WeightShards) counts once.
         clip_grad_value: clamp each element to +-clip_grad_value instead.
-        clip_mode: "deferred" (the default) or "two_pass"; also for a loss scale with a veto.
+        clip_mode: "deferred" (the default) or "two_pass".
         max_held_bytes: the limit of what a deferred step holds; more is a RuntimeError before a
             weight is written. None for no limit.
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved on overflow, doubled
-            after 2000 good steps. The loop then is opt.scale(loss).backward().
-        overflow: what Inf or NaN in a scaled gradient does. "veto" (the default): no weight and no
-            state changes on any rank; costs what clip_mode says. "skip_layer": the weights that
-            have it are left out, in the backward pass.
+            after 2000 good steps. The loop then is opt.scale(loss).backward(). With Inf or NaN in a
+            gradient no weight and no state changes on any rank.
         accumulation_steps: micro-batches per step(). Their gradients are kept, and added in
             `reduce_dtype`, until the last one's are consumed: all gradients' memory.
         reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
@@ -79,34 +79,25 @@ class Lomo(InBackwardOptimizer):
         seed: of stochastic rounding; 32 bits.
 
     Raises:
-        ValueError: an argument is out of range or excludes another, a parameter is none of the
-            model, has an optimizer of this kind already, or does not require grad, the model makes
+        ValueError: an argument is out of range or excludes another; a parameter is none of the
+            model, has an optimizer of this kind already, or does not require grad; the model makes
             sparse gradients, or is a DistributedDataParallel; reduce_dtype is neither float32 nor
             the dtype of every weight; in a job of several ranks there is no group= for replicated
-            weights, or no model.
-
-    In the model's forward pass, before a weight is written:
-
-    - ValueError: a DistributedDataParallel is around a weight, or a weight was replaced or sharded
-      since the optimizer was made.
-
-    In the backward pass:
-
-    - RuntimeError before a weight is written: the first gradient is not finite and there is no loss
-      scale, the loss was not scaled, or clip_mode="two_pass" and not opt.backward().
-    - RuntimeError before that weight is written: it has been updated in this step already.
-    - RuntimeError on all ranks before a weight is written: a weight of WeightShards or fully_shard
-      gets a gradient on some ranks only.
-    - ValueError: the learning rate has become negative or NaN; or, of an optimizer made before
-      init_process_group(), as the constructor.
+            weights, or no model. In the forward pass: a DistributedDataParallel is around a weight,
+            a weight was replaced or sharded since the optimizer was made, or the process group was
+            made since and the constructor would raise. In the backward pass: the learning rate has
+            become negative or NaN.
+        RuntimeError: in the backward pass, before a weight is written: the first gradient is not
+            finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" and not
+            opt.backward(); a weight of WeightShards or fully_shard gets a gradient on some ranks
+            only (on all ranks). Before that weight is written: it was updated in this step already.
 
     Parameters without a gradient are left alone, as in torch.optim. Between the use of a gradient
-    and step() a parameter's .grad is a stand-in that raises RuntimeError when read:
-    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. A GradScaler raises
-    at its step(), when the backward pass has written weights by the scaled gradients: use
-    loss_scale=. With Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or
-    ringcomm.integrations.accelerate. Under torch.compile all gradients are made as tensors, and
-    clip_mode="two_pass" wants torch._functorch.config.donated_buffer = False, or raises.
+    and step() a parameter's .grad is a stand-in that raises RuntimeError when read, because
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. With Trainer and
+    Accelerate call prepare() of ringcomm.integrations.transformers or .accelerate. Under
+    torch.compile all gradients are made as tensors, and clip_mode="two_pass" wants
+    torch._functorch.config.donated_buffer = False, or raises.
     """
 
     def __init__(

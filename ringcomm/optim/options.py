@@ -21,7 +21,6 @@ class StepArguments(TypedDict, total=False):
     clip_mode: Literal["deferred", "two_pass"] | None
     max_held_bytes: int | None
     loss_scale: float | Literal["dynamic"] | None
-    overflow: Literal["veto", "skip_layer"] | None
     accumulation_steps: int
     reduce_dtype: torch.dtype | None
     group: dist.ProcessGroup | Literal["none"] | None
@@ -45,7 +44,6 @@ class StepOptions:
     clip_mode: str | None = None
     max_held_bytes: int | None = None
     loss_scale: float | str | None = None
-    overflow: str | None = None
     accumulation_steps: int = 1
     reduce_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | str | None = None
@@ -63,7 +61,6 @@ class StepOptions:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is a positive number or None, got {value!r}")
         _check_word("clip_mode", self.clip_mode, "deferred", "two_pass")
-        _check_word("overflow", self.overflow, "veto", "skip_layer")
         _check_word("master", self.master, "split")
         if not isinstance(self.group, dist.ProcessGroup):
             _check_word("group", self.group, "none")
@@ -76,25 +73,16 @@ class StepOptions:
                 raise ValueError(why)
 
     def _contradictions(self) -> list[tuple[bool, str]]:
-        has_norm, is_two_pass = self.clip_grad_norm is not None, self.mode == "two_pass"
-        is_by_layer = self.overflow == "skip_layer"
+        is_two_pass = self.mode == "two_pass"
         return [
             (
-                has_norm and self.clip_grad_value is not None,
+                self.clip_grad_norm is not None and self.clip_grad_value is not None,
                 "clip_grad_norm and clip_grad_value exclude each other",
-            ),
-            (
-                self.overflow is not None and self.loss_scale is None,
-                "overflow says what a loss scale does, and there is none: set loss_scale",
-            ),
-            (
-                has_norm and is_by_layer,
-                'a norm is of the whole step: clip_grad_norm wants overflow="veto"',
             ),
             (
                 self.clip_mode is not None and not self.looks_ahead,
                 "clip_mode says how a step is looked at before it is made, and nothing asks for"
-                ' it: set clip_grad_norm, or a loss_scale with overflow="veto"',
+                " it: set clip_grad_norm or loss_scale",
             ),
             (
                 self.max_held_bytes is not None and self.mode != "deferred",
@@ -114,8 +102,7 @@ class StepOptions:
     @property
     def looks_ahead(self) -> bool:
         """Whether something of the whole step must be known before it is made."""
-        is_vetoed = self.loss_scale is not None and self.overflow != "skip_layer"
-        return self.clip_grad_norm is not None or is_vetoed
+        return self.clip_grad_norm is not None or self.loss_scale is not None
 
     @property
     def mode(self) -> str:

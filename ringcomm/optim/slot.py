@@ -29,17 +29,14 @@ class Slot:
     """One weight, and where it stands in this step.
 
     Attributes:
-        num_arrived: how many of its gradients have come in this step.
-        total: their sum so far, where more are to come.
+        num_arrived: gradients that have come in this step; `total` is their sum so far.
         held: its complete gradient, where that waits for step().
         arrived_in: the backward pass that brought the last one, by torch's number.
         autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
         first_use: when a layer first used it in this step, a running number; 0 for not seen.
-        num_unseen_uses: how often a layer used it without gradients, for which a reentrant
-            checkpoint may bring one each.
+        num_unseen_uses: by layers without gradients: a reentrant checkpoint may bring one each.
         grad_dtype: what several gradients are added up in, and reduced in over ranks.
-        layout: what this rank holds of it.
-        parts: who holds the rest, for norms.
+        layout, parts: what this rank holds of it, and who holds the rest, for norms.
         peers: of a shard, the groups of the mesh whose ranks have gradients of the same weights.
         whole: the parameter that autograd brings gradients to: fully_shard has another one.
         spent: what .grad is between the use of the gradient and forget().
@@ -63,7 +60,17 @@ class Slot:
         self.whole = param
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
         self.handle: Handle | None = None
-        self.spent = _placeholder(param, name, optimizer)
+        self.spent = GradientPlaceholder(
+            param,
+            f"{optimizer} takes the gradient of {name} inside the backward pass:"
+            " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
+            f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer};"
+            " with Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
+            " .accelerate first",
+            f"{name} got a gradient after its update: backward() ran again before step() (say"
+            " accumulation_steps), or a weight is used in several segments of a reentrant"
+            " checkpoint (use_reentrant=False)",
+        )
         self._node: Any = None
         self._node_is_for: Any = None
         self.forget()
@@ -122,15 +129,6 @@ class Slot:
         """The hook before a forward pass of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        self._refuse_ddp()
-        if not self.first_use:
-            self.first_use = next(_uses)
-        if torch.is_grad_enabled():
-            self._made_in = torch._C._current_graph_task_id()
-        elif module.training:
-            self.num_unseen_uses += 1
-
-    def _refuse_ddp(self) -> None:
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None and any(self.param is param for param in ddp._module_parameters):
             raise ValueError(
@@ -139,6 +137,12 @@ class Slot:
                 " optimizer group=; with Trainer and Accelerate call prepare() of"
                 " ringcomm.integrations.transformers or .accelerate"
             )
+        if not self.first_use:
+            self.first_use = next(_uses)
+        if torch.is_grad_enabled():
+            self._made_in = torch._C._current_graph_task_id()
+        elif module.training:
+            self.num_unseen_uses += 1
 
     @property
     def is_nested(self) -> bool:
@@ -173,20 +177,6 @@ class Slot:
         return bool(torch._C._will_engine_execute_node(self._node))
 
 
-def _placeholder(param: nn.Parameter, name: str, optimizer: str) -> GradientPlaceholder:
-    return GradientPlaceholder(
-        param,
-        f"{optimizer} takes the gradient of {name} inside the backward pass:"
-        " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
-        f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer}; with"
-        " Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
-        " .accelerate first",
-        f"{name} got a gradient after its update: backward() ran again before step() (say"
-        " accumulation_steps), or a weight is used in several segments of a reentrant checkpoint"
-        " (use_reentrant=False)",
-    )
-
-
 def _local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -212,12 +202,11 @@ class Layout(NamedTuple):
 
     Attributes:
         shape: of the whole weight.
-        matrix: rows and columns of the whole weight; (1, local elements) if it is no matrix, which
-            has means of its own for each element.
+        matrix: its rows and columns; (1, local elements) if it is no matrix, which has means of its
+            own for each element.
         blocks: the local part of it.
-        groups: sums over the local parts, added up over the ranks of each of these, are those of
-            the whole weight...
-        num_copies: ...as often as this.
+        groups: a sum over local parts, added up over each of these, has the whole `num_copies`
+            times.
         first_elem: where the local part begins in the whole, for the random bits of rounding.
     """
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringcomm import _C
-from ringcomm.parallel.offload import FileStore, file_store, store_engine
-from ringcomm.parallel.offload.buffer_pool import empty_aligned, is_aligned
+from ringcomm.parallel.offload import FileStore, file_store, transfers
+from ringcomm.parallel.offload.transfers import empty_aligned, is_aligned
 
 
 def has_uring() -> bool:
@@ -476,14 +476,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_without_io_uring_threads_do_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = store_engine.shared_engine
+    real = transfers.shared_engine
 
     def without(kind: str, *sizes: int) -> Any:
         if kind == "io_uring":
             raise RuntimeError("io_uring is not to be had here: Operation not permitted")
         return real(kind, *sizes)
 
-    monkeypatch.setattr(store_engine, "shared_engine", without)
+    monkeypatch.setattr(transfers, "shared_engine", without)
     with caplog.at_level("INFO", logger="ringcomm"):
         assert FileStore(tmp_path).engine == "threads"
     assert "by threads: io_uring is not to be had here" in caplog.text

@@ -52,7 +52,6 @@ def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[floa
         {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
         {"loss_scale": 256.0},
         {"loss_scale": "dynamic", "clip_grad_norm": 0.1, "clip_mode": "two_pass"},
-        {"loss_scale": "dynamic", "overflow": "skip_layer"},
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
@@ -418,18 +417,6 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
     assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-def test_skipped_layers_are_left_out() -> None:
-    model = make("plain")
-    opt = Lomo(model, LR, loss_scale="dynamic", overflow="skip_layer")
-    before = weights(model)
-    opt.scale(_loss(model, batches(1)[0], "embed")).backward()
-    opt.step()
-    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert "embed.weight" not in changed
-    assert {"head.weight", "up.weight", "down.weight"} <= changed
-    assert opt.loss_scale == 2.0**15
-
-
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
 def test_a_loss_that_is_nan_writes_nothing(options: dict[str, Any]) -> None:
     model = make("plain")
@@ -510,10 +497,8 @@ def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "exclude each other"),
         ({"clip_mode": "deferred"}, "nothing asks for it"),
         ({"clip_mode": "later", "clip_grad_norm": 1.0}, "clip_mode is None or one of"),
-        ({"overflow": "veto"}, "set loss_scale"),
         ({"loss_scale": "big"}, "loss_scale is None"),
         ({"loss_scale": -2.0}, "loss_scale is None"),
-        ({"loss_scale": 2.0, "overflow": "skip_layer", "clip_grad_norm": 1.0}, "a norm is known"),
         ({"max_held_bytes": 100}, "nothing is deferred"),
         ({"accumulation_steps": 0}, "accumulation_steps is 1 or more"),
         (

@@ -80,7 +80,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         (how, {"clip_grad_norm": 1e9})
         for how in ("replicas", "WeightShards", "fully_shard", "alone")
     ),
-    ("replicas", {"loss_scale": 4.0, "overflow": "skip_layer"}),
     ("overlap", {"loss_scale": 4.0}),
 ]
 

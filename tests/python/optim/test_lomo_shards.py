@@ -172,7 +172,6 @@ def test_lomo_updates_the_owners_pieces(case: str, world_size: int) -> None:
         {"clip_grad_norm": 0.1},
         {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
         {"loss_scale": "dynamic"},
-        {"loss_scale": "dynamic", "overflow": "skip_layer"},
         {"accumulation_steps": 1, "weight_decay": 0.1},
     ],
     ids=str,

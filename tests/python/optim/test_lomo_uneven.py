@@ -117,7 +117,6 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "deferred": ("lomo", False, {"clip_grad_norm": 0.5, "accumulation_steps": 2}),
     "two_pass": ("lomo", False, {"clip_grad_norm": 0.5, "clip_mode": "two_pass"}),
     "veto": ("lomo", False, {"loss_scale": "dynamic", "weight_decay": 0.1}),
-    "skip_layer": ("lomo", False, {"loss_scale": 8.0, "overflow": "skip_layer"}),
     "adalomo": ("adalomo", False, {"weight_decay": 0.1}),
 }
 
