@@ -118,10 +118,10 @@ class Trainer:
         model = Llama(PRESETS[options.size])
         self._params = list(model.parameters())
         self.watch = GradientWatch(model)
-        self.held_bytes = 0
         self._clips = way.clips
         group = dist.group.WORLD if team.world_size > 1 else None
         self._optimizer = way.make(model, group)
+        self.watch.optimizer = self._optimizer
         self._model: nn.Module = model
         self._own = self._optimizer if isinstance(self._optimizer, InBackwardOptimizer) else None
         if group is not None and self._own is None:
@@ -137,7 +137,7 @@ class Trainer:
         loss = self._model(self._inputs, self._targets)
         if self._own is not None:
             self._own.backward(loss)
-            self.held_bytes = max(self.held_bytes, self._own.held_bytes)
+            self.watch.look()
         else:
             loss.backward()
         if self._clips:
@@ -167,7 +167,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
     for name in options.ways:
         trainer = Trainer(name, team, options)
         losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
-        grad_bytes[name] = max(team.share(trainer.watch.stop() + trainer.held_bytes))
+        grad_bytes[name] = max(team.share(trainer.watch.stop()))
         trainers[name] = trainer
     wrong = differing(team, losses)
     align = dist.barrier if team.world_size > 1 else lambda: None

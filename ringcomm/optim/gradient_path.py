@@ -35,7 +35,7 @@ class GradientPath:
         loss_scale: None where losses are not scaled.
         is_scaled: whether this step's loss was.
         grad_norm: of the last step that looked at it.
-        held_bytes: what gradients that wait for the step's end take.
+        held_bytes: what complete gradients that wait for the step's end take.
     """
 
     def __init__(self, optimizer: InBackwardOptimizer, options: StepOptions) -> None:

@@ -61,8 +61,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     @property
     def held_bytes(self) -> int:
-        """What deferred gradients take now."""
-        return self._path.held_bytes
+        """What gradients take now that wait: for others of their sum, their turn, or step()."""
+        waiting = (slot.total for slot in self._path.slots if slot.total is not None)
+        return self._path.held_bytes + sum(total.nbytes for total in waiting)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself where there is none."""
