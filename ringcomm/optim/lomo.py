@@ -216,43 +216,29 @@ class AdaLomo(InBackwardOptimizer):
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """See InBackwardOptimizer."""
         group, layout, local = self._group_of(slot), slot.layout, slot.local
-        lr, seed, clip_value = self._lr_of(slot), self._rounding_seed(slot), self._clip_value
+        lr, seed = self._lr_of(slot), self._rounding_seed(slot)
         low = self.state[slot.param].get("low")
-        # Weight, gradient, and the lower half of the weight, in the order of memory.
+        # In the order of memory.
         weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
         low = None if low is None else _flat(low, local)
-        row_factor, column_factor = self._factors(slot, grad, factor)
+        rows, columns = self._factors(slot, grad, factor)
+        blocks = [
+            (block.of(weight), block.of(grad), rows[block.rows], columns[block.columns])
+            for block in layout.blocks
+        ]
+        options: list[dict[str, Any]] = [
+            {"low": None if low is None else block.of(low), "clip_value": self._clip_value}
+            for block in layout.blocks
+        ]
         squares = torch.zeros(2, device=weight.device)
-        for block in layout.blocks:
-            squares += _ops.adalomo_squares(
-                block.of(weight),
-                block.of(grad),
-                row_factor[block.rows],
-                column_factor[block.columns],
-                factor,
-                low=None if low is None else block.of(low),
-                clip_value=clip_value,
-            )
-        scalars = step_and_decay(
-            _summed(squares, layout) / max(1, layout.shape.numel()),
-            lr,
-            group["weight_decay"],
-            group["clip_threshold"],
-            group["eps"][1],
-        )
-        for block in layout.blocks:
-            _ops.adalomo_update_(
-                block.of(weight),
-                block.of(grad),
-                row_factor[block.rows],
-                column_factor[block.columns],
-                scalars,
-                factor,
-                seed,
-                low=None if low is None else block.of(low),
-                clip_value=clip_value,
-                first_elem=layout.first_elem + block.begin,
-            )
+        for given, more in zip(blocks, options, strict=True):
+            squares += _ops.adalomo_squares(*given, factor, **more)
+        mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
+        decay, threshold = group["weight_decay"], group["clip_threshold"]
+        scalars = step_and_decay(mean_squares, lr, decay, threshold, group["eps"][1])
+        for given, more, block in zip(blocks, options, layout.blocks, strict=True):
+            first_elem = layout.first_elem + block.begin
+            _ops.adalomo_update_(*given, scalars, factor, seed, **more, first_elem=first_elem)
 
     def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         """Moves the moments on; what rows and columns of G are multiplied by to make U."""
