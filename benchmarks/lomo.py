@@ -75,7 +75,7 @@ def _ours(
 def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
     """Lomo whose ranks take it, after two steps, that all have the same gradients again."""
     made = Lomo(model, LEARNING_RATE, group=group)
-    turns = made._path._turns
+    turns: Any = made._path.replicas
     if turns is None:
         return made
     agree = turns.agree
@@ -90,7 +90,7 @@ def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> tor
         turns._awaited = {*slots} - {arrived}
         turns.has_agreed = True
 
-    turns.agree = again  # type: ignore[method-assign]
+    turns.agree = again
     return made
 
 

@@ -38,6 +38,11 @@ class GradientPath:
         held_bytes: what complete gradients that wait for the step's end take.
     """
 
+    _facts: StepFacts
+    _is_checked: bool  # whether the first gradient was looked at
+    _is_due: bool  # whether a gradient has come, so that step() ends a step
+    _has_overflow: bool
+
     def __init__(self, optimizer: InBackwardOptimizer, options: StepOptions) -> None:
         """`optimizer` writes the weights. It owns the path: this is a weak proxy."""
         self._optimizer, self._options = optimizer, options
@@ -166,7 +171,7 @@ class GradientPath:
 
     def _complete_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor) -> None:
         if replicas.one_pass_name and (self._is_checked or self._pass == "update"):
-            self.is_due, name = True, replicas.one_pass_name
+            self._is_due, name = True, replicas.one_pass_name
             if self._optimizer.update_replicas(name, slot, grad, self._factor):
                 return
         replicas.average(grad, lambda mean: self._reduced(slot, Gradient(mean)))
@@ -175,7 +180,7 @@ class GradientPath:
 
     def _reduced(self, slot: Slot, gradient: Gradient) -> None:
         """The gradient of all ranks."""
-        self.is_due = True
+        self._is_due = True
         mode = self._pass if self._pass != "plain" else self._mode
         if mode in ("facts", "deferred"):
             if mode == "deferred":
@@ -266,7 +271,7 @@ class GradientPath:
 
     def finish(self) -> bool:
         """Applies what waits for the whole step; returns whether the step was made."""
-        if not self.is_due:
+        if not self._is_due:
             return False
         with exact(self.slots[0].param.device):
             if self._mode == "deferred":
@@ -313,4 +318,4 @@ class GradientPath:
         self._forget_agreements()
         self._facts = StepFacts()
         self.held_bytes = 0
-        self._is_checked = self.is_scaled = self.is_due = self._has_overflow = False
+        self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False

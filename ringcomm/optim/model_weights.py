@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -128,22 +128,23 @@ class ModelWeights:
         """Of a weight that is no longer the one that the optimizer updates."""
         modules = set() if self._model is None else set(self._model.modules())
         for slot in slots:
-            if isinstance(slot.param, DTensor):  # fully_shard has others in its place meanwhile
+            param: Any = slot.param
+            if isinstance(param, DTensor):  # fully_shard has others in its place meanwhile
                 continue
-            for module, attribute in self._places.get(slot.param, []):
-                if module not in modules or module._parameters.get(attribute) is not slot.param:
+            for module, attribute in self._places.get(param, []):
+                if module not in modules or module._parameters.get(attribute) is not param:
                     raise ValueError(
                         f"{slot.name} was replaced or taken out after {self._optimizer} was made,"
                         " which would train the old one: close() it, change the model, and make it"
                         " again"
                     )
-            if find_shards(slot.param) is not slot.shards:
+            if find_shards(param) is not slot.shards:
                 raise ValueError(
                     f"{slot.name} was sharded after {self._optimizer} was made, or is no longer:"
                     f" make WeightShards first, then {self._optimizer}"
                 )
 
-    def place_parts(self, slots: Iterable[Slot]) -> Axes:
+    def place_parts(self, slots: Sequence[Slot]) -> Axes:
         """Notes for each weight who holds the rest of it; the axes over which norms are summed.
 
         Raises:
@@ -163,7 +164,8 @@ class ModelWeights:
                 group = slot.shards.group
                 slot.parts = slot.parts._replace(groups=(group, *slot.parts.groups))
                 shard_groups.append(group)
-        return axes._replace(groups=(*dict.fromkeys(shard_groups), *axes.groups))
+        held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
+        return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
 
     # ---- hooks; each returns what undoes it
 

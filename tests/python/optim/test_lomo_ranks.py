@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from curves import whole
 from lomo_models import Net, batches, distance, make, train_sgd, weights
 from ranks import place, run_ranks
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import WeightShards
 
 LR = 0.3
 ROWS = 12
@@ -44,7 +47,9 @@ def train_replica(
 ) -> tuple[dict[str, Tensor], float | None]:
     at = place(device, rank)
     model = make("tied").to(at)
-    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
+    is_overlapped = "overlap" in options
+    mesh = init_device_mesh(at.type, (dist.get_world_size(),)) if is_overlapped else None
+    opt = Lomo(model, LR, group=None if mesh else dist.group.WORLD, mesh=mesh, **options)
     norm = run(opt, model, [ids.to(at) for ids in parts(rank, dist.get_world_size())])
     assert all(param.grad is None for param in model.parameters())
     return {name: value.cpu() for name, value in weights(model).items()}, norm
@@ -173,10 +178,10 @@ def test_adalomo_over_hsdp_is_adalomo() -> None:
     """Means over rows and columns, and the norm, are those of the whole; test_pairs.py has FSDP."""
     model = make("plain")
     expected = run(AdaLomo(model, LR, clip_grad_norm=0.1), model, batches(4, rows=ROWS))
-    for whole, norm in run_ranks(4, train_hsdp):
+    for found, norm in run_ranks(4, train_hsdp):
         assert norm == pytest.approx(expected, rel=1e-4)
         for name, param in model.named_parameters():
-            torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=2e-5)
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=2e-5)
 
 
 # ---- tensor parallelism
@@ -189,45 +194,86 @@ def _whole() -> Any:
     )
 
 
-def train_columns(rank: int, kind: str, options: dict[str, Any]) -> tuple[Any, float | None]:
+def train_columns(
+    rank: int, kind: str, options: dict[str, Any], sharded_by: str
+) -> tuple[dict[str, Tensor], float | None]:
+    """On 2 or 4 ranks of tensor parallelism, or on 2 whose parts are sharded over 2."""
+    sizes = (2, 2) if sharded_by else (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    data, group = mesh.get_group(0), mesh.get_group(1)
     norm, up, relu, down = _whole()
     model = nn.Sequential(
-        norm, ColumnParallelLinear.from_linear(up), relu, RowParallelLinear.from_linear(down)
+        norm,
+        ColumnParallelLinear.from_linear(up, group=group),
+        relu,
+        RowParallelLinear.from_linear(down, group=group),
     )
+    shards = WeightShards(model, data) if sharded_by == "WeightShards" else None
+    if sharded_by == "fully_shard":
+        fully_shard(model, mesh=mesh["data"])
     opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
     generator = torch.Generator().manual_seed(4)
     for _ in range(4):
         opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
         opt.step()
-    return weights(model), opt.grad_norm
+    with nullcontext() if shards is None else shards.gather():
+        found = {name: whole(param) for name, param in model.named_parameters()}
+    for name, dim in (("1.weight", 0), ("3.weight", 1)):
+        pieces = [torch.empty_like(found[name]) for _ in range(group.size())]
+        dist.all_gather(pieces, found[name].contiguous(), group)
+        found[name] = torch.cat(pieces, dim)
+    return found, opt.grad_norm
+
+
+CLIPPED = {"clip_grad_norm": 0.01}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind", "options"),
+    ("world_size", "kind", "options", "sharded_by"),
     [
-        (4, "lomo", {"clip_grad_norm": 0.01}),
-        (2, "adalomo", {"clip_grad_norm": 0.01, "clip_mode": "two_pass"}),
-        (4, "adalomo", {"loss_scale": 8.0}),
+        (4, "lomo", CLIPPED, ""),
+        (2, "adalomo", {**CLIPPED, "clip_mode": "two_pass"}, ""),
+        (4, "adalomo", {"loss_scale": 8.0}, ""),
+        (4, "adalomo", CLIPPED, "fully_shard"),
+        (4, "adalomo", CLIPPED, "WeightShards"),
     ],
     ids=str,
 )
-def test_split_layers(world_size: int, kind: str, options: dict[str, Any]) -> None:
+def test_split_layers(world_size: int, kind: str, options: dict[str, Any], sharded_by: str) -> None:
     """Norms and means over the whole of each matrix, and replicated weights counted once."""
-    results = run_ranks(world_size, train_columns, kind, options)
-    whole = _whole()
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](whole, 0.1, **options)
+    model = _whole()
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
     generator = torch.Generator().manual_seed(4)
     for _ in range(4):
-        opt.backward(whole(torch.randn(6, 8, generator=generator)).square().mean())
+        opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
         opt.step()
-    up = torch.cat([found["1.weight"] for found, _ in results], 0)
-    down = torch.cat([found["3.weight"] for found, _ in results], 1)
-    torch.testing.assert_close(up, whole[1].weight.detach(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(down, whole[3].weight.detach(), rtol=0, atol=1e-5)
-    for found, norm in results:
-        torch.testing.assert_close(found["0.weight"], whole[0].weight.detach(), atol=1e-5, rtol=0)
-        if "clip_grad_norm" in options:
-            assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
+    for found, norm in run_ranks(world_size, train_columns, kind, options, sharded_by):
+        assert norm is opt.grad_norm or norm == pytest.approx(opt.grad_norm, rel=1e-5)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-5)
+
+
+def train_copies(rank: int) -> tuple[dict[str, Tensor], float | None]:
+    linear = _whole()[1]
+    linear.bias = nn.Parameter(torch.zeros(24))
+    layer = ColumnParallelLinear.from_linear(linear, num_replicas=2)
+    opt = AdaLomo(layer, 0.1, clip_grad_norm=0.01)
+    opt.backward(layer(torch.ones(6, 8)).square().mean() / 2)  # gradients are summed over copies
+    opt.step()
+    return weights(layer), opt.grad_norm
+
+
+def test_copies_in_tensor_parallelism_count_once() -> None:
+    """As of key and value heads, where there are fewer than ranks."""
+    linear = _whole()[1]
+    linear.bias = nn.Parameter(torch.zeros(24))
+    opt = AdaLomo(linear, 0.1, clip_grad_norm=0.01)
+    opt.backward(linear(torch.ones(6, 8)).square().mean())
+    opt.step()
+    for found, norm in run_ranks(2, train_copies):
+        assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
+        for name, param in linear.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6)
 
 
 def test_models_that_reduce_by_themselves() -> None:
