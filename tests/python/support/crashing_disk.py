@@ -104,9 +104,7 @@ class Disk:
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._wrap("sync", getattr(os, name)))
         find = transfers.shared_engine
-        monkeypatch.setattr(
-            transfers, "shared_engine", lambda *a: RecordingEngine(self, find(*a))
-        )
+        monkeypatch.setattr(transfers, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
 
     def mark(self, mark: Any) -> None:
         self._log(Op("mark", mark=mark))
