@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.gradient_placeholder import GradientPlaceholder, GradientSum
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 
 
 def live_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -15,7 +16,6 @@ def live_bytes(tensors: Iterable[Tensor | None]) -> int:
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = local.total if isinstance(local, GradientSum) else local
         if local is not None and not isinstance(local, GradientPlaceholder):
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -23,22 +23,29 @@ def live_bytes(tensors: Iterable[Tensor | None]) -> int:
 
 
 class GradientWatch:
-    """The most bytes of gradients that autograd keeps for parameters, seen whenever one is added.
+    """The most bytes of gradients that are kept for parameters, seen whenever one is added.
 
     Made before the optimizer, whose hooks come after these.
+
+    Attributes:
+        optimizer: one that keeps gradients elsewhere than in `.grad`: Lomo and AdaLomo.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._params = list(model.parameters())
         self.peak_bytes = 0
+        self.optimizer: Any = None
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._look)
+            param.register_post_accumulate_grad_hook(self.look)
             for param in self._params
             if param.requires_grad
         ]
 
-    def _look(self, _: Tensor) -> None:
-        self.peak_bytes = max(self.peak_bytes, live_bytes(p.grad for p in self._params))
+    def look(self, _: Tensor | None = None) -> None:
+        """Notes what is kept now."""
+        held_bytes = getattr(self.optimizer, "held_bytes", 0)
+        now = live_bytes(p.grad for p in self._params) + held_bytes
+        self.peak_bytes = max(self.peak_bytes, now)
 
     def stop(self) -> int:
         """What was seen; no hook is left."""

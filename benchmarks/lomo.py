@@ -75,7 +75,7 @@ def _ours(
 def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> torch.optim.Optimizer:
     """Lomo whose ranks take it, after two steps, that all have the same gradients again."""
     made = Lomo(model, LEARNING_RATE, group=group)
-    turns = made._path._turns
+    turns: Any = made._path.replicas
     if turns is None:
         return made
     agree = turns.agree
@@ -90,7 +90,7 @@ def _without_agreement(model: nn.Module, group: dist.ProcessGroup | None) -> tor
         turns._awaited = {*slots} - {arrived}
         turns.has_agreed = True
 
-    turns.agree = again  # type: ignore[method-assign]
+    turns.agree = again
     return made
 
 
@@ -118,10 +118,10 @@ class Trainer:
         model = Llama(PRESETS[options.size])
         self._params = list(model.parameters())
         self.watch = GradientWatch(model)
-        self.held_bytes = 0
         self._clips = way.clips
         group = dist.group.WORLD if team.world_size > 1 else None
         self._optimizer = way.make(model, group)
+        self.watch.optimizer = self._optimizer
         self._model: nn.Module = model
         self._own = self._optimizer if isinstance(self._optimizer, InBackwardOptimizer) else None
         if group is not None and self._own is None:
@@ -137,7 +137,7 @@ class Trainer:
         loss = self._model(self._inputs, self._targets)
         if self._own is not None:
             self._own.backward(loss)
-            self.held_bytes = max(self.held_bytes, self._own.held_bytes)
+            self.watch.look()
         else:
             loss.backward()
         if self._clips:
@@ -167,7 +167,7 @@ def run_rank(team: Team, options: argparse.Namespace) -> None:
     for name in options.ways:
         trainer = Trainer(name, team, options)
         losses[name] = [trainer.step() for _ in range(CHECKED_STEPS)]
-        grad_bytes[name] = max(team.share(trainer.watch.stop() + trainer.held_bytes))
+        grad_bytes[name] = max(team.share(trainer.watch.stop()))
         trainers[name] = trainer
     wrong = differing(team, losses)
     align = dist.barrier if team.world_size > 1 else lambda: None

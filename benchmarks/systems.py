@@ -129,6 +129,7 @@ def _train_checked(
     num_params = sum(param.numel() for param in model.parameters())
     watch = GradientWatch(model)
     trainee = system.make(model, groups[backend])
+    watch.optimizer = getattr(trainee, "optimizer", None)
     losses, held = [], 0
     for step in range(CHECKED_STEPS):
         before = _sent_bytes()

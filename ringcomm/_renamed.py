@@ -75,6 +75,10 @@ _GONE = {
         "MemoryReport": _MEM_TRACKER,
         "memory_report": _MEM_TRACKER,
         "propose_clip_mode": _CLIP_MODE,
+        "Split": "it was removed; layers of ringcomm.nn, and any parallel.tensor.SplitModule, say"
+        " themselves which parts they have",
+        "ZeroAdamW": "it is in ringcomm.parallel.zero",
+        "ZeroSGD": "it is in ringcomm.parallel.zero",
     },
     "ringcomm.parallel.activations": {
         "Allocation": _SNAPSHOT,
@@ -100,6 +104,7 @@ _GONE = {
         "efficiency": _EFFICIENCY,
         "optimizer_intensity": _EFFICIENCY,
         "weight_intensity": _EFFICIENCY,
+        "Transfer": "it is private; FileStore.put() and get() return it",
         "TiledLinear": "it was removed; write a layer larger than memory as several nn.Linear,"
         " each of which is a unit of zero.shard(units=...)",
     },

@@ -1,25 +1,12 @@
-"""Optimizers inside the backward pass: full fine-tuning in the memory of inference.
-
-And, for type checks, what ringcomm.parallel.zero.shard() makes of torch's.
-"""
+"""Optimizers inside the backward pass: full fine-tuning in the memory of inference."""
 
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.optim.adalomo import AdaLomo
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.layouts import Split
-from ringcomm.optim.lomo import Lomo
-from ringcomm.parallel.zero import ZeroAdamW, ZeroSGD
+from ringcomm.optim.lomo import AdaLomo, Lomo
 
-__all__ = [
-    "AdaLomo",
-    "InBackwardOptimizer",
-    "Lomo",
-    "Split",
-    "ZeroAdamW",
-    "ZeroSGD",
-]
+__all__ = ["AdaLomo", "InBackwardOptimizer", "Lomo"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

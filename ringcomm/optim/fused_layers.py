@@ -19,20 +19,21 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-Uses = list[tuple[Tensor, Tensor]]
+from ringcomm.optim.gradients import Uses
 
 
 class Handle:
-    """Where the uses of one weight gather."""
+    """Where the uses of one weight gather; `deliver` gets all of a backward pass."""
 
     def __init__(self, module: nn.Module, deliver: Callable[[Uses], None]) -> None:
-        """`deliver` gets all uses of a backward pass, as (input, grad_out), tokens first."""
-        self.module = module
-        self.num_forwards = 0
-        """Uses that may still deliver."""
-        self._deliver = deliver
-        self._uses: Uses = []
+        self.module, self._deliver = module, deliver
         self._token: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what has not been delivered: a backward pass that failed."""
+        self._uses: Uses = []
+        self.num_forwards = 0  # uses that may still deliver
 
     def token(self, device: torch.device) -> Tensor:
         """The leaf in the weight's place, where the weight is now."""
@@ -40,7 +41,14 @@ class Handle:
             self._token = torch.zeros([], device=device, requires_grad=True)
             # Python's collector does not see through a tensor's hooks: no circle of references.
             told = weakref.ref(self)
-            self._token.register_post_accumulate_grad_hook(lambda token: _complete(told(), token))
+
+            def complete(token: Tensor) -> None:
+                token.grad = None
+                if (handle := told()) is not None:
+                    uses, handle._uses = handle._uses, []
+                    handle._deliver(uses)
+
+            self._token.register_post_accumulate_grad_hook(complete)
         self.num_forwards += 1
         return self._token
 
@@ -50,32 +58,14 @@ class Handle:
         self._uses.append((given, grad_out))
         return self._token.detach()
 
-    def forget(self) -> None:
-        """Drops what has not been delivered: a backward pass that failed."""
-        self._uses = []
-        self.num_forwards = 0
-
-    def complete(self) -> None:
-        """Called once all uses of a backward pass have come."""
-        uses, self._uses = self._uses, []
-        self._deliver(uses)
-
-
-def _complete(handle: Handle | None, token: Tensor) -> None:
-    token.grad = None
-    if handle is not None:
-        handle.complete()
-
 
 _handles = WeakIdKeyDictionary()
 
 
 def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
-    """The handle of a fused layer's weight, where this use of it is one for autograd.
-
-    Raises:
-        RuntimeError: the weight has come to another layer.
-    """
+    """The handle of a fused layer's weight, where this use of it is one for autograd."""
+    if torch.compiler.is_compiling():  # which has the ordinary gradient, for the parameter's hook
+        return None
     handle: Handle | None = _handles.get(weight)
     if handle is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return None
@@ -89,25 +79,30 @@ def _handle_of(module: nn.Module, weight: Tensor) -> Handle | None:
     return handle
 
 
-class _LinearFunction(torch.autograd.Function):
-    """x W^T + bias, and the token for W."""
+class _Fused(torch.autograd.Function):
+    """A linear layer, or a table where `given` are indices: with the token for the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, _: Tensor, weight: Tensor, handle: Handle
+        ctx: Any, given: Tensor, bias: Tensor | None, _: Tensor, weight: Tensor, handle: Handle
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        is_linear = given.is_floating_point()
+        ctx.save_for_backward(given, weight if is_linear else None)
         ctx.handle = handle
-        return nn.functional.linear(x, weight.to(x.dtype), bias)
+        if not is_linear:
+            return nn.functional.embedding(given, weight)
+        return nn.functional.linear(given, weight.to(given.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+        given, weight = ctx.saved_tensors
+        rows = grad_out.reshape(-1, grad_out.shape[-1])
+        if weight is None:
+            return None, None, ctx.handle.keep(given.reshape(-1), rows), None, None
         grad_x = grad_out @ weight.to(grad_out.dtype) if ctx.needs_input_grad[0] else None
-        rows = grad_out.reshape(-1, weight.shape[0])
         grad_bias = rows.sum(0) if ctx.needs_input_grad[1] else None
-        token_grad = ctx.handle.keep(x.reshape(-1, weight.shape[1]), rows)
+        token_grad = ctx.handle.keep(given.reshape(-1, weight.shape[1]), rows)
         return grad_x, grad_bias, token_grad, None, None
 
 
@@ -116,8 +111,7 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Linear."""
-        # A compiled graph has the ordinary gradient, and the parameter's own hook gets it.
-        handle = None if torch.compiler.is_compiling() else _handle_of(self, self.weight)
+        handle = _handle_of(self, self.weight)
         if handle is None:
             return super().forward(input)
         bias: Tensor | None = self.bias
@@ -129,25 +123,8 @@ class FusedLinear(nn.Linear):
         elif input.dtype != self.weight.dtype:
             return super().forward(input)  # which says what is wrong
         token = handle.token(device)
-        out: Tensor = _LinearFunction.apply(input, bias, token, self.weight.detach(), handle)
+        out: Tensor = _Fused.apply(input, bias, token, self.weight.detach(), handle)
         return out
-
-
-class _EmbeddingFunction(torch.autograd.Function):
-    """Rows of W, and the token for W."""
-
-    @staticmethod
-    def forward(ctx: Any, indices: Tensor, _: Tensor, weight: Tensor, handle: Handle) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.handle = handle
-        return nn.functional.embedding(indices, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-        (indices,) = ctx.saved_tensors
-        rows = grad_out.reshape(-1, grad_out.shape[-1])
-        return None, ctx.handle.keep(indices.reshape(-1), rows), None, None
 
 
 class FusedEmbedding(nn.Embedding):
@@ -155,11 +132,11 @@ class FusedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """As nn.Embedding."""
-        handle = None if torch.compiler.is_compiling() else _handle_of(self, self.weight)
+        handle = _handle_of(self, self.weight)
         if handle is None:
             return super().forward(input)
         token = handle.token(self.weight.device)
-        rows: Tensor = _EmbeddingFunction.apply(input, token, self.weight.detach(), handle)
+        rows: Tensor = _Fused.apply(input, None, token, self.weight.detach(), handle)
         return rows
 
 
@@ -169,10 +146,9 @@ _FUSED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def is_fusable(module: nn.Module) -> bool:
-    """Whether `fuse` knows the module: torch's own class, with nothing that needs the gradient."""
-    weight = module._parameters.get("weight")
-    if type(module) not in _FUSED or weight is None or isinstance(weight, DTensor):
+def is_fusable(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether this is torch's own class with that weight, and nothing needs the gradient."""
+    if type(module) not in _FUSED or module.weight is not weight or isinstance(weight, DTensor):
         return False
     return not isinstance(module, nn.Embedding) or (
         module.max_norm is None and not module.scale_grad_by_freq

@@ -2,123 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
+from ringcomm.parallel.clip import over_all_ranks
+from ringcomm.parallel.model_axes import Axes, Held
 
-
-def _mix(value: int) -> int:
-    """splitmix64 (Steele, Lea and Flood 2014): one to one on 64 bits."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def rounding_seed(seed: int, weight_idx: int, step: int) -> int:
-    """The seed of a weight's random bits in a step: the same on all ranks, and after a resume."""
-    return _mix(_mix((seed << 32 | weight_idx) & _MASK) ^ step) >> 1
-
+Uses = list[tuple[Tensor, Tensor]]  # of a layer: its input or indices, its output's gradient
 
 # Rows of the smaller matrix of a product at a time, where only the squares of the whole count.
 _BLOCK_BYTES = 32 << 20
 
 
-class Gradient(Protocol):
-    """One weight's gradient, complete or a part of the sum."""
+class Gradient:
+    """One weight's gradient, or a part of its sum: a tensor of the weight's shape.
+
+    Args:
+        parts: the tensors that it keeps.
+    """
+
+    def __init__(self, *parts: Tensor) -> None:
+        self.parts = parts
 
     @property
     def nbytes(self) -> int:
         """What it keeps in memory."""
+        return sum(part.nbytes for part in self.parts)
 
-    def dense(self) -> Tensor:
-        """As a tensor of the weight's shape; float32 if several were added, else its dtype."""
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As a tensor. In `dtype` if it is made here; default: that of the weight."""
+        return self.parts[0]
 
     def square_sum(self) -> Tensor:
         """The sum of its squares, float64, shape ()."""
+        return _square_sum(self.parts[0])
 
     def is_finite(self) -> Tensor:
-        """Whether it has neither Inf nor NaN, bool, shape ()."""
+        """Whether what it is made of has neither Inf nor NaN, bool, shape ()."""
+        return torch.stack([_is_finite(p) for p in self.parts if p.is_floating_point()]).all()
 
 
-def square_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's squares, float64, shape ()."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+class LinearGradient(Gradient):
+    """grad_out^T x of a linear layer.
 
-
-def is_finite(tensor: Tensor) -> Tensor:
-    """Whether a tensor has neither Inf nor NaN, bool, shape ()."""
-    if tensor.numel() == 0:
-        return torch.ones([], dtype=torch.bool, device=tensor.device)
-    low, high = torch.aminmax(tensor)  # both NaN where there is one
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def _blocks(num_rows: int, row_elems: int) -> list[slice]:
-    """Rows of an fp32 matrix in parts of about _BLOCK_BYTES."""
-    step = max(1, _BLOCK_BYTES // (4 * max(1, row_elems)))
-    return [slice(begin, begin + step) for begin in range(0, num_rows, step)]
-
-
-class DenseGradient:
-    """A tensor; see `Gradient`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    @property
-    def nbytes(self) -> int:
-        """See `Gradient`."""
-        return self.tensor.nbytes
-
-    def dense(self) -> Tensor:
-        """See `Gradient`."""
-        return self.tensor
-
-    def square_sum(self) -> Tensor:
-        """See `Gradient`."""
-        return square_sum(self.tensor)
-
-    def is_finite(self) -> Tensor:
-        """See `Gradient`."""
-        return is_finite(self.tensor)
-
-
-class LinearGradient:
-    """grad_out^T x of a linear layer; see `Gradient`.
-
-    Attributes:
+    Args:
         x: shape (T, in), the layer's input.
         grad_out: shape (T, out), the gradient of its output, of x's dtype.
+        dtype: of the weight.
     """
 
     def __init__(self, x: Tensor, grad_out: Tensor, dtype: torch.dtype) -> None:
-        """With the weight's dtype."""
-        self.x, self.grad_out = x, grad_out
-        self._dtype = dtype
+        super().__init__(x, grad_out)
+        self.x, self.grad_out, self._dtype = x, grad_out, dtype
 
-    @classmethod
-    def of_uses(cls, uses: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> LinearGradient:
-        """The sum over every use of the layer, of pairs (x, grad_out)."""
-        if len(uses) == 1:
-            return cls(*uses[0], dtype)
-        x, grad_out = (torch.cat(parts) for parts in zip(*uses, strict=True))
-        return cls(x, grad_out, dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """See `Gradient`."""
-        return self.x.nbytes + self.grad_out.nbytes
-
-    def dense(self) -> Tensor:
-        """See `Gradient`."""
-        return (self.grad_out.t() @ self.x).to(self._dtype)
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The product. In float32 it is never rounded to less."""
+        x, grad_out = self.x, self.grad_out.t()
+        if dtype is None or dtype == x.dtype:
+            return (grad_out @ x).to(self._dtype if dtype is None else dtype)
+        if x.is_cuda:
+            return torch.mm(grad_out, x, out_dtype=dtype)
+        return grad_out.to(dtype) @ x.to(dtype)
 
     def square_sum(self) -> Tensor:
-        """See `Gradient`; by whichever way has fewer operations, never all of the product at once.
+        """By whichever way has fewer operations, and never all of the product at once.
 
         With few tokens by the Gram identity |dY^T X|^2 = sum(X X^T * dY dY^T).
         """
@@ -133,41 +83,24 @@ class LinearGradient:
                 total += gram.sum(dtype=torch.float64)
         else:
             for columns in _blocks(num_out, num_in):
-                total += square_sum(self.grad_out[:, columns].float().t() @ x)
+                total += _square_sum(self.grad_out[:, columns].float().t() @ x)
         return total
 
-    def is_finite(self) -> Tensor:
-        """See `Gradient`; of what it is made of, which is stricter."""
-        return is_finite(self.x) & is_finite(self.grad_out)
 
+class EmbeddingGradient(Gradient):
+    """Rows of grad_out that belong to rows of a table.
 
-class EmbeddingGradient:
-    """Rows of grad_out that belong to rows of a table; see `Gradient`.
-
-    Attributes:
+    Args:
         indices: shape (T,), int64 or int32.
         grad_out: shape (T, width).
+        weight: the table.
         padding_idx: the row that has no gradient, -1 for none.
     """
 
     def __init__(self, indices: Tensor, grad_out: Tensor, weight: Tensor, padding_idx: int) -> None:
+        super().__init__(indices, grad_out)
         self.indices, self.grad_out, self.padding_idx = indices, grad_out, padding_idx
         self._shape, self._dtype = weight.shape, weight.dtype
-
-    @classmethod
-    def of_uses(
-        cls, uses: list[tuple[Tensor, Tensor]], weight: Tensor, padding_idx: int
-    ) -> EmbeddingGradient:
-        """The sum over every use of the table, of pairs (indices, grad_out)."""
-        if len(uses) == 1:
-            return cls(*uses[0], weight, padding_idx)
-        indices, grad_out = (torch.cat(parts) for parts in zip(*uses, strict=True))
-        return cls(indices, grad_out, weight, padding_idx)
-
-    @property
-    def nbytes(self) -> int:
-        """See `Gradient`."""
-        return self.indices.nbytes + self.grad_out.nbytes
 
     def _row_sums(self) -> tuple[Tensor, Tensor]:
         """The rows that are touched, and the gradient of each in fp32."""
@@ -176,17 +109,67 @@ class EmbeddingGradient:
         sums = self.grad_out.new_zeros([len(rows), self._shape[1]], dtype=torch.float32)
         return rows, sums.index_add_(0, places, self.grad_out[is_real].float())
 
-    def dense(self) -> Tensor:
-        """See `Gradient`."""
+    def dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole table's gradient."""
         rows, sums = self._row_sums()
-        result = sums.new_zeros(self._shape, dtype=self._dtype)
-        result[rows] = sums.to(self._dtype)
+        result = sums.new_zeros(self._shape, dtype=dtype or self._dtype)
+        result[rows] = sums.to(result.dtype)
         return result
 
     def square_sum(self) -> Tensor:
-        """See `Gradient`."""
-        return square_sum(self._row_sums()[1])
+        """Of the rows that are touched."""
+        return _square_sum(self._row_sums()[1])
 
-    def is_finite(self) -> Tensor:
-        """See `Gradient`."""
-        return is_finite(self.grad_out)
+
+def of_uses(uses: Uses, weight: Tensor, padding_idx: int | None) -> Gradient:
+    """The sum over every use of a layer."""
+    given, grad_out = uses[0] if len(uses) == 1 else map(torch.cat, zip(*uses, strict=True))
+    if given.is_floating_point():
+        return LinearGradient(given, grad_out, weight.dtype)
+    return EmbeddingGradient(given, grad_out, weight, -1 if padding_idx is None else padding_idx)
+
+
+def _square_sum(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32).double().square()
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        return torch.ones([], dtype=torch.bool, device=tensor.device)
+    low, high = torch.aminmax(tensor)  # both NaN where there is one
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def _blocks(num_rows: int, row_elems: int) -> list[slice]:
+    """Rows of an fp32 matrix in parts of about _BLOCK_BYTES."""
+    step = max(1, _BLOCK_BYTES // (4 * max(1, row_elems)))
+    return [slice(begin, begin + step) for begin in range(0, num_rows, step)]
+
+
+class StepFacts:
+    """What must be known of a step before it is made, summed over gradients as they come."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Held, Tensor] = {}  # (squares, gradients that are not finite), float64
+
+    def add(self, gradient: Gradient, held: Held, *, with_norm: bool) -> None:
+        """One weight's gradient, or this rank's part of it; `held` says who has the rest."""
+        not_finite = (~gradient.is_finite()).double()
+        square = gradient.square_sum() if with_norm else torch.zeros_like(not_finite)
+        sums = torch.stack([square, not_finite])
+        self._sums[held] = self._sums[held] + sums if held in self._sums else sums
+
+    def finish(self, axes: Axes, device: torch.device) -> tuple[float, bool]:
+        """The norm of all gradients, and whether they are finite. Collective over the axes."""
+        zeros = torch.zeros(2, dtype=torch.float64, device=device)
+        own = {held: sums.to(device) for held, sums in self._sums.items()}
+        square, num_not_finite = over_all_ranks(axes, own, zeros, 2).tolist()
+        return float(square) ** 0.5, num_not_finite == 0
+
+
+@contextmanager
+def exact(device: torch.device) -> Iterator[None]:
+    """No gradients, and no autocast, which would round what is summed in fp32."""
+    is_cast = torch.is_autocast_enabled(device.type)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
+        yield

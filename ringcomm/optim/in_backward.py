@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -12,20 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringcomm.optim.agreements import Replicas
 from ringcomm.optim.gradient_path import GradientPath
-from ringcomm.optim.gradients import Gradient, rounding_seed
-from ringcomm.optim.layouts import overlap
-from ringcomm.optim.managed import (
-    ModelWeights,
-    attach,
-    check_dtypes,
-    run_all,
-    split_model,
-    watch_units,
-)
-from ringcomm.optim.slot import Slot, refuse_ddp
-from ringcomm.optim.step_options import StepOptions
-from ringcomm.optim.turns import Replicas
+from ringcomm.optim.gradients import Gradient
+from ringcomm.optim.model_weights import ModelWeights, run_all
+from ringcomm.optim.options import StepOptions
+from ringcomm.optim.slot import Slot
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -38,16 +32,19 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         options: StepOptions,
     ) -> None:
-        found, params = split_model(model_or_params, model, type(self).__name__)
+        if not defaults["lr"] > 0:
+            raise ValueError(f"lr is a positive number, got {defaults['lr']!r}")
+        if not defaults["weight_decay"] >= 0:
+            raise ValueError(f"weight_decay is 0 or more, got {defaults['weight_decay']!r}")
+        found, params = _split_model(model_or_params, model, type(self).__name__)
         self.options = options
-        self._weights = ModelWeights(found)
-        self._path = GradientPath(options, weakref.proxy(self))
+        self._weights = ModelWeights(found, type(self).__name__)
+        self._path = GradientPath(weakref.proxy(self), options)
         self._undo: list[Callable[[], Any]] = []
-        self._is_made = False
+        self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
-        self._is_made = True
         self._manage()
-        self._undo += self._weights.before_forward(weakref.WeakMethod(self._before_forward))
+        self._undo += self._weights.before_forward(weakref.WeakMethod(self.check_model))
         weakref.finalize(self, run_all, self._undo)
 
     # ---- what users call
@@ -64,8 +61,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
 
     @property
     def held_bytes(self) -> int:
-        """What deferred gradients take now."""
-        return self._path.held_bytes
+        """What gradients take now that wait: for others of their sum, their turn, or step()."""
+        waiting = (slot.total for slot in self._path.slots if slot.total is not None)
+        return self._path.held_bytes + sum(total.nbytes for total in waiting)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself where there is none."""
@@ -89,8 +87,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         """Ends a step: applies what was deferred. All else has been applied in the backward pass.
 
         Raises:
-            RuntimeError: no loss scale, and a gradient that was deferred is not finite: nothing has
-                been written, and the gradients are dropped.
+            RuntimeError: no loss scale, and a deferred gradient is not finite: nothing has been
+                written, and the gradients are dropped.
             ValueError: a weight was replaced since the optimizer was made.
 
         Collective where gradients are reduced, or ranks hold parts of weights.
@@ -99,23 +97,19 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        path = self._path
         try:
-            self._check_unchanged()
-            with torch.no_grad():
-                path.end_pass()
-                path.drain()
-                path.finish()
-            if path.has_written:
+            self.check_model()
+            self._path.end_pass()
+            if self._path.finish():
                 for group in self.param_groups:
                     group["step"] += 1
         finally:
-            path.forget()
+            self._forget()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that wait for a step; micro-batches count from the start."""
-        self._path.forget()
+        self._forget()
         super().zero_grad(set_to_none)
 
     def close(self) -> None:
@@ -125,7 +119,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's."""
         super().add_param_group(param_group)
-        if self._is_made:
+        if self._path.slots:  # not in torch's constructor
             self._manage()
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,37 +151,82 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
         """Writes a weight: the step that its complete gradient times a factor makes."""
 
-    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
         """Reduces and updates in one pass, where that can be; returns whether it could."""
         return False
 
     def check_model(self) -> None:
-        """See gradient_path.Updater."""
-        self._check_unchanged()
-        self._check_ranks(self._path.slots)  # a group may have been made after the optimizer
+        """Once a step, at the first forward pass of the model or at what comes without one.
 
-    def _check_unchanged(self) -> None:
-        """Once a step: at the first forward pass of the model, or what comes first without one."""
-        if not self._path.is_verified:
-            self._weights.check_unchanged(type(self).__name__, self._path.slots)
-            self._path.is_verified = True
+        Raises:
+            ValueError: see Lomo.
+        """
+        if not self._is_verified:
+            self._weights.check_unchanged(self._path.slots)
+            # A group may have been made after the optimizer.
+            self._weights.check_ranks(self._path.slots, self.options.group)
+            self._is_verified = True
 
-    def _check_ranks(self, slots: list[Slot]) -> None:
-        splits = (self.options.splits or {}).values()
-        self._weights.check_ranks(type(self).__name__, slots, self.options.group, splits)
-
-    def _before_forward(self) -> None:
-        refuse_ddp(self._path.slots)
-        self._check_unchanged()
+    def _forget(self) -> None:
+        self._path.forget()
+        self._is_verified = False
 
     def _group_of(self, slot: Slot) -> dict[str, Any]:
         return self.param_groups[slot.group_idx]
 
+    def _lr_of(self, slot: Slot) -> float:
+        lr = float(self._group_of(slot)["lr"])
+        if not (lr >= 0 and math.isfinite(lr)):
+            raise ValueError(f"the lr of {slot.name} is 0 or more, got {lr!r}")
+        return lr
+
     def _rounding_seed(self, slot: Slot) -> int:
-        """The seed of this step's random bits for a weight, -1 where it is rounded to nearest."""
+        """The seed of this step's random bits for a weight, -1 where it is rounded to nearest.
+
+        The same on all ranks, and after a resume.
+        """
         if not self.options.stochastic_rounding or slot.param.dtype != torch.bfloat16:
             return -1
-        return rounding_seed(self.options.seed, slot.index, self._group_of(slot)["step"])
+        words = f"{self.options.seed} {slot.index} {self._group_of(slot)['step']}"
+        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    # ---- set up
+
+    def _manage(self) -> None:
+        """Hooks for the parameters that have none yet."""
+        path, weights, options = self._path, self._weights, self.options
+        known = {slot.param for slot in path.slots}
+        new: list[Slot] = []
+        for group_idx, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param in known:
+                    continue
+                index = len(path.slots) + len(new)
+                name = weights.name_of(param, index)
+                weights.check_param(param, name)
+                part, kind = weights.parts.get(param), type(self).__name__
+                new.append(Slot(param, name, index, group_idx, part, kind, options.reduce_dtype))
+        slots = [*path.slots, *new]
+        weights.check_ranks(slots, options.group)
+        if options.clip_grad_norm is not None or options.loss_scale is not None:
+            path.axes = weights.place_parts(slots)
+        if isinstance(options.group, dist.ProcessGroup):
+            weights.check_replicas(slots, options.group)
+            largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
+            on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
+            is_overlapped = not on_cpu if options.overlap is None else options.overlap
+            path.replicas = Replicas(options.group, is_overlapped, largest)
+        _check_dtypes(slots, options)
+        path.slots = slots
+        for slot in new:
+            self._lr_of(slot)
+            self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
+            # What is reduced over ranks has to be made as a tensor anyway.
+            may_fuse = path.replicas is None and slot.shards is None
+            self._undo += weights.attach(slot, path, may_fuse=may_fuse)
+        self._undo += weights.watch_units(new, path)
+        path.watch_shards()
 
     def _new_low(self, slot: Slot) -> dict[str, Tensor]:
         """The lower halves of a weight that is split: 0, since it is bfloat16 so far."""
@@ -195,59 +234,41 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             return {}
         return {"low": torch.zeros_like(slot.local, dtype=torch.int16)}
 
-    def _lr_of(self, slot: Slot) -> float:
-        return float(self._group_of(slot)["lr"])
 
-    def check_lr(self, slot: Slot) -> None:
-        """See gradient_path.Updater."""
-        lr = self._lr_of(slot)
-        if not (lr >= 0 and math.isfinite(lr)):
-            raise ValueError(f"the lr of {slot.name} is 0 or more, got {lr!r}")
+def _split_model(
+    model_or_params: nn.Module | Iterable[Any], model: nn.Module | None, name: str
+) -> tuple[nn.Module | None, Iterable[Any]]:
+    """The model, if there is one, and what torch.optim takes for parameters.
 
-    # ---- set up
+    Raises:
+        ValueError: two models, or one without weights to train.
+    """
+    if not isinstance(model_or_params, nn.Module):
+        if model is None:
+            warnings.warn(
+                f"{name} was given parameters and no model: every gradient is consumed by a hook,"
+                " but weights of linear layers and embeddings have theirs made first. Give the"
+                " model, or model= beside parameter groups",
+                stacklevel=4,
+            )
+        return model, model_or_params
+    if model is not None and model is not model_or_params:
+        raise ValueError("the model is given twice, and the two differ")
+    params = [param for param in model_or_params.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError("the model has no parameter that requires grad")
+    return model_or_params, params
 
-    def _manage(self) -> None:
-        """Hooks for the parameters that have none yet."""
-        known = {slot.param for slot in self._path.slots}
-        splits = self.options.splits or {}
-        new: list[Slot] = []
-        for group_idx, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param not in known:
-                    index = len(self._path.slots) + len(new)
-                    name = self._weights.name_of(param, index)
-                    self._weights.check(param, name)
-                    split = splits.get(param)
-                    kind, dtype = type(self).__name__, self.options.reduce_dtype
-                    new.append(Slot(param, name, index, group_idx, split, kind, dtype))
-        if self.options.clip_grad_norm is not None or self.options.loss_scale is not None:
-            self._weights.check_decisions(type(self).__name__, splits)
-        self._check_ranks(new)
-        if isinstance(self.options.group, dist.ProcessGroup):
-            self._check_replicas(self.options.group, new)
-        self._path.slots += new
-        options = self.options
-        check_dtypes(
-            self._path.slots, options.stochastic_rounding, options.master, options.reduce_dtype
-        )
-        for slot in new:
-            self.check_lr(slot)
-            self.state[slot.param].update(self._new_state(slot))
-            # What is reduced over ranks has to be made as a tensor anyway.
-            is_alone = self._path.replicas is None and slot.shards is None
-            owner = self._weights.fusable_owner(slot.param) if is_alone else None
-            self._undo += attach(slot, self._path, self._weights.owners(slot.param), owner)
-        if units := self._weights.units():
-            self._undo.append(watch_units(units, self._weights.places(new), self._path))
 
-    def _check_replicas(self, group: dist.ProcessGroup, new: list[Slot]) -> None:
-        self._weights.check_replicas(type(self).__name__)
-        for slot in new:
-            if slot.shards is not None or any(overlap(g, group) for g in slot.layout.groups):
-                raise ValueError(f"{slot.name} is sharded, and its shards know their group")
-        slots = [*self._path.slots, *new]
-        largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
-        is_overlapped = self.options.overlap
-        if is_overlapped is None:  # ranks on CPUs have no core to spare for it
-            is_overlapped = new[0].param.device.type != "cpu"
-        self._path.set_replicas(Replicas(group, is_overlapped, largest))
+def _check_dtypes(slots: list[Slot], options: StepOptions) -> None:
+    """Raises ValueError where an option does not fit the weights' dtypes."""
+    for slot in slots:
+        if options.reduce_dtype not in (None, torch.float32, slot.param.dtype):
+            raise ValueError(
+                f"reduce_dtype is torch.float32 or {slot.param.dtype}, the dtype of {slot.name},"
+                f" got {options.reduce_dtype}"
+            )
+    option = "stochastic_rounding" if options.stochastic_rounding else 'master="split"'
+    is_wanted = options.stochastic_rounding or options.master is not None
+    if is_wanted and not any(slot.param.dtype == torch.bfloat16 for slot in slots):
+        raise ValueError(f"{option} is for bfloat16 weights, and there are none")

@@ -1,4 +1,4 @@
-"""LOMO: SGD whose gradients are consumed while the backward pass makes them."""
+"""LOMO: SGD whose gradients are consumed while the backward pass makes them; and AdaLomo."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ringcomm.ops.updates.weight_update import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
 from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.slot import Slot
-from ringcomm.optim.step_options import StepArguments, StepOptions
-from ringcomm.optim.turns import Replicas
+from ringcomm.optim.options import StepArguments, StepOptions
+from ringcomm.optim.slot import Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
 
@@ -21,11 +22,11 @@ _ops: Any = torch.ops.ringcomm
 class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
-    A real torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(),
-    zero_grad(), schedulers, closures, state_dict. By default the weights are new when backward()
-    returns, and no more than one gradient has existed at a time; those of nn.Linear and
-    nn.Embedding never do, where the model is given and no ranks share the work. step() then only
-    counts. The learning rate is that of the moment of the backward pass.
+    A torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(), zero_grad(),
+    schedulers, closures, state_dict. By default the weights are new when backward() returns, and no
+    more than one gradient has existed at a time; those of nn.Linear and nn.Embedding never do,
+    where the model is given and no ranks share the work. step() then only counts. The learning rate
+    is that of the moment of the backward pass.
 
         opt = ringcomm.optim.Lomo(model, lr=1e-3)
         for batch in batches:
@@ -33,7 +34,7 @@ class Lomo(InBackwardOptimizer):
             opt.step()
             opt.zero_grad()
 
-    What must be known of the whole step before it is made costs memory or time:
+    Clipping by norm and a loss scale must know the whole step before it is made:
 
     - clip_mode="deferred" holds gradients until step(); of a layer (input, output's gradient) where
       that is smaller. In time next to nothing, in memory at most all gradients.
@@ -46,18 +47,18 @@ class Lomo(InBackwardOptimizer):
             torch.optim's parameter groups.
         lr: the learning rate, positive.
         weight_decay: decoupled; of an embedding's table, too, it decays all rows.
-        model: beside parameters or groups, the model they are in: for fusion and for names.
+        model: beside parameters or groups, the model they are in: for fusion, names, and layers of
+            tensor parallelism. In a job of several ranks it has to be given.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over
-            gradients of all ranks, as torch.nn.utils.clip_grad_norm_.
+            gradients of all ranks, as torch.nn.utils.clip_grad_norm_. Each element of a weight that
+            ranks share (tensor parallelism, DTensors, WeightShards) counts once.
         clip_grad_value: clamp each element to +-clip_grad_value instead.
-        clip_mode: "deferred" (the default) or "two_pass"; also for a loss scale with a veto.
+        clip_mode: "deferred" (the default) or "two_pass".
         max_held_bytes: the limit of what a deferred step holds; more is a RuntimeError before a
             weight is written. None for no limit.
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved on overflow, doubled
-            after 2000 good steps. The loop then is opt.scale(loss).backward().
-        overflow: what Inf or NaN in a scaled gradient does. "veto" (the default): no weight and no
-            state changes on any rank; costs what clip_mode says. "skip_layer": the weights that
-            have it are left out, in the backward pass.
+            after 2000 good steps. The loop then is opt.scale(loss).backward(). With Inf or NaN in a
+            gradient no weight and no state changes on any rank.
         accumulation_steps: micro-batches per step(). Their gradients are kept, and added in
             `reduce_dtype`, until the last one's are consumed: all gradients' memory.
         reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
@@ -69,44 +70,34 @@ class Lomo(InBackwardOptimizer):
             fully_shard or ringcomm.parallel.WeightShards, whose gradients are reduced to their
             owner's shard. In a job of several ranks replicated weights need a group, such as
             dist.group.WORLD; "none" has this rank train a model of its own.
+        mesh: a DeviceMesh of one dimension in place of a group.
         overlap: let the backward pass go on while a gradient is reduced; it then lives until its
             sum is there, two of the largest at most. None: where the ranks are not on CPUs.
-        splits: plain weights of which this rank holds one of several parts (tensor parallelism),
-            with how; norms count every part once. DTensors say it themselves.
         stochastic_rounding: round bfloat16 weights up or down by chance, on average right, so that
             small updates are not lost; no memory.
         master: "split" keeps what bfloat16 weights lack of fp32 in 2 more bytes a weight, exactly.
         seed: of stochastic rounding; 32 bits.
 
     Raises:
-        ValueError: an argument is out of range or excludes another, a parameter is none of the
-            model, has an optimizer of this kind already, or does not require grad, the model makes
+        ValueError: an argument is out of range or excludes another; a parameter is none of the
+            model, has an optimizer of this kind already, or does not require grad; the model makes
             sparse gradients, or is a DistributedDataParallel; reduce_dtype is neither float32 nor
             the dtype of every weight; in a job of several ranks there is no group= for replicated
-            weights, or no model.
-
-    In the model's forward pass, before a weight is written:
-
-    - ValueError: a DistributedDataParallel is around a weight, or a weight was replaced or sharded
-      since the optimizer was made.
-
-    In the backward pass:
-
-    - RuntimeError before a weight is written: the first gradient is not finite and there is no loss
-      scale, the loss was not scaled, or clip_mode="two_pass" and not opt.backward().
-    - RuntimeError before that weight is written: it has been updated in this step already.
-    - RuntimeError on all ranks before a weight is written: a weight of WeightShards or fully_shard
-      gets a gradient on some ranks only.
-    - ValueError: the learning rate has become negative or NaN; or, of an optimizer made before
-      init_process_group(), as the constructor.
+            weights, or no model. In the forward pass: a DistributedDataParallel is around a weight,
+            a weight was replaced or sharded since the optimizer was made, or the process group was
+            made since and the constructor would raise. In the backward pass: the learning rate has
+            become negative or NaN.
+        RuntimeError: in the backward pass, before a weight is written: the first gradient is not
+            finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" and not
+            opt.backward(); a weight of WeightShards or fully_shard gets a gradient on some ranks
+            only (on all ranks). Before that weight is written: it was updated in this step already.
 
     Parameters without a gradient are left alone, as in torch.optim. Between the use of a gradient
-    and step() a parameter's .grad is a stand-in that raises RuntimeError when read:
-    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. A GradScaler raises
-    at its step(), when the backward pass has written weights by the scaled gradients: use
-    loss_scale=. With Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or
-    ringcomm.integrations.accelerate. Under torch.compile all gradients are made as tensors, and
-    clip_mode="two_pass" wants torch._functorch.config.donated_buffer = False, or raises.
+    and step() a parameter's .grad is a stand-in that raises RuntimeError when read, because
+    torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler would find nothing. With Trainer and
+    Accelerate call prepare() of ringcomm.integrations.transformers or .accelerate. Under
+    torch.compile all gradients are made as tensors, and clip_mode="two_pass" wants
+    torch._functorch.config.donated_buffer = False, or raises.
     """
 
     def __init__(
@@ -118,66 +109,172 @@ class Lomo(InBackwardOptimizer):
         model: nn.Module | None = None,
         **options: Unpack[StepArguments],
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"lr is a positive number, got {lr!r}")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay is 0 or more, got {weight_decay!r}")
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
-        return self._new_low(slot)
+        return {}
 
     def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
-        """See gradient_path.Updater."""
+        """See InBackwardOptimizer."""
         decay = self._group_of(slot)["weight_decay"]
         scalars = (self._lr_of(slot), decay, factor, self._rounding_seed(slot))
-        low, clip_value = self.state[slot.param].get("low"), self.options.clip_grad_value
-        weight = slot.local
+        weight, low = slot.local, self.state[slot.param].get("low")
+        options: dict[str, Any] = {"low": low, "clip_value": self.options.clip_grad_value}
         if isinstance(gradient, LinearGradient):
-            _ops.linear_sgd_update_(
-                weight, gradient.x, gradient.grad_out, *scalars, low=low, clip_value=clip_value
-            )
+            _ops.linear_sgd_update_(weight, *gradient.parts, *scalars, **options)
         elif isinstance(gradient, EmbeddingGradient):
-            _ops.embedding_sgd_update_(
-                weight,
-                gradient.indices,
-                gradient.grad_out,
-                *scalars,
-                low=low,
-                clip_value=clip_value,
-                padding_idx=gradient.padding_idx,
-            )
+            options["padding_idx"] = gradient.padding_idx
+            _ops.embedding_sgd_update_(weight, *gradient.parts, *scalars, **options)
         else:
-            _ops.sgd_update_(
-                weight,
-                gradient.dense(),
-                *scalars,
-                low=low,
-                clip_value=clip_value,
-                first_elem=slot.layout.first_elem,
-            )
+            options["first_elem"] = slot.layout.first_elem
+            _ops.sgd_update_(weight, gradient.dense(), *scalars, **options)
 
-    def update_replicas(self, replicas: Replicas, slot: Slot, grad: Tensor, factor: float) -> bool:
+    def update_replicas(self, group_name: str, slot: Slot, grad: Tensor, factor: float) -> bool:
         """By the operator that reduces, updates and gathers, on CPUs: half of the passes."""
         options, weight = self.options, slot.local
-        if (
-            replicas.one_pass_name is None
-            or options.stochastic_rounding
-            or options.master is not None
-            or weight.device.type != "cpu"
-            or not weight.is_contiguous()
-        ):
+        is_rounded = options.stochastic_rounding or options.master is not None
+        if is_rounded or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
-        group = self._group_of(slot)
         _ops.reduce_scatter_update_all_gather_.lomo(
             weight,
             grad.contiguous(),
-            replicas.one_pass_name,
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
+            group_name,
+            lr=self._lr_of(slot),
+            weight_decay=self._group_of(slot)["weight_decay"],
             clip_value=options.clip_grad_value,
             average=True,
             grad_scale=factor,
         )
         return True
+
+
+class AdaLomo(InBackwardOptimizer):
+    """Updates by second moments inside the backward pass (Lv et al. 2023, arXiv 2310.10195).
+
+    In step t, with beta = 1 - t ** -0.8 and means over the rows and columns of a matrix:
+
+        R <- beta R + (1 - beta) (row means of G^2 + eps[0]), C likewise with column means
+        U = G / sqrt(R C / mean(R)),  U <- U / max(1, RMS(U) / clip_threshold)
+        s = lr * max(eps[1], RMS(W)), W <- (1 - s * weight_decay) W - s U
+
+    What is no matrix keeps a moment for each element. State: "exp_avg_sq_row" and "exp_avg_sq_col",
+    or "exp_avg_sq", float32. Of a linear layer's gradient one exists at a time.
+
+    Args:
+        model_or_params: as Lomo.
+        lr: the learning rate, relative to each weight's RMS; positive.
+        weight_decay: decoupled, relative likewise.
+        eps: added to squares of gradients; the least RMS of a weight.
+        clip_threshold: the largest RMS of an update.
+        decay_rate: the exponent of t in beta, negative.
+        model: as Lomo.
+        options: as Lomo.
+
+    Raises:
+        ValueError: as Lomo.
+
+    In the backward pass as Lomo.
+    """
+
+    def __init__(
+        self,
+        model_or_params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        model: nn.Module | None = None,
+        **options: Unpack[StepArguments],
+    ) -> None:
+        if not (min(eps) > 0 and clip_threshold > 0 and decay_rate < 0):
+            raise ValueError(
+                "eps and clip_threshold are positive and decay_rate is negative, got"
+                f" {eps}, {clip_threshold} and {decay_rate}"
+            )
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+        }
+        super().__init__(model_or_params, model, defaults, StepOptions(**options))
+
+    def _new_state(self, slot: Slot) -> dict[str, Tensor]:
+        rows, columns = slot.layout.matrix
+        device = slot.local.device
+        if not slot.layout.is_matrix:
+            return {"exp_avg_sq": torch.zeros(columns, device=device)}
+        return {
+            "exp_avg_sq_row": torch.zeros(rows, device=device),
+            "exp_avg_sq_col": torch.zeros(columns, device=device),
+        }
+
+    def update(self, slot: Slot, gradient: Gradient, factor: float) -> None:
+        """See InBackwardOptimizer."""
+        group, layout, local = self._group_of(slot), slot.layout, slot.local
+        lr, seed = self._lr_of(slot), self._rounding_seed(slot)
+        low = self.state[slot.param].get("low")
+        # In the order of memory.
+        weight, grad = _flat(local, local), _flat(gradient.dense(torch.float32), local)
+        low = None if low is None else _flat(low, local)
+        rows, columns = self._factors(slot, grad, factor)
+        blocks = [
+            (block.of(weight), block.of(grad), rows[block.rows], columns[block.columns])
+            for block in layout.blocks
+        ]
+        options: list[dict[str, Any]] = [
+            {"low": None if low is None else block.of(low), "clip_value": self._clip_value}
+            for block in layout.blocks
+        ]
+        squares = torch.zeros(2, device=weight.device)
+        for given, more in zip(blocks, options, strict=True):
+            squares += _ops.adalomo_squares(*given, factor, **more)
+        mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
+        decay, threshold = group["weight_decay"], group["clip_threshold"]
+        scalars = step_and_decay(mean_squares, lr, decay, threshold, group["eps"][1])
+        for given, more, block in zip(blocks, options, layout.blocks, strict=True):
+            first_elem = layout.first_elem + block.begin
+            _ops.adalomo_update_(*given, scalars, factor, seed, **more, first_elem=first_elem)
+
+    def _factors(self, slot: Slot, grad: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        """Moves the moments on; what rows and columns of G are multiplied by to make U."""
+        group, state, layout = self._group_of(slot), self.state[slot.param], slot.layout
+        eps, weight = group["eps"][0], (group["step"] + 1) ** group["decay_rate"]
+        num_rows, num_columns = layout.matrix
+        sums = torch.zeros(num_rows + num_columns, device=grad.device)
+        rows, columns = sums[:num_rows], sums[num_rows:]
+        for block in layout.blocks:
+            of_rows, of_columns = _ops.square_sums(
+                block.of(grad), factor, clip_value=self._clip_value
+            )
+            rows[block.rows] += of_rows
+            columns[block.columns] += of_columns
+        if not layout.is_matrix:
+            moment = state["exp_avg_sq"].lerp_(columns + eps, weight)
+            return torch.ones(1, device=grad.device), moment.rsqrt()
+        _summed(sums, layout)
+        row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
+        column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
+        return matrix_factors(row, column)
+
+    @property
+    def _clip_value(self) -> float | None:
+        return self.options.clip_grad_value
+
+
+def _summed(sums: Tensor, layout: Layout) -> Tensor:
+    """Sums over this rank's part of a weight become those of the whole, in place. Collective."""
+    for group in layout.groups:
+        dist.all_reduce(sums, group=group)
+    return sums.div_(layout.num_copies)
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor's elements in the memory order of `like`, which is dense."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided([tensor.numel()], [1])

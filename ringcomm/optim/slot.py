@@ -1,23 +1,26 @@
-"""One weight of an optimizer in the backward pass: its gradient, until it is used."""
+"""One weight of an optimizer in the backward pass: its gradient until it is used, and its place."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
-from ringcomm.optim.layouts import Layout, Split, layout_of, local_tensor
-from ringcomm.optim.step_facts import Groups
 from ringcomm.parallel import find_shards
-from ringcomm.parallel.gradient_placeholder import GradientPlaceholder, GradientSum
+from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
+from ringcomm.parallel.model_axes import Held
+from ringcomm.parallel.tensor import SplitModule
+from ringcomm.parallel.tensor.splits import Split
 
+Groups = tuple[dist.ProcessGroup, ...]
 _NO_BACKWARD = -1  # torch's id of no graph task
 _uses = itertools.count(1)
 
@@ -26,94 +29,114 @@ class Slot:
     """One weight, and where it stands in this step.
 
     Attributes:
-        num_arrived: how many of its gradients have come in this step.
+        num_arrived: gradients that have come in this step; `total` is their sum so far.
+        held: its complete gradient, where that waits for step().
         arrived_in: the backward pass that brought the last one, by torch's number.
         autograd_in: of a fused layer's weight, the last pass that brought one past the layer.
         first_use: when a layer first used it in this step, a running number; 0 for not seen.
+        num_unseen_uses: by layers without gradients: a reentrant checkpoint may bring one each.
         grad_dtype: what several gradients are added up in, and reduced in over ranks.
-        peers: of a shard, the groups of the mesh whose ranks have the others.
-        whole: of fully_shard, the parameter that computes, once its unit has run.
+        layout, parts: what this rank holds of it, and who holds the rest, for norms.
+        peers: of a shard, the groups of the mesh whose ranks have gradients of the same weights.
+        whole: the parameter that autograd brings gradients to: fully_shard has another one.
         spent: what .grad is between the use of the gradient and forget().
     """
 
     def __init__(
         self,
-        param: nn.Parameter,
+        param: Any,
         name: str,
         index: int,
         group_idx: int,
-        split: Split | None,
+        part: tuple[SplitModule, Split] | None,
         optimizer: str,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self.param, self.name, self.index, self.group_idx = param, name, index, group_idx
         self.shards = find_shards(param)
+        self.layout = layout_of(param, part)
+        self.parts = Held((), 1)
         self.peers: Groups = () if self.shards is None else (self.shards.group,)
-        self.whole: nn.Parameter | None = None
-        self.layout: Layout = layout_of(param, split)
+        self.whole = param
         self.grad_dtype = torch.promote_types(param.dtype, reduce_dtype or torch.float32)
         self.handle: Handle | None = None
-        self.num_arrived = self.first_use = 0
-        self.held: Gradient | None = None
-        self.num_unseen_uses = 0
-        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
-        self.spent = _placeholder(param, name, optimizer)
+        self.spent = GradientPlaceholder(
+            param,
+            f"{optimizer} takes the gradient of {name} inside the backward pass:"
+            " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
+            f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer};"
+            " with Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
+            " .accelerate first",
+            f"{name} got a gradient after its update: backward() ran again before step() (say"
+            " accumulation_steps), or a weight is used in several segments of a reentrant"
+            " checkpoint (use_reentrant=False)",
+        )
         self._node: Any = None
         self._node_is_for: Any = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Ready for the next step."""
+        self.num_arrived = self.num_unseen_uses = self.first_use = 0
+        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
+        self.total: Tensor | None = None
+        self.held: Gradient | None = None
+        if self.param.grad is self.spent:
+            self.param.grad = None
+        if self.handle is not None:
+            self.handle.forget()
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of the weight."""
-        return local_tensor(self.param, self.shards)
+        """What this rank holds of the weight, which updates write."""
+        if self.shards is not None:
+            return self.shards.shard_of(self.param)
+        return _local_of(self.param).detach()
+
+    # ---- its gradient
 
     @property
     def has_grad(self) -> bool:
-        """Whether autograd has left a gradient that nobody has taken."""
+        """Whether there is a gradient that nobody has taken."""
+        self.collect()
+        return self.total is not None
+
+    def collect(self) -> None:
+        """Adds what autograd, or the user, has left in `.grad` to `total`."""
         grad = self.param.grad
-        return grad is not None and grad is not self.spent
+        if grad is not None and grad is not self.spent:
+            self.param.grad = None
+            self.add(_local_of(grad))
+
+    def add(self, grad: Tensor) -> None:
+        """Adds one to `total`. One that stays alone keeps its dtype."""
+        self.total = grad if self.total is None else self.total.to(self.grad_dtype).add_(grad)
+
+    def take(self) -> Tensor:
+        """The sum of those that have come, which is then gone."""
+        self.collect()
+        assert self.total is not None
+        total, self.total = self.total, None
+        return total
 
     def mark_spent(self) -> None:
         """Has torch's clipping and the like raise until forget()."""
         self.param.grad = self.spent
 
-    def take_grad(self) -> Tensor:
-        """The gradient that autograd has left, which is then gone."""
-        grad, self.param.grad = self.param.grad, None
-        assert grad is not None
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        return local.total if isinstance(local, GradientSum) else local
-
-    def add_grad(self, grad: Tensor) -> None:
-        """Adds one to what autograd has left; more are to come."""
-        self.await_more_grads()
-        if self.has_grad:
-            assert self.param.grad is not None
-            self.param.grad.add_(grad)
-        else:
-            self.param.grad = grad
-            self.await_more_grads()
-
-    def await_more_grads(self) -> None:
-        """Has the gradients to come added in `grad_dtype`, by whoever adds them to `.grad`."""
-        grad: Any = self.param.grad
-        if not self.has_grad or grad.dtype == self.grad_dtype:
-            return
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        if isinstance(local, GradientSum):
-            return
-        total = GradientSum(local, self.spent.message, self.grad_dtype)
-        if isinstance(grad, DTensor):
-            make: Any = DTensor  # from_local() would make a view of it
-            self.param.grad = make(total, grad._spec, requires_grad=False)
-        else:
-            self.param.grad = total
+    # ---- what is still to come of it
 
     def is_used(self, module: nn.Module, _: Any) -> None:
         """The hook before a forward pass of a layer that has the weight."""
         if torch.compiler.is_compiling():
             return
-        if DistributedDataParallel._get_active_ddp_module() is not None:
-            refuse_ddp([self])
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and any(self.param is param for param in ddp._module_parameters):
+            raise ValueError(
+                f"DistributedDataParallel reduces the gradient of {self.name}, which an optimizer"
+                " in the backward pass uses before: call the model without it and give the"
+                " optimizer group=; with Trainer and Accelerate call prepare() of"
+                " ringcomm.integrations.transformers or .accelerate"
+            )
         if not self.first_use:
             self.first_use = next(_uses)
         if torch.is_grad_enabled():
@@ -126,25 +149,6 @@ class Slot:
         """Whether the gradient that arrives now is one of a reentrant checkpoint's own pass."""
         return self._made_in not in (_NO_BACKWARD, torch._C._current_graph_task_id())
 
-    def compute_as(self, whole: nn.Parameter) -> None:
-        """Autograd brings gradients to this parameter, which fully_shard reduces."""
-        self.whole, self._node_is_for = whole, None
-
-    def will_come(self, task: int) -> bool:
-        """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
-        return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
-
-    def autograd_will_bring(self) -> bool:
-        """Whether the backward pass that runs now brings a gradient to the parameter itself."""
-        param = self.param if self.whole is None else self.whole
-        if not param.requires_grad:
-            return False
-        current = param.dtype, param.device  # a weight that moves gets a new node
-        if self._node_is_for != current:
-            self._node = torch.autograd.graph.get_gradient_edge(param).node
-            self._node_is_for = current
-        return bool(torch._C._will_engine_execute_node(self._node))
-
     def awaits_more(self) -> bool:
         """Called as a gradient arrives: whether this backward pass will bring more of it.
 
@@ -152,47 +156,116 @@ class Slot:
         segment without gradients, then again in a backward pass of its own inside the outer one.
         So a weight of several segments arrives several times: as often as it was used unseen.
         """
-        if self._made_in == _NO_BACKWARD or self._made_in == torch._C._current_graph_task_id():
+        if not self.is_nested:
             return False
         self.num_unseen_uses -= 1
         return self.num_unseen_uses > 0
 
-    def forget(self) -> None:
-        """Ready for the next step."""
-        self.num_arrived = self.num_unseen_uses = self.first_use = 0
-        self.arrived_in = self.autograd_in = self._made_in = _NO_BACKWARD
-        self.held = None
-        if self.param.grad is self.spent:
-            self.param.grad = None
-        if self.handle is not None:
-            self.handle.forget()
+    def will_come(self, task: int) -> bool:
+        """Whether a backward pass, by torch's number, will still bring a gradient of the weight."""
+        return self.num_unseen_uses > 0 or (self.arrived_in != task and self.autograd_will_bring())
+
+    def autograd_will_bring(self) -> bool:
+        """Whether the backward pass that runs now brings a gradient to the parameter itself."""
+        whole = self.whole
+        if not whole.requires_grad:
+            return False
+        current = id(whole), whole.dtype, whole.device  # a weight that moves gets a new node
+        if self._node_is_for != current:
+            self._node = torch.autograd.graph.get_gradient_edge(whole).node
+            self._node_is_for = current
+        return bool(torch._C._will_engine_execute_node(self._node))
 
 
-def _placeholder(param: nn.Parameter, name: str, optimizer: str) -> GradientPlaceholder:
-    return GradientPlaceholder(
-        param,
-        f"{optimizer} takes the gradient of {name} inside the backward pass:"
-        " torch.nn.utils.clip_grad_norm_, torch.amp.GradScaler and DistributedDataParallel find"
-        f" none. Use clip_grad_norm=, clip_grad_value=, loss_scale= and group= of {optimizer}; with"
-        " Trainer and Accelerate call prepare() of ringcomm.integrations.transformers or"
-        " .accelerate first",
-        f"{name} got a gradient after its update: backward() ran again before step() (say"
-        " accumulation_steps), or a weight is used in several segments of a reentrant checkpoint"
-        " (use_reentrant=False)",
-    )
+def _local_of(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def refuse_ddp(slots: Iterable[Slot]) -> None:
-    """Raises ValueError inside a forward pass of a DistributedDataParallel that has a weight."""
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is None:
-        return
-    theirs = set(ddp._module_parameters)
-    for slot in slots:
-        if slot.param in theirs:
-            raise ValueError(
-                f"DistributedDataParallel reduces the gradient of {slot.name}, which an optimizer"
-                " in the backward pass uses before: call the model without it and give the"
-                " optimizer group=; with Trainer and Accelerate call prepare() of"
-                " ringcomm.integrations.transformers or .accelerate"
-            )
+# ---- which part of a weight this rank holds
+
+
+class Block(NamedTuple):
+    """A rectangle of a matrix that this rank holds: local elements from `begin` on, row by row."""
+
+    begin: int
+    rows: slice
+    columns: slice
+
+    def of(self, local: Tensor) -> Tensor:
+        """The rectangle in a local tensor in memory order, as a matrix."""
+        shape = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        return local.view(-1).narrow(0, self.begin, shape[0] * shape[1]).view(shape)
+
+
+class Layout(NamedTuple):
+    """What this rank holds of a weight.
+
+    Attributes:
+        shape: of the whole weight.
+        matrix: its rows and columns; (1, local elements) if it is no matrix, which has means of its
+            own for each element.
+        blocks: the local part of it.
+        groups: a sum over local parts, added up over each of these, has the whole `num_copies`
+            times.
+        first_elem: where the local part begins in the whole, for the random bits of rounding.
+    """
+
+    shape: torch.Size
+    matrix: tuple[int, int]
+    blocks: list[Block]
+    groups: Groups
+    num_copies: int
+    first_elem: int
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether second moments are kept by row and column."""
+        return len(self.shape) == 2
+
+
+def layout_of(param: nn.Parameter, part: tuple[SplitModule, Split] | None) -> Layout:
+    """Of a parameter, whole or sharded; `part` says of what a tensor-parallel layer has a part.
+
+    Locally it is a piece of a box: the elements [begin, end) of a tensor of shape `box`, whose
+    first element is at `offsets` of the whole weight.
+    """
+    shape, box, offsets = list(param.shape), param.shape, [0] * param.dim()
+    groups, num_copies, shards = [], 1, find_shards(param)
+    begin, end = (0, param.numel()) if shards is None else shards.range_of(param)
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        local_shape, at = compute_local_shape_and_global_offset(shape, mesh, param.placements)
+        box, offsets = torch.Size(local_shape), list(at)
+        end = box.numel()
+        groups = [mesh.get_group(i) for i, p in enumerate(param.placements) if p.is_shard()]
+    elif shards is not None:
+        groups = [shards.group]
+    if part is not None:
+        module, split = part
+        shape[split.dim], num_copies = split.total, split.num_replicas
+        offsets[split.dim] += split.begin
+        groups.append(module.group)
+    first_elem = 0
+    for size, offset in zip(shape, offsets, strict=True):
+        first_elem = first_elem * size + offset
+    if len(shape) == 2:
+        matrix, blocks = (shape[0], shape[1]), _blocks(begin, end, box[1], *offsets)
+    else:
+        matrix, blocks = (1, end - begin), [Block(0, slice(0, 1), slice(0, end - begin))]
+    groups = [group for group in groups if group.size() > 1]
+    return Layout(torch.Size(shape), matrix, blocks, tuple(groups), num_copies, first_elem + begin)
+
+
+def _blocks(begin: int, end: int, width: int, first_row: int, first_column: int) -> list[Block]:
+    """The elements [begin, end) of a box of a matrix: the rest of a row, whole rows, and a row."""
+    blocks, at = [], begin
+    while at < end:
+        row, column = divmod(at, width)
+        is_whole = column == 0 and end - at >= width
+        last_row = end // width if is_whole else row + 1
+        last_column = width if is_whole else min(width, column + end - at)
+        rows = slice(first_row + row, first_row + last_row)
+        columns = slice(first_column + column, first_column + last_column)
+        blocks.append(Block(at - begin, rows, columns))
+        at = (last_row - 1) * width + last_column
+    return blocks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["GradientPlaceholder", "GradientSum"]
+__all__ = ["GradientPlaceholder"]
 
 _add: Any = torch.ops.aten.add_
 
@@ -63,34 +63,6 @@ class GradientPlaceholder(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without values."""
         return f"GradientPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class GradientSum(GradientPlaceholder):
-    """A placeholder to which autograd and fully_shard add gradients, in a wider dtype than theirs.
-
-    Attributes:
-        total: the sum so far.
-    """
-
-    total: Tensor
-
-    @staticmethod
-    def __new__(cls, grad: Tensor, message: str, dtype: torch.dtype) -> GradientSum:
-        """Begins with a gradient, whose shape, strides and dtype it shows."""
-        made = GradientPlaceholder.__new__(cls, grad, message)
-        assert isinstance(made, GradientSum)
-        made.total = grad.to(dtype)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Adds in place. Raises RuntimeError for all else."""
-        if func is _add.Tensor and not kwargs and not isinstance(args[1], GradientPlaceholder):
-            args[0].total.add_(args[1])
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _flat(values: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.activations.arena import Arena, Room
 from ringcomm.parallel.activations.saved_tensors import Look, SavedTensors, flatten, is_plain
 from ringcomm.parallel.flat_collectives import all_gather_shards
-from ringcomm.parallel.offload.buffer_pool import empty_aligned
+from ringcomm.parallel.offload.transfers import empty_aligned
 
 
 class Partitioned:

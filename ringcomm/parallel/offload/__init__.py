@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from ringcomm._renamed import getattr_of
 from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.optimizers import SGD, AdamW
-from ringcomm.parallel.offload.store_engine import Transfer
 
-__all__ = ["SGD", "AdamW", "FileStore", "Transfer"]
+__all__ = ["SGD", "AdamW", "FileStore"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

@@ -18,8 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.buffer_pool import aligned_size, empty_aligned, is_aligned
-from ringcomm.parallel.offload.store_engine import Transfer, find_engine
 from ringcomm.parallel.offload.store_index import (
     Entry,
     Index,
@@ -28,8 +26,16 @@ from ringcomm.parallel.offload.store_index import (
     make_folder,
     open_file,
 )
+from ringcomm.parallel.offload.transfers import (
+    Transfer,
+    aligned_size,
+    empty_aligned,
+    empty_row,
+    find_engine,
+    is_aligned,
+)
 
-__all__ = ["FileStore", "Transfer"]
+__all__ = ["FileStore"]
 
 _log = logging.getLogger("ringcomm")
 
@@ -100,8 +106,7 @@ class FileStore:
         self._files = IndexFiles(self.path)
         try:
             lock_file(self._fd)
-            index = self._files.recover() if keep else None
-            self._load(index or Index())
+            self._load(self._files.recover() if keep else Index())
         except BlockingIOError as error:
             self.close()
             raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
@@ -111,6 +116,7 @@ class FileStore:
 
     def _load(self, index: Index) -> None:
         self._index = index
+        self._failed, self._dirty = {}, {}
         ends = [
             offset + aligned_size(entry.num_bytes)
             for entry in index.entries.values()
@@ -156,7 +162,7 @@ class FileStore:
 
     def empty(self, num_elems: int, dtype: torch.dtype) -> Tensor:
         """A tensor of one dimension that put() and get() move without a copy."""
-        return empty_aligned(num_elems * dtype.itemsize)[: num_elems * dtype.itemsize].view(dtype)
+        return empty_row(num_elems, dtype)
 
     def put(self, key: str, tensor: Tensor) -> Transfer:
         """Starts writing a tensor, which is not to change until the transfer ends.
@@ -246,18 +252,16 @@ class FileStore:
             if not pending.is_read:
                 self._failed[key] = error
 
+    def _settle_all(self) -> None:
+        for key in list(self._pending):
+            self._settle(key)
+
     def _add(self, key: str, tensor: Tensor) -> Entry:
         size = aligned_size(tensor.nbytes)
         num_places = 2 if self._keeps else 1
         if size:
-            try:
+            with self._naming(f"no room for {key}, {size * num_places} bytes,"):
                 os.posix_fallocate(self._fd, self._end, size * num_places)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"no room for {key}, {size * num_places} bytes, at {self.path}:"
-                    f" {os.strerror(error.errno or 0)}",
-                ) from error
         offsets = [self._end + place * size for place in range(num_places)]
         self._end += size * num_places
         entry = Entry(tensor.dtype, tuple(tensor.shape), offsets)
@@ -280,8 +284,7 @@ class FileStore:
         self._check_open()
         if not self._keeps:
             raise ValueError("a FileStore with keep=False has nothing to commit")
-        for key in list(self._pending):
-            self._settle(key)
+        self._settle_all()
         if self._failed:
             raise next(iter(self._failed.values()))
         with self._naming(f"commit {self.generation + 1}"):
@@ -310,15 +313,13 @@ class FileStore:
             OSError: the file system failed.
         """
         self._check_open()
-        previous = self._files.read_previous(self.generation)
+        previous = self._files.read(self.generation - 1)
         if previous is None:
             raise ValueError(f"{self.path} has no commit before {self.generation} any more")
-        for key in list(self._pending):
-            self._settle(key)
+        self._settle_all()
         with self._naming("going back"):
             self._files.forget(self.generation)
             self._files.sync()
-            self._dirty, self._failed = {}, {}
             self._load(previous)
 
     def clear(self) -> None:
@@ -328,13 +329,11 @@ class FileStore:
             OSError: the file system failed.
         """
         self._check_open()
-        for key in list(self._pending):
-            self._settle(key)
+        self._settle_all()
         with self._naming("clearing"):
             for generation in (self.generation, self.generation - 1):
                 self._files.forget(generation)
             self._files.sync()
-            self._dirty, self._failed = {}, {}
             self._load(Index())
             os.ftruncate(self._fd, 0)
 
@@ -358,8 +357,7 @@ class FileStore:
         """Waits for what is under way, and lets the folder go; a second call does nothing."""
         if self._fd < 0:
             return
-        for key in list(self._pending):
-            self._settle(key)
+        self._settle_all()
         for error in self._failed.values():
             _log.warning("ringcomm: %s", error)
         self._failed = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -10,57 +9,29 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-class Operands(ABC):
-    """Weights and gradients of a step, which need not be in memory all the time."""
+class Operands:
+    """The parameter itself and its `grad`; subclasses have them elsewhere."""
 
-    @abstractmethod
     def shape(self, param: Tensor) -> torch.Size:
         """Of this rank's part of a parameter."""
-
-    @abstractmethod
-    def has_grad(self, param: Tensor) -> bool:
-        """Whether a parameter is to be updated."""
-
-    @abstractmethod
-    def start(self, param: Tensor) -> None:
-        """Called ahead of get()."""
-
-    @abstractmethod
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """Its weights, which are written in place, and their gradient; one dimension each."""
-
-    @abstractmethod
-    def done(self, param: Tensor) -> None:
-        """Called after the last get() of a step."""
-
-
-class Resident(Operands):
-    """Both are in memory: the parameter itself and its `grad`."""
-
-    def shape(self, param: Tensor) -> torch.Size:
-        """See Operands."""
         return local_of(param).shape
 
     def has_grad(self, param: Tensor) -> bool:
-        """See Operands.
-
-        Raises:
-            ValueError: the gradient is sparse.
-        """
+        """Whether a parameter is to be updated. Raises ValueError for a sparse gradient."""
         if param.grad is not None and param.grad.is_sparse:
             raise ValueError("gradients are dense: an embedding with sparse=False")
         return param.grad is not None
 
     def start(self, param: Tensor) -> None:
-        """Nothing to do."""
+        """Called ahead of get()."""
 
     def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operands."""
+        """Its weights, which are written in place, and their gradient; one dimension each."""
         grad = param if param.grad is None else param.grad
         return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
 
     def done(self, param: Tensor) -> None:
-        """Nothing to do."""
+        """Called after the last get() of a step."""
 
 
 def local_of(tensor: Any) -> Tensor:

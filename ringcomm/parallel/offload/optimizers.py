@@ -6,40 +6,32 @@ Ren et al. 2021 (arXiv 2101.06840, section 5.1) for the host, Rajbhandari et al.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.offload.buffer_pool import BufferPool
-from ringcomm.parallel.offload.operands import Operands, Resident, local_of
+from ringcomm.parallel.offload.operands import Operands, local_of
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
-
-# Chunks that are read ahead: one is at work, one comes, one goes.
-NUM_AHEAD = 1
+from ringcomm.parallel.offload.transfers import BufferPool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """A part of a parameter, whose states are one row."""
+class _Chunk(NamedTuple):
+    """A part of a parameter, whose states, `names`, are one row."""
 
     param: Tensor
     rule: Rule
+    names: list[str]
     begin: int
     end: int
     is_last: bool
     key: str
     step: int
-
-    @property
-    def names(self) -> list[str]:
-        """The states of the row, in its order."""
-        return _state_names(self.rule, self.param)
 
 
 class _Offloaded(torch.optim.Optimizer):
@@ -54,13 +46,13 @@ class _Offloaded(torch.optim.Optimizer):
         self.path, self._chunk_elems = path, chunk_elems
         self.steps: dict[Tensor, int] = {}
         self.tier = make_tier(to, path, keep=False, pool=BufferPool())
-        self._operands: Operands = Resident()
+        self._operands = Operands()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for name in ("maximize", "amsgrad", "differentiable", "capturable"):
             if group.get(name):
                 raise ValueError(f"{name} is not to be had with offloaded state")
-        rule_of(self, {**group, "lr": float(group["lr"])})
+        _rule_of(self, group)
         for param in group["params"]:
             local = local_of(param.detach())
             if local.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -115,39 +107,53 @@ class _Offloaded(torch.optim.Optimizer):
     @torch.no_grad()
     def update(self, grad_scale: float) -> None:
         """step() with gradients times a factor."""
-        chunks = list(self._chunks())
-        ahead: list[Loan] = []
-        for i, chunk in enumerate(chunks):
-            while len(ahead) <= NUM_AHEAD and i + len(ahead) < len(chunks):
-                ahead.append(self._start(chunks[i + len(ahead)]))
-            loan = ahead.pop(0)
+        steps: dict[Tensor, int] = {}
+        chunks: list[_Chunk] = []
+        for idx, param, group in self._places():
+            if self._operands.has_grad(param):
+                steps[param] = self.steps.get(param, 0) + 1
+                chunks += self._chunks_of(idx, param, group, steps[param])
+        ahead: Loan | None = None
+        for chunk, following in zip_longest(chunks, chunks[1:]):
+            loan = ahead or self._start(chunk)
+            ahead = None if following is None else self._start(following)
             self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
             self.tier.give_back(loan, is_written=True)
             if chunk.is_last:
                 self._operands.done(chunk.param)
-        for param, _ in self._params():
-            if self._operands.has_grad(param):
-                self.steps[param] = self.steps.get(param, 0) + 1
+        self.steps |= steps
 
     def _start(self, chunk: _Chunk) -> Loan:
         if chunk.begin == 0:
             self._operands.start(chunk.param)
         return self._fetch(chunk)
 
-    def _chunks(self) -> Iterator[_Chunk]:
-        for param_idx, (param, group) in enumerate(self._params()):
-            if not self._operands.has_grad(param):
-                continue
-            rule = rule_of(self, {**group, "lr": float(group["lr"])})
-            assert rule is not None
-            yield from self._chunks_of(param_idx, param, rule, self.steps.get(param, 0) + 1)
+    def _places(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+        """Each parameter with its number and its group."""
+        params = ((param, group) for group in self.param_groups for param in group["params"])
+        for idx, (param, group) in enumerate(params):
+            yield idx, param, group
 
-    def _chunks_of(self, param_idx: int, param: Tensor, rule: Rule, step: int) -> Iterator[_Chunk]:
-        num_elems = self._operands.shape(param).numel()
+    def _place_of(self, param: Tensor) -> tuple[int, Tensor, dict[str, Any]]:
+        for place in self._places():
+            if place[1] is param:
+                return place
+        raise ValueError(f"no parameter of this optimizer: a tensor {tuple(param.shape)}")
+
+    def _names(self, param: Tensor) -> list[str]:
+        """Of its states, in the order of a row."""
+        rule = _rule_of(self, self._place_of(param)[2])
+        return _state_names(rule, param)
+
+    def _chunks_of(
+        self, param_idx: int, param: Tensor, group: dict[str, Any], step: int
+    ) -> Iterator[_Chunk]:
+        num_elems, rule = self._operands.shape(param).numel(), _rule_of(self, group)
+        names = _state_names(rule, param)
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
             key = f"state.{param_idx}.{begin}"
-            yield _Chunk(param, rule, begin, end, end == num_elems, key, step)
+            yield _Chunk(param, rule, names, begin, end, end == num_elems, key, step)
 
     def _fetch(self, chunk: _Chunk) -> Loan:
         if chunk.key in self.tier:
@@ -174,11 +180,6 @@ class _Offloaded(torch.optim.Optimizer):
         if on_host is not weights:
             weights.copy_(on_host)
 
-    def _params(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for group in self.param_groups:
-            for param in group["params"]:
-                yield param, group
-
     # ---- state
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
@@ -189,12 +190,10 @@ class _Offloaded(torch.optim.Optimizer):
         step = self.steps.get(param)
         if step is None:
             return {}
-        param_idx, rule = self._rule_for(param)
-        names = _state_names(rule, param)
-        rows: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in names}
-        for chunk in self._chunks_of(param_idx, param, rule, step):
+        rows: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in self._names(param)}
+        for chunk in self._chunks_of(*self._place_of(param), step):
             loan = self.tier.fetch(chunk.key)
-            for name, part in split_row(loan.wait(), names).items():
+            for name, part in split_row(loan.wait(), chunk.names).items():
                 rows[name].append(part.clone())
             self.tier.give_back(loan, is_written=False)
         shape = self._operands.shape(param)
@@ -208,13 +207,9 @@ class _Offloaded(torch.optim.Optimizer):
     def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
         """What state_of() is before the first step of a parameter that has values `weight`."""
         shape = self._operands.shape(param)
-        names = _state_names(self._rule_for(param)[1], param)
-        state: dict[str, Any] = {
-            name: weight.detach().float().reshape(shape)
-            if name == "master"
-            else torch.zeros(shape, dtype=torch.float32)
-            for name in names
-        }
+        state: dict[str, Any] = {name: torch.zeros(shape) for name in self._names(param)}
+        if "master" in state:
+            state["master"] = weight.detach().float().reshape(shape)
         if isinstance(self, torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
         return state
@@ -226,8 +221,7 @@ class _Offloaded(torch.optim.Optimizer):
             return
         # SGD counts no steps: it matters only whether there has been one.
         step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
-        param_idx, rule = self._rule_for(param)
-        for chunk in self._chunks_of(param_idx, param, rule, step):
+        for chunk in self._chunks_of(*self._place_of(param), step):
             loan = self._fetch(chunk)
             row = split_row(loan.wait(), chunk.names)
             for name in row.keys() & state.keys():
@@ -235,24 +229,16 @@ class _Offloaded(torch.optim.Optimizer):
             self.tier.give_back(loan, is_written=True)
         self.steps[param] = step
 
-    def _rule_for(self, param: Tensor) -> tuple[int, Rule]:
-        for param_idx, (found, group) in enumerate(self._params()):
-            if found is param:
-                rule = rule_of(self, {**group, "lr": float(group["lr"])})
-                assert rule is not None
-                return param_idx, rule
-        raise ValueError(f"no parameter of this optimizer: a tensor {tuple(param.shape)}")
-
     def state_dict(self) -> dict[str, Any]:
         """torch's, with copies of all states in memory."""
         found = super().state_dict()
-        states = {i: self.state_of(param) for i, (param, _) in enumerate(self._params())}
+        states = {i: self.state_of(param) for i, param, _ in self._places()}
         return {**found, "state": {i: state for i, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes one of torch's optimizer, or of this one."""
         super().load_state_dict({**state_dict, "state": {}})
-        for i, (param, _) in enumerate(self._params()):
+        for i, param, _ in self._places():
             self.set_state_of(param, state_dict["state"].get(i, {}))
 
     def close(self) -> None:
@@ -319,5 +305,10 @@ class SGD(_Offloaded, torch.optim.SGD):
 
 
 def _state_names(rule: Rule, param: Tensor) -> list[str]:
-    is_half = param.dtype != torch.float32
-    return [*rule.state_names, *(["master"] if is_half else [])]
+    return [*rule.state_names, *(["master"] if param.dtype != torch.float32 else [])]
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    rule = rule_of(optimizer, {**group, "lr": float(group["lr"])})
+    assert rule is not None
+    return rule

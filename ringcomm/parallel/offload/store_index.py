@@ -35,11 +35,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
-    """A file to keep, or one without a name in a folder; and whether it goes past the page cache.
-
-    Raises:
-        OSError: what open(2) says; EINVAL where direct=True and the file system has no O_DIRECT.
-    """
+    """A file to keep, or one without a name in a folder; whether it goes past the page cache."""
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if keep else os.O_TMPFILE)
     if direct is not False:
         try:
@@ -55,11 +51,7 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
 
 
 def lock_file(fd: int) -> None:
-    """Takes a file for one store, which has it until the file is closed.
-
-    Raises:
-        BlockingIOError: another has it, for 5 seconds too.
-    """
+    """Takes a file for one store until it is closed. Raises BlockingIOError: another has it."""
     # The kernel holds the file of a killed process until the writes it had under way have ended,
     # which may be after its parent has waited for it; before that the file is not to be read.
     ends = time.monotonic() + _LOCK_WAIT_S
@@ -80,10 +72,8 @@ class Entry:
     """A tensor in the data file.
 
     Attributes:
-        dtype: as in torch.
-        shape: its sizes.
-        offsets: where it stands, in bytes: two places, so that the last complete one stays while
-            the next is written; one in a store that keeps nothing.
+        offsets: its places there, in bytes: two, so that the last complete one stays while the next
+            is written; one in a store that keeps nothing.
         current: which of them was complete at the last commit; None before the first.
     """
 
@@ -109,25 +99,15 @@ class Index:
     def to_json(self) -> str:
         """Without what was never complete."""
         entries = {
-            key: {
-                "dtype": str(entry.dtype).removeprefix("torch."),
-                "shape": entry.shape,
-                "offsets": entry.offsets,
-                "current": entry.current,
-            }
+            key: {**vars(entry), "dtype": str(entry.dtype).removeprefix("torch.")}
             for key, entry in self.entries.items()
             if entry.current is not None
         }
-        found = {"format": FORMAT, "generation": self.generation, "info": self.info}
-        return json.dumps({**found, "entries": entries})
+        return json.dumps({"format": FORMAT, **vars(self), "entries": entries})
 
     @classmethod
     def from_json(cls, text: str) -> Index:
-        """The inverse.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """The inverse. Raises ValueError for another text."""
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
@@ -156,24 +136,16 @@ class IndexFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def recover(self) -> Index | None:
-        """The last commit's index, None if there is none; removes what a killed commit has left.
+    def recover(self) -> Index:
+        """The last commit's index, empty if there is none; removes what a killed commit has left.
 
         Raises:
             ValueError: a file is damaged.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._draft)
-        found = [self._read(generation) for generation in (0, 1)]
-        return max(
-            (index for index in found if index is not None),
-            key=lambda index: index.generation,
-            default=None,
-        )
-
-    def read_previous(self, generation: int) -> Index | None:
-        """The index before the one of `generation`, as long as its tensors are still there."""
-        return self._read(generation - 1)
+        found = [self.read(generation) for generation in (0, 1)]
+        return max((index or Index() for index in found), key=lambda index: index.generation)
 
     def write(self, index: Index) -> None:
         """Makes an index the last one: after a kill, not after a power cut before sync()."""
@@ -203,7 +175,8 @@ class IndexFiles:
     def _path(self, generation: int) -> Path:
         return self._folder / f"index.{generation % 2}.json"
 
-    def _read(self, generation: int) -> Index | None:
+    def read(self, generation: int) -> Index | None:
+        """The index of the last commit or of the one before, as long as its tensors are there."""
         path = self._path(generation)
         try:
             return Index.from_json(path.read_text(encoding="utf-8"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ringcomm.parallel.offload.buffer_pool import BufferPool, aligned_size, empty_aligned
 from ringcomm.parallel.offload.file_store import FileStore
-from ringcomm.parallel.offload.store_engine import Transfer
+from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_size, empty_row
 
 
 class Loan:
@@ -34,60 +32,14 @@ class Loan:
         return self._row
 
 
-class Tier(ABC):
-    """Rows by name: tensors of one dimension, of the CPU.
+class Tier:
+    """Rows by name, tensors of one dimension, here in memory outside of torch's allocator.
 
     loan = tier.fetch("layer1")  # ahead of time
     row = loan.wait()
     ...                          # read it, write it
     tier.give_back(loan, is_written=True)
     """
-
-    @abstractmethod
-    def __contains__(self, key: str) -> bool:
-        """Whether there is a row of this name."""
-
-    @abstractmethod
-    def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
-        """A row that is to be written whole, and replaces an old one: its values are anything."""
-
-    @abstractmethod
-    def fetch(self, key: str) -> Loan:
-        """Starts bringing a row.
-
-        Raises:
-            KeyError: there is none.
-            OSError: writing it has failed.
-        """
-
-    @abstractmethod
-    def give_back(self, loan: Loan, *, is_written: bool) -> None:
-        """Ends a loan; what was written moves back beside the program.
-
-        Raises:
-            OSError: there is no room.
-        """
-
-    @abstractmethod
-    def commit(self, info: dict[str, Any]) -> None:
-        """Makes the rows as they are what is found after a crash, where that is kept.
-
-        Raises:
-            OSError: a write has failed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets everything go."""
-
-    @property
-    @abstractmethod
-    def memory_bytes(self) -> int:
-        """Of the host's memory that it takes now, buffers included."""
-
-
-class HostTier(Tier):
-    """Rows in the host's memory, outside of torch's allocator for a device."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Tensor] = {}
@@ -96,39 +48,39 @@ class HostTier(Tier):
         return key in self._rows
 
     def new(self, key: str, num_elems: int, dtype: torch.dtype) -> Loan:
-        """See Tier."""
-        num_bytes = num_elems * dtype.itemsize
+        """A row that is to be written whole, and replaces an old one: its values are anything."""
         if key not in self._rows:
-            self._rows[key] = empty_aligned(num_bytes)[:num_bytes].view(dtype)
+            self._rows[key] = empty_row(num_elems, dtype)
         return self.fetch(key)
 
     def fetch(self, key: str) -> Loan:
-        """See Tier; the row itself."""
+        """Starts bringing a row.
+
+        Raises:
+            KeyError: there is none.
+            OSError: writing it has failed.
+        """
         return Loan(key, self._rows[key])
 
     def give_back(self, loan: Loan, *, is_written: bool) -> None:
-        """See Tier; nothing moves."""
+        """Ends a loan; the row may be written behind it, and is not to be touched any more.
 
-    def commit(self, info: dict[str, Any]) -> None:
-        """See Tier; memory is not there after a crash."""
+        Raises:
+            OSError: the file system failed.
+        """
 
     def close(self) -> None:
-        """See Tier."""
+        """Lets everything go."""
         self._rows = {}
 
     @property
     def memory_bytes(self) -> int:
-        """See Tier."""
+        """Of the host's memory that it takes now, with the buffers that are not lent."""
         return sum(aligned_size(row.nbytes) for row in self._rows.values())
 
 
 class FileTier(Tier):
-    """Rows in a FileStore, which come and go through a few buffers.
-
-    Args:
-        store: whose tensors they are.
-        pool: the buffers; one pool may serve several tiers.
-    """
+    """Rows in a FileStore, which come and go through a few buffers; one pool may serve several."""
 
     def __init__(self, store: FileStore, pool: BufferPool) -> None:
         self.store, self._pool = store, pool
@@ -151,28 +103,18 @@ class FileTier(Tier):
         row = loan.wait()
         self._pool.give(row, self.store.put(loan.key, row) if is_written else None)
 
-    def commit(self, info: dict[str, Any]) -> None:
-        """See Tier."""
-        self.store.commit(info)
-
     def close(self) -> None:
         """See Tier."""
         self.store.close()
 
     @property
     def memory_bytes(self) -> int:
-        """See Tier; without what is lent."""
+        """See Tier."""
         return self._pool.num_bytes
 
 
 def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: BufferPool) -> Tier:
-    """The tier of a name.
-
-    Args:
-        to: "cpu" or "nvme".
-        path: of the folder, for "nvme".
-        keep: see FileStore.
-        pool: buffers for "nvme".
+    """The tier of a name, "cpu" or "nvme", which takes a folder's path; for `keep` see FileStore.
 
     Raises:
         ValueError: the name is another one, or "nvme" lacks a path, or "cpu" has one.
@@ -182,7 +124,7 @@ def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: Buffer
         raise ValueError(f'state goes to "cpu" or "nvme", got {to!r}')
     if (to == "nvme") != (path is not None):
         raise ValueError('"nvme" takes the path of a folder on the disk to use, "cpu" none')
-    return HostTier() if to == "cpu" else FileTier(FileStore(path, keep=keep), pool)
+    return Tier() if to == "cpu" else FileTier(FileStore(path, keep=keep), pool)
 
 
 def split_row(row: Tensor, names: Sequence[str]) -> dict[str, Tensor]:

@@ -12,13 +12,9 @@ Loans = dict[Tensor, Loan]
 
 
 class WeightHome:
-    """A ShardHome (ringcomm/parallel/sharded_unit.py).
+    """A ShardHome (ringcomm/parallel/sharded_unit.py); `is_filled` says that `tier` has the shards.
 
     Which unit is next is what it was in the step before, as long as the model does the same.
-
-    Args:
-        tier: where shards are.
-        is_filled: whether it has them already, from before a crash.
     """
 
     def __init__(self, tier: Tier, *, is_filled: bool) -> None:

@@ -91,9 +91,7 @@ class ModelParts:
             span = shards.range_of(param)
         if not value.dim():
             return value
-        is_factor = param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1
-        if is_factor:
-            self._check_factor(value, param, key)
+        if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
         shape = param.shape
         if not is_flat or param.dim() == 1:
@@ -123,17 +121,6 @@ class ModelParts:
         whole = [*shape]
         whole[split.dim] = split.total
         return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
-
-    def _check_factor(self, value: Tensor, param: Any, key: str) -> None:
-        split = self._splits.get(param)
-        if split is None or split.total == param.shape[split.dim]:
-            return
-        dim = 0 if key.endswith("_row") else 1
-        if dim == split.dim and value.shape[0] != split.total:
-            raise ValueError(
-                f"{key} of {self.name_of[param]} is of this rank's part alone: AdaLomo(splits=...)"
-                " has the moments of the whole weight"
-            )
 
 
 def _shifted(box: Box, split: Split) -> Box:

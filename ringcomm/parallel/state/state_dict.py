@@ -71,8 +71,7 @@ def get_state_dict(
         files or by an optimizer of offload.
 
     Raises:
-        ValueError: rank0_only without full; the optimizer has other parameters than the model, or
-            moments of AdaLomo that are of one rank's part of a weight alone.
+        ValueError: rank0_only without full; the optimizer has other parameters than the model.
         RuntimeError: the optimizer is a ParameterServer, and this rank is no worker.
 
     Collective with `full`, and for the parameter groups; not with a ParameterServer, whose workers

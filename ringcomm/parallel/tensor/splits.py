@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Split", "SplitModule", "refuse_copy", "refuse_decisions", "split_params", "take_part"]
+__all__ = ["Split", "SplitModule", "refuse_copy", "split_params", "take_part"]
 
 # 16 MiB of fp32. torch's generator of the CPU fills vectors of 16 numbers, and an end that is
 # shorter in another way: blocks are of 16 rows and more.
@@ -90,22 +90,6 @@ def split_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, SplitMod
             if param not in seen:
                 seen.add(param)
                 yield f"{prefix}.{name}" if prefix else name, param, module, split
-
-
-def refuse_decisions(
-    model: nn.Module, system: str, known: Container[nn.Parameter] = frozenset()
-) -> None:
-    """Raises ValueError if a system clips or skips a step by one rank's gradients of split weights.
-
-    `known` are split parameters whose parts on other ranks the system counts.
-    """
-    parts = (p for _, p, module, _ in split_params(model) if module.group.size() > 1)
-    if any(param not in known for param in parts):
-        raise ValueError(
-            f"clip_grad_norm and loss_scale of {system} would go by the gradients of each rank of"
-            " tensor parallelism alone: leave them out; with an optimizer of torch,"
-            " ringcomm.parallel.clip_grad_norm_(model, max_norm) clips by the whole norm"
-        )
 
 
 def take_part(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ringcomm._renamed import object_getattr
 from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
 from ringcomm.parallel.model_units import default_units
-from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
+from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.weight_shards import WeightShards
@@ -150,7 +150,7 @@ class ZeroInfinity(ZeroOptimizer):
                 loan.wait().copy_(row)
                 self._tier.give_back(loan, is_written=True)
         steps = [self._inner.steps.get(shard) for shard in self._shard_of.values()]
-        self._tier.commit(
+        self._tier.store.commit(
             {
                 "num_steps": self.num_steps,
                 "steps": steps,

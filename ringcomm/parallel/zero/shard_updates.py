@@ -39,15 +39,9 @@ class _Parts(Operands):
         """See Operands."""
         return param in self.grads
 
-    def start(self, param: Tensor) -> None:
-        """Nothing to do."""
-
     def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """See Operands."""
         return param, self.grads[param]
-
-    def done(self, param: Tensor) -> None:
-        """Nothing to do."""
 
 
 class ShardUpdates:

@@ -20,7 +20,6 @@ from zero_models import batch as zero_batch
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.optim import Split as OptimSplit
 from ringcomm.parallel import (
     ParallelDims,
     WeightShards,
@@ -429,13 +428,6 @@ def load_file(rank: int, folder: Path) -> None:
     assert torch.equal(model[1].bias, torch.ones(32))
     assert torch.equal(get_state_dict(model, full=True)[0]["0.weight"], state["0.weight"])
     optimizer = AdaLomo(model)
-    with pytest.raises(ValueError, match=r"0.weight is of this rank's part alone: AdaLomo\(splits"):
-        get_state_dict(model, optimizer)
-    optimizer.close()
-    group: Any = dist.group.WORLD
-    splits = {model[0].weight: OptimSplit(group, 0), model[1].weight: OptimSplit(group, 1)}
-    splits[model[0].bias] = OptimSplit(group, 0)
-    optimizer = AdaLomo(model, splits=splits)
     moments = get_state_dict(model, optimizer, full=True)[1]["state"]["0.weight"]
     assert {key: value.shape for key, value in moments.items()} == {
         "exp_avg_sq_row": (64,),

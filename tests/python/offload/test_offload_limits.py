@@ -59,6 +59,7 @@ STATE_BYTES = 16 * NUM_WEIGHTS  # weights, gradients, two moments
 SIZES = ("--layers", LAYERS, "--width", WIDTH)
 
 
+@pytest.mark.slow
 def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
     """By threads, which every build has, and whose stacks count against the limit."""
     limit = ("--limit-bytes", STATE_BYTES // 4)
@@ -69,6 +70,7 @@ def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None
     assert losses(limited) == pytest.approx(losses(plain), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_same_without_offload_dies_of_it(tmp_path: Path) -> None:
     job = start(tmp_path / "store", *SIZES, "--limit-bytes", STATE_BYTES // 4)
     _, err = job.communicate(timeout=TIMEOUT_S)
@@ -93,6 +95,7 @@ def train(
     ]
 
 
+@pytest.mark.slow
 def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
     world_size, steps = 2, 12
     whole = tmp_path / "whole"

@@ -21,19 +21,19 @@ LR = 0.3
 def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[float]:
     """The ordinary loop; returns the norms that were clipped."""
     norms = []
-    two_pass = opt.options.mode == "two_pass"
     for begin in range(0, len(data), opt.options.accumulation_steps):
         for ids in data[begin : begin + opt.options.accumulation_steps]:
-            loss = model(ids)
-            if two_pass:
-                opt.backward(loss)
-            else:
-                opt.scale(loss).backward()
+            opt.backward(model(ids))
         opt.step()
         opt.zero_grad()
         if opt.grad_norm is not None:
             norms.append(opt.grad_norm)
     return norms
+
+
+def changed(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    """The names of weights that are not what they were."""
+    return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
 
 
 # ---- the same steps as SGD
@@ -44,23 +44,20 @@ def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[floa
     "options",
     [
         {},
-        {"weight_decay": 0.2},
+        {"weight_decay": 0.2, "clip_grad_value": 0.003},
         {"accumulation_steps": 3},
-        {"clip_grad_value": 0.003},
-        {"clip_grad_norm": 0.1},
         {"clip_grad_norm": 0.1, "weight_decay": 0.2, "accumulation_steps": 2},
         {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
         {"loss_scale": 256.0},
         {"loss_scale": "dynamic", "clip_grad_norm": 0.1, "clip_mode": "two_pass"},
-        {"loss_scale": "dynamic", "overflow": "skip_layer"},
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
-def test_steps_are_those_of_sgd(name: str, options: dict[str, Any]) -> None:
+def test_steps_are_those_of_sgd(device: str, name: str, options: dict[str, Any]) -> None:
     """At most three times as far from float64 as torch's SGD, and an ulp of the largest weight."""
-    model, sgd = make(name), make(name)
+    model, sgd = make(name).to(device), make(name).to(device)
     exact = copy.deepcopy(sgd).double()
-    data = batches(6)
+    data = [ids.to(device) for ids in batches(6)]
     torch_options = {
         "weight_decay": options.get("weight_decay", 0.0),
         "clip_norm": options.get("clip_grad_norm"),
@@ -72,7 +69,7 @@ def test_steps_are_those_of_sgd(name: str, options: dict[str, Any]) -> None:
     opt = Lomo(model, LR, **options)
     got = train(opt, model, data)
     assert distance(model, exact) <= 3 * distance(sgd, exact) + 2**-22
-    assert distance(model, make(name)) > 1e-3  # it did train
+    assert distance(model, make(name).to(device)) > 1e-3  # it did train
     assert got == pytest.approx(norms, rel=1e-5)
 
 
@@ -87,16 +84,6 @@ def test_16_bit_weights_are_rounded_once(dtype: torch.dtype) -> None:
     assert distance(model, exact) <= 1.5 * distance(sgd, exact)
 
 
-def test_a_wrong_step_would_be_seen() -> None:
-    model, sgd = make("plain"), make("plain")
-    exact = copy.deepcopy(sgd).double()
-    data = batches(6)
-    train_sgd(sgd, data, LR)
-    train_sgd(exact, data, LR)
-    train(Lomo(model, LR * (1 + 1e-4)), model, data)
-    assert distance(model, exact) > 3 * distance(sgd, exact) + 2**-22
-
-
 def test_weights_are_new_when_backward_returns_and_no_gradient_is_left() -> None:
     model = make("plain")
     before = weights(model)
@@ -105,7 +92,7 @@ def test_weights_are_new_when_backward_returns_and_no_gradient_is_left() -> None
     for name, param in model.named_parameters():
         assert param.grad is not None, name  # which says that it is spent
         assert param.grad.untyped_storage().nbytes() == 0, name
-        assert not torch.equal(param, before[name]), name
+    assert changed(model, before) == set(before)
 
 
 def test_gradients_of_fused_layers_are_never_made() -> None:
@@ -155,16 +142,7 @@ def test_autocast(inside: bool) -> None:
     assert distance(model, exact) <= 1.5 * distance(sgd, exact)
 
 
-def test_compiled_models_train() -> None:
-    model, sgd = make("low_rank"), make("low_rank")
-    data = batches(2)
-    opt = Lomo(model, LR)
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    train(opt, compiled, data)
-    train_sgd(sgd, data, LR)
-    assert distance(model, sgd) < 1e-6
-
-
+@pytest.mark.slow
 def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
     from torch._functorch import config
 
@@ -175,7 +153,7 @@ def test_compiled_models_keep_their_buffers_for_two_passes() -> None:
     compiled: Any = torch.compile(model, backend="aot_eager", dynamic=True)
     with pytest.raises(RuntimeError, match='take clip_mode="deferred"'):
         opt.backward(compiled(data[0]))
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert not changed(model, before)
     opt.zero_grad()
     torch.compiler.reset()
     with config.patch(donated_buffer=False):
@@ -272,6 +250,7 @@ def test_closures() -> None:
 
 
 def test_gradients_set_by_hand_are_applied_by_step() -> None:
+    """So are those of fewer micro-batches than accumulation_steps."""
     model = make("plain")
     before = weights(model)
     opt = Lomo(model, LR)
@@ -281,28 +260,21 @@ def test_gradients_set_by_hand_are_applied_by_step() -> None:
     assert torch.equal(model.up.weight, before["up.weight"] - torch.tensor(LR))
     assert model.up.weight.grad is None
     assert torch.equal(model.down.weight, before["down.weight"])
-
-
-def test_some_micro_batches_have_no_gradient() -> None:
-    """What has come is applied by step(), as torch's accumulated gradients are."""
+    opt.close()
     model, sgd = make("plain"), make("plain")
-    data = batches(2)
     opt = Lomo(model, LR, accumulation_steps=3)
-    for ids in data:
+    for ids in batches(2):
         model(ids).backward()
     opt.step()
-    train_sgd(sgd, data, LR, micro_batches=2)
+    train_sgd(sgd, batches(2), LR, micro_batches=2)
     assert distance(model, sgd) < 1e-6
 
 
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Lomo, {"stochastic_rounding": True, "seed": 5}),
-        (Lomo, {"master": "split", "clip_grad_norm": 0.1}),
-        (Lomo, {"loss_scale": "dynamic"}),
-        (AdaLomo, {"stochastic_rounding": True}),
-        (AdaLomo, {"master": "split", "accumulation_steps": 2}),
+        (Lomo, {"master": "split", "clip_grad_norm": 0.1, "loss_scale": "dynamic"}),
+        (AdaLomo, {"stochastic_rounding": True, "seed": 5, "accumulation_steps": 2}),
     ],
 )
 def test_a_resumed_run_has_the_same_bits(kind: type[Any], options: dict[str, Any]) -> None:
@@ -321,8 +293,7 @@ def test_a_resumed_run_has_the_same_bits(kind: type[Any], options: dict[str, Any
     resumed = kind(again, 0.05, **options)
     resumed.load_state_dict(saved["opt"])
     train(resumed, again, data[4:])
-    for name, param in again.named_parameters():
-        assert torch.equal(param, dict(model.named_parameters())[name]), name
+    assert not changed(again, weights(model))
     assert resumed.loss_scale == opt.loss_scale
 
 
@@ -339,28 +310,6 @@ def test_stochastic_rounding_moves_what_rounding_to_nearest_loses() -> None:
         moved[rounds] = float(layer.weight.detach().double().mean()) - 1
     assert moved[False] == 0
     assert moved[True] == pytest.approx(64 * 2.0**-12, rel=0.05)
-
-
-def test_split_weights_are_fp32_weights() -> None:
-    """The gradients of bfloat16 weights, applied to fp32 ones: the same bits, in two halves."""
-    model = make("plain", dtype=torch.bfloat16)
-    opt = Lomo(model, 1e-3, master="split")
-    exact = {name: param.float() for name, param in weights(model).items()}
-    twin = make("plain", dtype=torch.bfloat16)
-    for ids in batches(5):
-        twin.load_state_dict(model.state_dict())
-        twin.zero_grad()
-        twin(ids).backward()
-        model(ids).backward()
-        opt.step()
-        for name, param in twin.named_parameters():
-            if name in ("norm.weight", "norm.bias", "up.bias", "mix.weight", "mix.bias"):
-                exact[name] = torch.add(exact[name], param.grad.float(), alpha=-1e-3)
-    for name in ("norm.weight", "norm.bias", "up.bias", "mix.weight", "mix.bias"):
-        param = dict(model.named_parameters())[name]
-        bits = param.detach().view(torch.int16).int() << 16
-        whole = (bits + opt.state[param]["low"].int()).view(torch.float32)
-        assert torch.equal(whole, exact[name]), name
 
 
 # ---- nothing half done
@@ -391,10 +340,16 @@ def _loss(model: nn.Module, ids: Tensor, where: str | None) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-@pytest.mark.parametrize("where", ["head", "embed", "norm"])
-@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
-@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(
+    ("kind", "where", "mode", "clip"),
+    [
+        (Lomo, "head", "deferred", None),
+        (Lomo, "norm", "two_pass", 0.1),
+        (Lomo, "embed", "two_pass", None),
+        (AdaLomo, "embed", "deferred", 0.1),
+        (AdaLomo, "head", "two_pass", None),
+    ],
+)
 def test_an_overflow_changes_nothing_and_halves_the_scale(
     kind: type[Any], where: str, mode: Any, clip: float | None
 ) -> None:
@@ -406,8 +361,7 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
     assert opt.loss_scale == 2.0**16
     opt.backward(_loss(model, batches(1)[0], where))
     opt.step()
-    for name, param in model.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert not changed(model, before)
     assert opt.loss_scale == 2.0**15
     for key, entry in opt.state_dict()["state"].items():
         for name, value in entry.items():
@@ -415,19 +369,7 @@ def test_an_overflow_changes_nothing_and_halves_the_scale(
     assert opt.state_dict()["param_groups"] == state["param_groups"]
     train(opt, model, batches(2))
     assert opt.loss_scale == 2.0**16  # has regrown
-    assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-def test_skipped_layers_are_left_out() -> None:
-    model = make("plain")
-    opt = Lomo(model, LR, loss_scale="dynamic", overflow="skip_layer")
-    before = weights(model)
-    opt.scale(_loss(model, batches(1)[0], "embed")).backward()
-    opt.step()
-    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert "embed.weight" not in changed
-    assert {"head.weight", "up.weight", "down.weight"} <= changed
-    assert opt.loss_scale == 2.0**15
+    assert changed(model, before)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
@@ -442,8 +384,7 @@ def test_a_loss_that_is_nan_writes_nothing(options: dict[str, Any]) -> None:
 
     with pytest.raises(RuntimeError, match=r"not finite.*no weight has been written"):
         step()
-    for name, param in model.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert not changed(model, before)
     opt.zero_grad()
     train(opt, model, batches(1))  # and goes on
 
@@ -454,8 +395,7 @@ def test_held_gradients_have_a_limit() -> None:
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"max_held_bytes is 4000; nothing has been written"):
         model(batches(1)[0]).backward()
-    for name, param in model.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert not changed(model, before)
 
 
 def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
@@ -465,7 +405,7 @@ def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
         layer(torch.randn(tokens, 64)).sum().backward()
         held = opt._path.slots[0].held
         assert held is not None
-        assert (type(held).__name__ == "DenseGradient") is is_dense
+        assert (len(held.parts) == 1) is is_dense
         assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
 
 
@@ -479,8 +419,7 @@ def test_backward_twice() -> None:
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"head\.weight got a gradient after its update"):
         model(batches(1)[0]).backward()
-    for name, param in model.named_parameters():
-        assert torch.equal(param, before[name]), name
+    assert not changed(model, before)
     opt.zero_grad()
     model(batches(1)[0]).backward()
 
@@ -495,7 +434,7 @@ def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
         before = weights(model)
         with pytest.raises(RuntimeError, match=match):
             model(batches(1)[0]).backward()
-        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert not changed(model, before)
         opt.close()
 
 
@@ -510,10 +449,8 @@ def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "exclude each other"),
         ({"clip_mode": "deferred"}, "nothing asks for it"),
         ({"clip_mode": "later", "clip_grad_norm": 1.0}, "clip_mode is None or one of"),
-        ({"overflow": "veto"}, "set loss_scale"),
         ({"loss_scale": "big"}, "loss_scale is None"),
         ({"loss_scale": -2.0}, "loss_scale is None"),
-        ({"loss_scale": 2.0, "overflow": "skip_layer", "clip_grad_norm": 1.0}, "a norm is known"),
         ({"max_held_bytes": 100}, "nothing is deferred"),
         ({"accumulation_steps": 0}, "accumulation_steps is 1 or more"),
         (
@@ -527,11 +464,10 @@ def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
         ({"seed": -1}, "seed is a number of 32 bits"),
     ],
 )
-@pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-def test_options_that_are_wrong(kind: type[Any], options: dict[str, Any], match: str) -> None:
+def test_options_that_are_wrong(options: dict[str, Any], match: str) -> None:
     model = make("plain")
     with pytest.raises(ValueError, match=match):
-        kind(model, **options)
+        Lomo(model, **options)
     Lomo(model, LR)  # nothing is left of the one that failed
 
 
@@ -561,17 +497,7 @@ def test_a_learning_rate_that_a_scheduler_has_spoilt() -> None:
     before = weights(model)
     with pytest.raises(ValueError, match=r"the lr of head\.weight is 0 or more"):
         model(batches(1)[0]).backward()
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-
-
-def test_weights_tied_too_late() -> None:
-    model = Net()
-    _kept = Lomo(model, LR)
-    model.head.weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"head\.weight was replaced or taken out after Lomo"):
-        model(batches(1)[0])
-    with pytest.raises(RuntimeError, match="tied to another layer after the optimizer was made"):
-        model.head(torch.randn(2, 16))
+    assert not changed(model, before)
 
 
 # ---- coming and going
@@ -590,7 +516,7 @@ def test_a_model_is_torchs_own_again() -> None:
         assert type(model.embed) is nn.Embedding
         before = weights(model)
         model(batches(1)[0]).backward()
-        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert not changed(model, before)
         assert model.up.weight.grad is not None
 
 
@@ -604,22 +530,16 @@ def test_models_go_with_their_optimizer() -> None:
     assert all(ref() is None for ref in params)
 
 
-def test_copies_of_a_model_are_ordinary() -> None:
-    model = Net()
-    _kept = Lomo(model, LR)
-    twin = copy.deepcopy(model)
-    twin(batches(1)[0]).backward()
-    assert twin.up.weight.grad is not None
-    assert model.up.weight.grad is None
-
-
-def test_evaluation_in_between() -> None:
+def test_evaluation_in_between_and_copies() -> None:
     model, sgd = make("reentrant"), make("reentrant")
     data = batches(3)
     opt = Lomo(model, LR)
     for ids in data:
         with torch.no_grad():
             model(ids)  # in training mode: counted as a use that is to come
+        twin = copy.deepcopy(model)  # an ordinary one
+        twin(ids).backward()
+        assert twin.up.weight.grad is not None
         model(ids).backward()
         opt.step()
     train_sgd(sgd, data, LR)

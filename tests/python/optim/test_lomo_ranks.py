@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from curves import whole
 from lomo_models import Net, batches, distance, make, train_sgd, weights
-from ranks import run_ranks
+from ranks import place, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ringcomm
-from ringcomm.optim import AdaLomo, Lomo, Split
+from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
+from ringcomm.optim import AdaLomo, Lomo
+from ringcomm.parallel import WeightShards
 
 LR = 0.3
 ROWS = 12
@@ -29,10 +32,7 @@ def parts(rank: int, world_size: int, count: int = 4) -> list[Tensor]:
 
 def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
     for ids in data:
-        if opt.options.mode == "two_pass":
-            opt.backward(model(ids))
-        else:
-            opt.scale(model(ids)).backward()
+        opt.backward(model(ids))
         opt.step()
         opt.zero_grad()
     norm: float | None = opt.grad_norm
@@ -43,31 +43,30 @@ def run(opt: Any, model: nn.Module, data: list[Tensor]) -> float | None:
 
 
 def train_replica(
-    rank: int, name: str, options: dict[str, Any]
+    rank: int, device: str, options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], float | None]:
-    model = make(name)
-    opt = Lomo(model, LR, group=dist.group.WORLD, **options)
-    norm = run(opt, model, parts(rank, dist.get_world_size()))
+    at = place(device, rank)
+    model = make("tied").to(at)
+    is_overlapped = "overlap" in options
+    mesh = init_device_mesh(at.type, (dist.get_world_size(),)) if is_overlapped else None
+    opt = Lomo(model, LR, group=None if mesh else dist.group.WORLD, mesh=mesh, **options)
+    norm = run(opt, model, [ids.to(at) for ids in parts(rank, dist.get_world_size())])
     assert all(param.grad is None for param in model.parameters())
-    return weights(model), norm
+    return {name: value.cpu() for name, value in weights(model).items()}, norm
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"weight_decay": 0.1},
-        {"overlap": True},
-        {"clip_grad_value": 0.003},
-        {"clip_grad_norm": 0.1},
+        {"overlap": True, "clip_grad_value": 0.003},
         {"clip_grad_norm": 0.1, "clip_mode": "two_pass"},
-        {"loss_scale": "dynamic"},
     ],
-    ids=lambda options: "-".join(map(str, options)) or "default",
+    ids=lambda options: "-".join(map(str, options)),
 )
-def test_replicas_make_the_steps_of_one_process(options: dict[str, Any]) -> None:
+def test_replicas_make_the_steps_of_one_process(device: str, options: dict[str, Any]) -> None:
     """On three ranks; test_pairs.py has two."""
-    results = run_ranks(3, train_replica, "tied", options)
+    results = run_ranks(3, train_replica, device, options)
     sgd = make("tied")
     norms = train_sgd(
         sgd,
@@ -118,8 +117,7 @@ def overflow_on_one(rank: int, kind: str, mode: str) -> list[Any]:
     return [unchanged, scale, {n: t.clone() for n, t in weights(model).items()}]
 
 
-@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
-@pytest.mark.parametrize("mode", ["deferred", "two_pass"])
+@pytest.mark.parametrize(("kind", "mode"), [("lomo", "deferred"), ("adalomo", "two_pass")])
 def test_an_overflow_on_one_rank_changes_nothing_on_any(kind: str, mode: str) -> None:
     results = run_ranks(2, overflow_on_one, kind, mode)
     for unchanged, scale, _ in results:
@@ -165,88 +163,28 @@ def test_a_weight_frozen_on_one_rank_counts_as_zeros() -> None:
 # ---- FSDP2
 
 
-def train_fsdp2(rank: int, kind: str, options: dict[str, Any], dims: int) -> Any:
+def train_hsdp(rank: int) -> tuple[dict[str, Tensor], float | None]:
     model = make("plain")
-    mesh = (
-        init_device_mesh("cpu", (dist.get_world_size(),))
-        if dims == 1
-        else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for layer in (model.embed, model.up, model.down):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, LR, **options)
-    norm = run(opt, model, parts(rank, dist.get_world_size()))
+    norm = run(AdaLomo(model, LR, clip_grad_norm=0.1), model, parts(rank, 4))
     assert all(param.grad is None for param in model.parameters())
-    whole = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
-    return whole, norm
+    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}, norm
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.1}, {"loss_scale": 64.0}], ids=str)
-def test_fsdp2(options: dict[str, Any]) -> None:
-    results = run_ranks(3, train_fsdp2, "lomo", options, 1)
-    sgd = make("plain")
-    norms = train_sgd(sgd, batches(4, rows=ROWS), LR, clip_norm=options.get("clip_grad_norm"))
-    for whole, norm in results:
-        for name, param in sgd.named_parameters():
-            torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=1e-6)
-        if norms:
-            assert norm == pytest.approx(norms[-1], rel=1e-5)
-
-
-@pytest.mark.parametrize("dims", [1, 2])
-def test_adalomo_over_fsdp2_is_adalomo(dims: int) -> None:
-    """Means over rows and columns are those of the whole matrix, whoever holds it."""
-    results = run_ranks(2 if dims == 1 else 4, train_fsdp2, "adalomo", {}, dims)
+def test_adalomo_over_hsdp_is_adalomo() -> None:
+    """Means over rows and columns, and the norm, are those of the whole; test_pairs.py has FSDP."""
     model = make("plain")
-    run(AdaLomo(model, LR), model, batches(4, rows=ROWS))
-    for whole, _ in results:
+    expected = run(AdaLomo(model, LR, clip_grad_norm=0.1), model, batches(4, rows=ROWS))
+    for found, norm in run_ranks(4, train_hsdp):
+        assert norm == pytest.approx(expected, rel=1e-4)
         for name, param in model.named_parameters():
-            torch.testing.assert_close(whole[name], param.detach(), rtol=0, atol=2e-5)
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=2e-5)
 
 
-# ---- tensor parallelism by hand
-
-
-class Columns(nn.Module):
-    """An MLP whose hidden features are split over a group; the norm is on every rank."""
-
-    def __init__(self, whole: Any, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        norm, up, down = whole[0], whole[1], whole[3]
-        rank, size = group.rank(), group.size()
-        self.group = group
-        self.norm = copy.deepcopy(norm)
-        self.up = nn.Linear(up.in_features, up.out_features // size, bias=False)
-        self.down = nn.Linear(down.in_features // size, down.out_features, bias=False)
-        with torch.no_grad():
-            self.up.weight.copy_(up.weight.chunk(size, 0)[rank])
-            self.down.weight.copy_(down.weight.chunk(size, 1)[rank])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = _Copy.apply(self.norm(x), self.group.group_name)
-        return _Sum.apply(self.down(torch.relu(self.up(x))), self.group.group_name)
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.ringcomm.all_reduce(grad, "sum", ctx.name), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        return torch.ops.ringcomm.all_reduce(x, "sum", name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+# ---- tensor parallelism
 
 
 def _whole() -> Any:
@@ -256,41 +194,86 @@ def _whole() -> Any:
     )
 
 
-def train_columns(rank: int, kind: str, options: dict[str, Any]) -> tuple[Any, float | None]:
-    group = dist.group.WORLD
-    assert group is not None
-    model = Columns(_whole(), group)
-    splits = {model.up.weight: Split(group, 0), model.down.weight: Split(group, 1)}
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, splits=splits, **options)
+def train_columns(
+    rank: int, kind: str, options: dict[str, Any], sharded_by: str
+) -> tuple[dict[str, Tensor], float | None]:
+    """On 2 or 4 ranks of tensor parallelism, or on 2 whose parts are sharded over 2."""
+    sizes = (2, 2) if sharded_by else (1, dist.get_world_size())
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "tensor"))
+    data, group = mesh.get_group(0), mesh.get_group(1)
+    norm, up, relu, down = _whole()
+    model = nn.Sequential(
+        norm,
+        ColumnParallelLinear.from_linear(up, group=group),
+        relu,
+        RowParallelLinear.from_linear(down, group=group),
+    )
+    shards = WeightShards(model, data) if sharded_by == "WeightShards" else None
+    if sharded_by == "fully_shard":
+        fully_shard(model, mesh=mesh["data"])
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
     generator = torch.Generator().manual_seed(4)
     for _ in range(4):
-        model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+        opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
         opt.step()
-    return weights(model), opt.grad_norm
+    with nullcontext() if shards is None else shards.gather():
+        found = {name: whole(param) for name, param in model.named_parameters()}
+    for name, dim in (("1.weight", 0), ("3.weight", 1)):
+        pieces = [torch.empty_like(found[name]) for _ in range(group.size())]
+        dist.all_gather(pieces, found[name].contiguous(), group)
+        found[name] = torch.cat(pieces, dim)
+    return found, opt.grad_norm
 
 
-@pytest.mark.parametrize("kind", ["lomo", "adalomo"])
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.01}], ids=str)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_split_layers(world_size: int, kind: str, options: dict[str, Any]) -> None:
+CLIPPED = {"clip_grad_norm": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "options", "sharded_by"),
+    [
+        (4, "lomo", CLIPPED, ""),
+        (2, "adalomo", {**CLIPPED, "clip_mode": "two_pass"}, ""),
+        (4, "adalomo", {"loss_scale": 8.0}, ""),
+        (4, "adalomo", CLIPPED, "fully_shard"),
+        (4, "adalomo", CLIPPED, "WeightShards"),
+    ],
+    ids=str,
+)
+def test_split_layers(world_size: int, kind: str, options: dict[str, Any], sharded_by: str) -> None:
     """Norms and means over the whole of each matrix, and replicated weights counted once."""
-    results = run_ranks(world_size, train_columns, kind, options)
-    whole = _whole()
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](whole, 0.1, **options)
+    model = _whole()
+    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](model, 0.1, **options)
     generator = torch.Generator().manual_seed(4)
     for _ in range(4):
-        whole(torch.randn(6, 8, generator=generator)).square().mean().backward()
+        opt.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
         opt.step()
-    up = torch.cat([found["up.weight"] for found, _ in results], 0)
-    down = torch.cat([found["down.weight"] for found, _ in results], 1)
-    torch.testing.assert_close(up, whole[1].weight.detach(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(down, whole[3].weight.detach(), rtol=0, atol=1e-5)
-    for found, norm in results:
-        torch.testing.assert_close(
-            found["norm.weight"], whole[0].weight.detach(), atol=1e-5, rtol=0
-        )
-        if options:
-            assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
+    for found, norm in run_ranks(world_size, train_columns, kind, options, sharded_by):
+        assert norm is opt.grad_norm or norm == pytest.approx(opt.grad_norm, rel=1e-5)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-5)
+
+
+def train_copies(rank: int) -> tuple[dict[str, Tensor], float | None]:
+    linear = _whole()[1]
+    linear.bias = nn.Parameter(torch.zeros(24))
+    layer = ColumnParallelLinear.from_linear(linear, num_replicas=2)
+    opt = AdaLomo(layer, 0.1, clip_grad_norm=0.01)
+    opt.backward(layer(torch.ones(6, 8)).square().mean() / 2)  # gradients are summed over copies
+    opt.step()
+    return weights(layer), opt.grad_norm
+
+
+def test_copies_in_tensor_parallelism_count_once() -> None:
+    """As of key and value heads, where there are fewer than ranks."""
+    linear = _whole()[1]
+    linear.bias = nn.Parameter(torch.zeros(24))
+    opt = AdaLomo(linear, 0.1, clip_grad_norm=0.01)
+    opt.backward(linear(torch.ones(6, 8)).square().mean())
+    opt.step()
+    for found, norm in run_ranks(2, train_copies):
+        assert norm == pytest.approx(opt.grad_norm, rel=1e-5)
+        for name, param in linear.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6)
 
 
 def test_models_that_reduce_by_themselves() -> None:

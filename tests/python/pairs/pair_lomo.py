@@ -39,7 +39,7 @@ TABLE = Table(
         "rounding": ("nearest", "stochastic", "split"),
         "accumulation": ("1", "3"),
         "clipping": ("none", "norm", "norm in two passes", "value", "torch"),
-        "loss scale": ("none", "fixed", "dynamic", "dynamic by layer", "GradScaler"),
+        "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
         "gradients": GRADIENTS,
         "weights": ("plain", "frozen", "tied"),
         "groups": ("one", "decay first", "no decay first"),
@@ -91,12 +91,6 @@ TABLE = Table(
             'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
-            {"clipping": ("norm",), "loss scale": ("dynamic by layer",)},
-            "ValueError",
-            "overflow",
-            'overflow="veto"',
-        ),
-        Refused(
             {"clipping": ("norm in two passes",), "accumulation": ("3",)},
             "ValueError",
             "cannot accumulate",
@@ -135,7 +129,6 @@ TABLE = Table(
         Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
         Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
         Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
-        Meaningless({"clipping": ("norm in two passes",), "loss scale": ("dynamic by layer",)}),
         Meaningless({"given": ("model",), "groups": ("decay first", "no decay first")}),
     ),
     also=(
@@ -168,9 +161,8 @@ def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
         options["clip_grad_value"] = CLIP_VALUE
     if case["loss scale"] == "fixed":
         options["loss_scale"] = SCALE
-    if case["loss scale"].startswith("dynamic"):
+    if case["loss scale"] == "dynamic":
         options["loss_scale"] = "dynamic"
-        options["overflow"] = "skip_layer" if "layer" in case["loss scale"] else "veto"
     return options
 
 

@@ -102,25 +102,13 @@ TABLE = Table(
             "stage 1 or 2",
         ),
         Refused(
-            {"mesh": TENSOR, "trained by": ("Lomo",), "clipping": ("option",)},
-            "ValueError",
-            "of tensor parallelism alone",
-            "splits= for the layers in parts, or another optimizer",
-        ),
-        Refused(
-            {"mesh": TENSOR, "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
-            "ValueError",
-            "of tensor parallelism alone",
-            "splits= for the layers in parts, or another optimizer",
-        ),
-        Refused(
-            {"mesh": PIPELINE[:1], "trained by": ("Lomo",), "clipping": ("option",)},
+            {"mesh": PIPELINE, "trained by": ("Lomo",), "clipping": ("option",)},
             "ValueError",
             "stages of the pipeline alone",
             "zero.shard",
         ),
         Refused(
-            {"mesh": PIPELINE[:1], "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
+            {"mesh": PIPELINE, "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
             "ValueError",
             "stages of the pipeline alone",
             "zero.shard",

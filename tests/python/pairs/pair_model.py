@@ -191,20 +191,17 @@ def train_alone(
                     if param.grad is not None:
                         grad = param.grad.float() / (scale * num_ranks)
                         sums[name] = sums.get(name, torch.zeros_like(grad)) + grad
-        skips_layers = case["loss scale"] == "dynamic by layer"
-        is_finite = {name: bool(total.isfinite().all()) for name, total in sums.items()}
-        is_good = all(is_finite.values())
+        is_good = all(bool(total.isfinite().all()) for total in sums.values())
         if not is_good and case["loss scale"] == "dynamic":
             scale /= 2
         for name, param in masters.named_parameters():
-            is_used = is_finite.get(name, False) if skips_layers else is_good
-            param.grad = sums.get(name) if is_used else None
+            param.grad = sums.get(name) if is_good else None
         trained = [param for param in masters.parameters() if param.grad is not None]
         if trained and case["clipping"] == "value":
             nn.utils.clip_grad_value_(trained, CLIP_VALUE)
         elif trained and case["clipping"] != "none":
             nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        if is_good or skips_layers:
+        if is_good:
             optimizer.step()
         if _rounds_weights(case):
             masters.to(dtype).float()  # in place

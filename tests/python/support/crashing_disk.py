@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ringcomm.parallel.offload import store_engine
+from ringcomm.parallel.offload import transfers
 
 PAGE = 4096
 
@@ -103,10 +103,8 @@ class Disk:
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
         for name in ("fsync", "fdatasync"):
             monkeypatch.setattr(os, name, self._wrap("sync", getattr(os, name)))
-        find = store_engine.shared_engine
-        monkeypatch.setattr(
-            store_engine, "shared_engine", lambda *a: RecordingEngine(self, find(*a))
-        )
+        find = transfers.shared_engine
+        monkeypatch.setattr(transfers, "shared_engine", lambda *a: RecordingEngine(self, find(*a)))
 
     def mark(self, mark: Any) -> None:
         self._log(Op("mark", mark=mark))

@@ -19,8 +19,7 @@ from ringcomm.nn import (
     VocabParallelEmbedding,
 )
 from ringcomm.ops import shard_range
-from ringcomm.optim import Lomo, Split
-from ringcomm.parallel import tensor, zero
+from ringcomm.parallel import tensor
 from ringcomm.parallel.tensor import splits
 
 VOCAB, DIM, FFN = 37, 24, 50  # divide by no number of ranks
@@ -119,27 +118,6 @@ def check_layers(rank: int, world_size: int) -> None:
     for layer in (part, rows, few):
         with pytest.raises(RuntimeError, match="copy the whole ones before"):
             copy.deepcopy(layer)
-
-
-def decide_alone(rank: int) -> None:
-    model = split(Net(), None)
-    given: list[dict[str, Any]] = [{"clip_grad_norm": 1.0}, {"loss_scale": 8.0}]
-    for options in given:
-        with pytest.raises(ValueError, match="of each rank of tensor parallelism alone"):
-            Lomo(model, lr=LR, **options)
-    parts = {
-        param: Split(module.group, part.dim)
-        for _, param, module, part in splits.split_params(model)
-    }
-    Lomo(model, lr=LR, clip_grad_norm=1.0, splits=parts).close()  # which tell it
-    shared = split(Net(), 1)
-    with pytest.raises(ValueError, match="is summed over the ranks of a tensor-parallel group"):
-        zero.shard(shared, torch.optim.SGD(shared.parameters(), LR), 3)
-
-
-def test_ranks_do_not_decide_alone() -> None:
-    """How to clip and whether to step, which would part what all of them have."""
-    run_ranks(2, decide_alone)
 
 
 class Largest(TorchDispatchMode):

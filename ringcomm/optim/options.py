@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm.optim.layouts import Split
+from ringcomm.backend import resolve_group
 
 
 class StepArguments(TypedDict, total=False):
@@ -22,18 +21,17 @@ class StepArguments(TypedDict, total=False):
     clip_mode: Literal["deferred", "two_pass"] | None
     max_held_bytes: int | None
     loss_scale: float | Literal["dynamic"] | None
-    overflow: Literal["veto", "skip_layer"] | None
     accumulation_steps: int
     reduce_dtype: torch.dtype | None
     group: dist.ProcessGroup | Literal["none"] | None
+    mesh: DeviceMesh | None
     overlap: bool | None
-    splits: Mapping[nn.Parameter, Split] | None
     stochastic_rounding: bool
     master: Literal["split"] | None
     seed: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class StepOptions:
     """Checked; see Lomo for what they mean.
 
@@ -46,54 +44,52 @@ class StepOptions:
     clip_mode: str | None = None
     max_held_bytes: int | None = None
     loss_scale: float | str | None = None
-    overflow: str | None = None
     accumulation_steps: int = 1
     reduce_dtype: torch.dtype | None = None
     group: dist.ProcessGroup | str | None = None
+    mesh: dataclasses.InitVar[DeviceMesh | None] = None
     overlap: bool | None = None
-    splits: Mapping[nn.Parameter, Split] | None = None
     stochastic_rounding: bool = False
     master: str | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        _check_positive("clip_grad_norm", self.clip_grad_norm)
-        _check_positive("clip_grad_value", self.clip_grad_value)
-        _check_positive("max_held_bytes", self.max_held_bytes)
-        _check_one_of("clip_mode", self.clip_mode, ("deferred", "two_pass"))
-        _check_one_of("overflow", self.overflow, ("veto", "skip_layer"))
-        _check_one_of("master", self.master, ("split",))
-        if isinstance(self.group, str):
-            _check_one_of("group", self.group, ("none",))
+    def __post_init__(self, mesh: DeviceMesh | None) -> None:
+        if mesh is not None:
+            self.group = resolve_group(self.group, mesh)  # type: ignore[arg-type]
+        for name in ("clip_grad_norm", "clip_grad_value", "max_held_bytes"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is a positive number or None, got {value!r}")
+        _check_word("clip_mode", self.clip_mode, "deferred", "two_pass")
+        _check_word("master", self.master, "split")
+        if not isinstance(self.group, dist.ProcessGroup):
+            _check_word("group", self.group, "none")
         if self.accumulation_steps < 1:
             raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
-        for is_wrong, why in (
+        for is_wrong, why in self._contradictions():
+            if is_wrong:
+                raise ValueError(why)
+
+    def _contradictions(self) -> list[tuple[bool, str]]:
+        is_two_pass = self.mode == "two_pass"
+        return [
             (
                 self.clip_grad_norm is not None and self.clip_grad_value is not None,
                 "clip_grad_norm and clip_grad_value exclude each other",
             ),
             (
-                self.overflow is not None and self.loss_scale is None,
-                "overflow says what a loss scale does, and there is none: set loss_scale",
-            ),
-            (
-                self.clip_grad_norm is not None and self.overflow == "skip_layer",
-                "a norm is known only where the whole step is: clip_grad_norm wants"
-                ' overflow="veto"',
-            ),
-            (
                 self.clip_mode is not None and not self.looks_ahead,
                 "clip_mode says how a step is looked at before it is made, and nothing asks for"
-                ' it: set clip_grad_norm, or a loss_scale with overflow="veto"',
+                " it: set clip_grad_norm or loss_scale",
             ),
             (
                 self.max_held_bytes is not None and self.mode != "deferred",
                 "max_held_bytes limits what a deferred step holds, and nothing is deferred",
             ),
             (
-                self.mode == "two_pass" and self.accumulation_steps > 1,
+                is_two_pass and self.accumulation_steps > 1,
                 'clip_mode="two_pass" runs one backward twice, and cannot accumulate over several:'
                 ' clip_mode="deferred"',
             ),
@@ -101,15 +97,12 @@ class StepOptions:
                 self.master is not None and self.stochastic_rounding,
                 'master="split" rounds nothing away: stochastic_rounding has no use beside it',
             ),
-        ):
-            if is_wrong:
-                raise ValueError(why)
+        ]
 
     @property
     def looks_ahead(self) -> bool:
         """Whether something of the whole step must be known before it is made."""
-        is_vetoed = self.loss_scale is not None and self.overflow != "skip_layer"
-        return self.clip_grad_norm is not None or is_vetoed
+        return self.clip_grad_norm is not None or self.loss_scale is not None
 
     @property
     def mode(self) -> str:
@@ -117,11 +110,6 @@ class StepOptions:
         return (self.clip_mode or "deferred") if self.looks_ahead else "immediate"
 
 
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is a positive number or None, got {value!r}")
-
-
-def _check_one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+def _check_word(name: str, value: str | None, *allowed: str) -> None:
     if value is not None and value not in allowed:
         raise ValueError(f"{name} is None or one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,193 @@
+"""Which weights a backward pass reduces, agreed by the ranks before the first one.
+
+A weight may get a gradient on some ranks only. Without an agreement the ranks would call different
+collectives, or average gradients of different weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringcomm.optim.slot import Slot
+from ringcomm.parallel.same_gradients import check_same_gradients, largest_of, progress
+
+
+def _coming(slots: Iterable[Slot], arrived: Slot | None) -> set[Slot]:
+    """The weights whose gradient this backward pass will still bring behind `arrived`, if any."""
+    task = torch._C._current_graph_task_id()
+    return {slot for slot in slots if arrived not in (None, slot) and slot.will_come(task)}
+
+
+class Replicas:
+    """A data-parallel group, and the weights that it reduces in this pass, in one order.
+
+    The order is that in which rank 0 got its gradients in its last pass, and in the first one the
+    reverse of the order in which its layers ran. A gradient that comes before its turn waits. With
+    `overlap` the backward pass goes on while at most `max_bytes` are reduced.
+
+    Attributes:
+        one_pass_name: the group's name for the operator that reduces, updates and gathers; None
+            where it does not work.
+        has_agreed: whether the ranks have agreed since forget().
+    """
+
+    def __init__(self, group: dist.ProcessGroup, overlap: bool, max_bytes: int) -> None:
+        self._group, self._overlap, self._max_bytes = group, overlap, max_bytes
+        is_one_pass = not overlap and _is_ringcomm_on_cpu(group)
+        self.one_pass_name = group.group_name if is_one_pass else None
+        self._order: list[int] = []  # indices of slots; rank 0's counts
+        self._arrived: list[int] = []
+        self._due: deque[Slot] = deque()
+        self._awaited: set[Slot] = set()
+        self._waiting: deque[tuple[dist.Work, Tensor, Callable[[Tensor], None]]] = deque()
+        self.has_agreed = False
+
+    # ---- turns
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of the pass is left to reduce."""
+        return not self._due
+
+    def agree(self, slots: list[Slot], arrived: Slot | None) -> None:
+        """Begins a pass: of all weights, those with a gradient on any rank take turns.
+
+        `arrived` is that whose gradient has just come; None outside of a backward pass. Collective.
+        """
+        self._keep_order(slots)
+        self._awaited = _coming(slots, arrived)
+        has = [int(slot in self._awaited or slot.has_grad) for slot in slots]
+        positions = [0] * len(slots)
+        if self._group.rank() == 0:
+            for position, index in enumerate(self._order):
+                positions[index] = position
+        for slot in slots:
+            if not slot.param.requires_grad:  # frozen on this rank, which may need it to the end
+                positions[slot.index] = len(slots)
+        found = largest_of(has + positions, (self._group,), slots[0].local.device)
+        union = [slot for slot in slots if found[slot.index]]
+        self._due = deque(sorted(union, key=lambda slot: found[len(slots) + slot.index]))
+        self._arrived = [] if arrived is None else [arrived.index]
+        self.has_agreed = True
+
+    def _keep_order(self, slots: list[Slot]) -> None:
+        if len(self._order) != len(slots):
+            uses = sorted(slots, key=lambda slot: (-slot.first_use, -slot.index))
+            self._order = [slot.index for slot in uses]
+        if self._order[: len(self._arrived)] != self._arrived:
+            moved = set(self._arrived)
+            self._order = self._arrived + [i for i in self._order if i not in moved]
+
+    def came(self, slot: Slot) -> bool:
+        """Notes this rank's gradient; returns whether the pass awaited it."""
+        if slot not in self._awaited:
+            return False
+        self._awaited.remove(slot)
+        self._arrived.append(slot.index)
+        return True
+
+    def due(self, *, all_of_them: bool) -> Iterator[Slot]:
+        """The weights whose turn it is, up to the first whose gradient is still to come."""
+        while self._due and (all_of_them or self._due[0] not in self._awaited):
+            slot = self._due.popleft()
+            self._awaited.discard(slot)
+            yield slot
+
+    # ---- reductions
+
+    def average(self, grad: Tensor, done: Callable[[Tensor], None]) -> None:
+        """Has `done` called with the mean of all ranks' `grad`, with equal bits. Collective."""
+        if not self._overlap:
+            dist.all_reduce(grad, dist.ReduceOp.AVG, self._group)
+            done(grad)
+            return
+        while self._waiting and grad.nbytes + self._waiting_bytes > self._max_bytes:
+            self._finish_oldest()
+        work = dist.all_reduce(grad, dist.ReduceOp.AVG, self._group, async_op=True)
+        self._waiting.append((work, grad, done))
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return sum(grad.nbytes for _, grad, _ in self._waiting)
+
+    def _finish_oldest(self) -> None:
+        work, grad, done = self._waiting.popleft()
+        work.wait()
+        done(grad)
+
+    def drain(self) -> None:
+        """Returns once nothing waits."""
+        while self._waiting:
+            self._finish_oldest()
+
+    def forget(self) -> None:
+        """Before a step, or the second of two passes: drops what is under way."""
+        for work, _, _ in self._waiting:
+            work.wait()
+        self._waiting.clear()
+        self._due.clear()
+        self._awaited.clear()
+        self.has_agreed = False
+
+
+def _is_ringcomm_on_cpu(group: dist.ProcessGroup) -> bool:
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "ringcomm"
+    except RuntimeError:
+        return False
+
+
+class SameWeights:
+    """Has all ranks of shards reduce the same weights at the same times, or none any.
+
+    Gathers of weights lie between the gradients, so that ranks cannot wait for each other's turn.
+    """
+
+    def __init__(self, slots: list[Slot]) -> None:
+        """Slots are those of a mesh, whose ranks share the weights."""
+        self._slots = slots
+        self._expected: set[Slot] = set()
+        self.has_agreed = False
+
+    def expect(self, slot: Slot) -> None:
+        """A gradient is here: the ranks have agreed on it, or do so now; see agree()."""
+        if slot in self._expected:
+            self._expected.discard(slot)
+        else:
+            self.agree(slot)
+
+    def agree(self, arrived: Slot | None) -> None:
+        """Compares which weights have or will get a gradient, in how many backward passes.
+
+        Raises RuntimeError on all ranks where they differ; nothing has been written in this pass.
+        Collective.
+        """
+        self._expected = _coming(self._slots, arrived)
+        task = torch._C._current_graph_task_id()
+        mine = [
+            progress(
+                slot.num_arrived - (slot.num_arrived > 0 and slot.arrived_in == task),
+                is_coming=slot is arrived or slot in self._expected,
+                is_by_hand=slot.num_arrived == 0 and slot.has_grad,
+            )
+            for slot in self._slots
+        ]
+        check_same_gradients(
+            [slot.name for slot in self._slots],
+            mine,
+            self._slots[0].peers,
+            self._slots[0].local.device,
+            who="WeightShards or fully_shard",
+            instead="train replicas with group=",
+        )
+        self.has_agreed = True
+
+    def forget(self) -> None:
+        """Before a step, or the second of two passes."""
+        self._expected.clear()
+        self.has_agreed = False

@@ -1,0 +1,183 @@
+"""Reads and writes of files that are under way, what does them, and memory for them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ringcomm import _C
+
+_log = logging.getLogger("ringcomm")
+
+# What O_DIRECT asks of sizes, offsets and addresses on the file systems there are.
+_ALIGNMENT = 4096
+# From here on huge pages: a block is one piece of memory for the disk, in place of 256.
+_HUGE_BYTES = 2 << 20
+
+
+def aligned_size(num_bytes: int) -> int:
+    """The bytes rounded up to whole blocks."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def empty_aligned(num_bytes: int) -> Tensor:
+    """Memory of whole pages, outside of torch's allocator: uint8, at least so many bytes of zeros.
+
+    It goes back to the system with the last tensor that refers to it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, max(_ALIGNMENT, aligned_size(num_bytes)), flags=flags)
+    if num_bytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def empty_row(num_elems: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of one dimension in such memory."""
+    num_bytes = num_elems * dtype.itemsize
+    return empty_aligned(num_bytes)[:num_bytes].view(dtype)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor begins on a page, and has room to the end of its last block."""
+    room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr() % _ALIGNMENT == 0 and room >= aligned_size(tensor.nbytes)
+
+
+class Transfer:
+    """A read or write that may still be under way."""
+
+    def __init__(
+        self, what: str, tensor: Tensor, memory: Tensor, handle: _C.FileTransfer, *, is_read: bool
+    ) -> None:
+        self._what, self._handle, self.is_read = what, handle, is_read
+        self._tensor, self._memory = tensor, memory  # kept until it ends
+        self._is_copied = not is_read or memory.data_ptr() == tensor.data_ptr()
+
+    def end(self) -> int:
+        """Blocks until it ends; 0, or what went wrong: an errno, -1 at the end of the file."""
+        return self._handle.wait()
+
+    def is_done(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+        return self._handle.is_done()
+
+    def wait(self) -> Tensor:
+        """Blocks until it ends; returns the tensor that was read or written.
+
+        Raises:
+            OSError: the file system failed, with its errno; the file ends too early (EIO).
+        """
+        code = self.end()
+        if code == -1:
+            raise OSError(errno.EIO, f"{self._what}: the file ends before it; it was truncated")
+        if code == errno.ENOSPC:
+            raise OSError(code, f"{self._what}: the disk is full; free space or take another path")
+        if code != 0:
+            raise OSError(code, f"{self._what}: {os.strerror(code)}")
+        if not self._is_copied:
+            as_bytes = self._memory[: self._tensor.nbytes].view(self._tensor.dtype)
+            self._tensor.copy_(as_bytes.view(self._tensor.shape))
+            self._is_copied = True
+        return self._tensor
+
+
+# The stores of a process share their engines, whose threads have stacks. Weakly: the last ends it.
+_engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDictionary()
+
+
+def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngine:
+    """The engine of this process with these options.
+
+    Raises:
+        RuntimeError: the build or the kernel lacks it.
+    """
+    key = os.getpid(), kind, queue_depth, block_bytes
+    found = _engines.get(key)
+    if found is None:
+        _engines[key] = found = _C.FileEngine(kind, queue_depth, block_bytes)
+    return found
+
+
+def find_engine(
+    name: str, queue_depth: int, block_bytes: int
+) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
+    """What FileStore's option of that name stands for.
+
+    Raises:
+        ValueError: it is none of the three.
+        RuntimeError: io_uring is wanted and not to be had.
+    """
+    if name not in ("auto", "io_uring", "threads"):
+        raise ValueError(f'engine is "auto", "io_uring" or "threads", got {name!r}')
+    if name != "threads":
+        try:
+            return "io_uring", shared_engine("io_uring", queue_depth, block_bytes)
+        except RuntimeError as error:
+            if name == "io_uring":
+                raise
+            _log.info("ringcomm: files are read and written by threads: %s", error)
+    return "threads", shared_engine("threads", queue_depth, block_bytes)
+
+
+class BufferPool:
+    """Buffers by size; those that are being written come back when that is done.
+
+    Args:
+        max_idle: how many of one size are kept, or may wait to be written: the next one waits for
+            the oldest.
+    """
+
+    def __init__(self, max_idle: int = 2) -> None:
+        self._max_idle = max_idle
+        # By bytes, the first to be free first.
+        self._idle: dict[int, deque[tuple[Transfer | None, Tensor]]] = {}
+
+    def take(self, num_elems: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of one dimension; its values are anything.
+
+        Raises:
+            OSError: writing what was in it has failed.
+        """
+        num_bytes = num_elems * dtype.itemsize
+        idle = self._idle.get(aligned_size(num_bytes))
+        if not idle:
+            return empty_row(num_elems, dtype)
+        is_free = idle[0][0] is None or idle[0][0].is_done()
+        if not is_free and len(idle) < self._max_idle:
+            return empty_row(num_elems, dtype)
+        return _oldest(idle)[:num_bytes].view(dtype)
+
+    def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
+        """Takes a buffer back, which is free when the transfer ends.
+
+        Raises:
+            OSError: see take().
+        """
+        whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
+        idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
+        idle.append((transfer, whole))
+        while len(idle) > self._max_idle:
+            _oldest(idle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers that are here now."""
+        return sum(whole.nbytes for idle in self._idle.values() for _, whole in idle)
+
+
+def _oldest(idle: deque[tuple[Transfer | None, Tensor]]) -> Tensor:
+    transfer, whole = idle.popleft()
+    if transfer is not None:
+        transfer.wait()
+    return whole
