@@ -20,6 +20,12 @@ _CLIP_MODE = (
 
 _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
 
+_SHARDED = "it was removed; zero.shard() returns a zero.ZeroOptimizer at every stage"
+_STATISTICS = (
+    "it was removed; optimizer.clip_grad_norm_(max_norm) returns the norm, without clipping for"
+    " math.inf, and optimizer.grad_norm is that of the last step that had to look"
+)
+
 _EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
 
 _STATES = {
@@ -47,6 +53,8 @@ _GONE = {
         "ClipProposal": _CLIP_MODE,
         "MemoryReport": _MEM_TRACKER,
         "memory_report": _MEM_TRACKER,
+        "ZeroAdamW": _SHARDED,
+        "ZeroSGD": _SHARDED,
         "propose_clip_mode": _CLIP_MODE,
     },
     "ringcomm.parallel.activations": {
@@ -65,6 +73,9 @@ _GONE = {
     },
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
+        "Statistics": _STATISTICS,
+        "ZeroAdamW": _SHARDED,
+        "ZeroSGD": _SHARDED,
         "explain": _EXPLAIN,
         **_STATES,
     },
@@ -78,12 +89,16 @@ _GONE = {
     },
 }
 
+_ZERO = {"last_statistics": _STATISTICS, "statistics": _STATISTICS}
 
 _GONE_METHODS = {
+    "FlatZero": _ZERO,
     "ParameterServer": _STATES,
     "Pipeline": _STATES,
     "WeightShards": _STATES,
+    "Zero3": _ZERO,
     "ZeroInfinity": {
+        **_ZERO,
         "full_model_state_dict": _STATES["full_state_dict"],
         "load_full_model_state_dict": _STATES["load_full_state_dict"],
     },

@@ -10,15 +10,12 @@ from ringcomm.optim.adalomo import AdaLomo
 from ringcomm.optim.in_backward import InBackwardOptimizer
 from ringcomm.optim.layouts import Split
 from ringcomm.optim.lomo import Lomo
-from ringcomm.parallel.zero import ZeroAdamW, ZeroSGD
 
 __all__ = [
     "AdaLomo",
     "InBackwardOptimizer",
     "Lomo",
     "Split",
-    "ZeroAdamW",
-    "ZeroSGD",
 ]
 
 if not TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
-__all__ = ["Axes", "Held", "StagePart", "axes_of", "tied_over_stages"]
+__all__ = ["Axes", "Held", "StagePart", "axes_of", "refuse_piece", "tied_over_stages"]
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
@@ -146,6 +146,11 @@ def axes_of(model: nn.Module) -> Axes:
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     """Weights of a pipeline's part whose gradients are summed when Pipeline.step() returns."""
     return model.tied if isinstance(model, StagePart) else frozenset()
+
+
+def refuse_piece(model: nn.Module) -> None:
+    """Raises ValueError for a piece of a pipeline, whose norm nobody here can know."""
+    _stage_part_of(model)
 
 
 def _stage_part_of(model: nn.Module) -> StagePart | None:

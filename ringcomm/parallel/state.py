@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.parameter_server import ParameterServer
+from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state_parts import (
     MASTER,
     ModelParts,
@@ -24,7 +25,6 @@ from ringcomm.parallel.state_parts import (
 )
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
 from ringcomm.parallel.tensor_part import TensorPart
-from ringcomm.parallel.weight_shards import find_shards
 from ringcomm.parallel.whole_tensors import SameAs, gather_whole, part_of, scatter_whole
 
 __all__ = ["get_state_dict", "set_state_dict"]

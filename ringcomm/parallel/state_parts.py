@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.tensor.splits import Split, split_params
 from ringcomm.parallel.tensor_part import Box, TensorPart, range_boxes
-from ringcomm.parallel.weight_shards import WeightShards, find_shards
 from ringcomm.parallel.whole_tensors import local_of, part_of
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.inner import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
 
 __all__ = [
     "MASTER",

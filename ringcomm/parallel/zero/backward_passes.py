@@ -116,11 +116,11 @@ class BackwardPasses:
 
     With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
     has a gradient: ranks that leave out different weights still make the same calls. A bucket is
-    reduced inside of the pass when it is complete, or when a gradient of a later bucket comes and
-    the pass will not reach the weights that it lacks; the others at the end of the pass. A gradient
-    that comes after its bucket was reduced waits in the bucket's buffer for the next pass, or for
-    the step, where the ranks agree on the buckets with such gradients. So do gradients of `late`
-    weights, see GradientHooks.
+    reduced inside of the pass when the pass has brought all of its weights, or when a gradient of a
+    later bucket comes and the pass will not reach those that are left; the others at the end of the
+    pass. A gradient that comes after its bucket was reduced waits in the bucket's buffer for the
+    next pass, or for the step, where the ranks agree on the buckets with such gradients. So do
+    gradients of `late` weights, see GradientHooks, and of passes without `reduces`.
 
     Ranks may make different numbers of passes, and a pass may reach no weight. A rank announces
     each pass that reduces, and a rank in agree() takes part in it.
@@ -134,12 +134,14 @@ class BackwardPasses:
         *,
         reduces: bool,
     ) -> None:
-        self._buckets, self._group, self._reduces = buckets, group, reduces
+        self._buckets, self._group, self.reduces = buckets, group, reduces
         self._has_begun = False
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(self._index, self, late)
         # The bucket that is to be reduced next.
         self._next = 0
+        # By bucket, the weights that the pass has not brought yet.
+        self._left: list[set[nn.Parameter]] = [set(bucket.params) for bucket in buckets]
         # Graph tasks that call _task_ended().
         self._tasks: set[int] = set()
         # A weight that the next bucket waits for, in a graph task.
@@ -150,16 +152,18 @@ class BackwardPasses:
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
         """See GradientTaker. In a backward pass collective with `reduces`."""
-        is_in_pass = self._reduces and torch._C._current_graph_task_id() != -1
+        idx = self._index[param]
+        is_in_pass = self.reduces and torch._C._current_graph_task_id() != -1
         if is_in_pass:
             if not self._has_begun:
                 self._has_begun = True
                 self._largest_facts(is_pass=True)
             self._watch()
-            self._pass_over(self._index[param])
-        self._buckets[self._index[param]].take(param, grad)
+            self._pass_over(idx)
+        self._buckets[idx].take(param, grad)
         if is_in_pass:
-            while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
+            self._left[idx].discard(param)
+            while self._next < len(self._buckets) and not self._left[self._next]:
                 self._reduce_next()
 
     def drop_gradient(self, param: nn.Parameter) -> None:
@@ -209,11 +213,10 @@ class BackwardPasses:
         """Reduces the buckets before `idx` that get no more gradients in this graph task."""
         task = torch._C._current_graph_task_id()
         while self._next < idx:
-            bucket = self._buckets[self._next]
-            expected = self._expected
-            if expected and expected[0] == task and not bucket.has_arrived(expected[1]):
+            left, expected = self._left[self._next], self._expected
+            if expected and expected[0] == task and expected[1] in left:
                 return
-            for param in bucket.missing:
+            for param in left:
                 node = self.hooks.nodes.get(param)
                 if node is not None and torch._C._will_engine_execute_node(node):
                     self._expected = task, param
@@ -259,5 +262,6 @@ class BackwardPasses:
         self._outer_hooks = []
         self._next = 0
         self._has_begun = False
+        self._left = [set(bucket.params) for bucket in self._buckets]
         self._tasks.clear()
         self._expected = None

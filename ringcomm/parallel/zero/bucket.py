@@ -113,20 +113,6 @@ class Bucket:
         return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
 
     @property
-    def missing(self) -> list[nn.Parameter]:
-        """The weights without a gradient since the last reduction."""
-        return [param for param in self.params if param not in self._arrived]
-
-    def has_arrived(self, param: nn.Parameter) -> bool:
-        """Whether a weight's gradient has come since the last reduction."""
-        return param in self._arrived
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all weights have a gradient that is not yet reduced."""
-        return len(self._arrived) == len(self.params)
-
-    @property
     def is_fresh(self) -> bool:
         """Whether a gradient has come since the last reduction."""
         return bool(self._arrived)
@@ -157,8 +143,9 @@ class Bucket:
         """The buffer, with zeros for what has not come."""
         if self._grads is None:
             self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        for param in self.missing:
-            self._view(self._grads, param).zero_()
+        for param in self.params:
+            if param not in self._arrived:
+                self._view(self._grads, param).zero_()
         return self._grads
 
     def reduce(self) -> None:
@@ -208,11 +195,10 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Weights of one dtype and device, of at most so many bytes; more only for one weight.
 
-    A backward pass is expected to bring gradients in the reverse order of model.parameters(), and
-    buckets are filled in this order. At stage 2 they may hold weights of several parameter groups,
-    so that each bucket is complete, and freed, before the next begins to fill, however the groups
-    are made. Stage 1 keeps all gradients until the step in any case: a bucket there has weights of
-    one parameter group, which one fused operator updates.
+    Gradients are expected in the reverse order of model.parameters(), and buckets are filled in
+    this order. At stage 2 they may hold weights of several parameter groups, so that each bucket is
+    complete, and freed, before the next begins to fill. Stage 1 keeps all gradients until the step:
+    a bucket there has weights of one parameter group, which one fused operator updates.
 
     Returns:
         The buckets, in the order in which their last gradients are expected.
@@ -231,20 +217,3 @@ def plan_buckets(
         bucket.append(param)
         filling[kind] = bucket, filled + num_bytes
     return sorted(buckets, key=lambda bucket: position[bucket[-1]], reverse=True)
-
-
-def peak_elems(model: nn.Module, buckets: list[list[nn.Parameter]]) -> int:
-    """The most elements of buckets that are in memory at once, if gradients come as expected."""
-    bucket_of = {param: i for i, bucket in enumerate(buckets) for param in bucket}
-    missing = [len(bucket) for bucket in buckets]
-    sizes = [sum(param.numel() for param in bucket) for bucket in buckets]
-    alive = peak = 0
-    for param in reversed([param for param in model.parameters() if param in bucket_of]):
-        i = bucket_of[param]
-        if missing[i] == len(buckets[i]):
-            alive += sizes[i]
-            peak = max(peak, alive)
-        missing[i] -= 1
-        if missing[i] == 0:
-            alive -= sizes[i]
-    return peak

@@ -12,17 +12,15 @@ from torch.utils._pytree import tree_map_only
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule
-from ringcomm.parallel.flat_collectives import gather_parts, takes_uneven
+from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.model_axes import tied_over_stages
 from ringcomm.parallel.zero.backward_passes import BackwardPasses
 from ringcomm.parallel.zero.bucket import Bucket, plan_buckets
-from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import ShardOptions
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.shard_updates import ShardUpdates
-from ringcomm.parallel.zero.state_rows import join_rows
 
 
-class FlatZeroOptimizer(ZeroOptimizer):
+class FlatZero(ZeroOptimizer):
     """Stage 1 keeps gradients whole until the step, stage 2 their shards alone.
 
     Weights become views of flat buckets. Stage 1 reduces, updates and gathers each bucket in one
@@ -60,10 +58,6 @@ class FlatZeroOptimizer(ZeroOptimizer):
         self._present: set[nn.Parameter] = set()
         self._due: list[Bucket] = []
 
-    @property
-    def _inner(self) -> Any:
-        return self._updates.inner
-
     # ---- gradients
 
     def _check_unchanged(self) -> None:
@@ -74,6 +68,9 @@ class FlatZeroOptimizer(ZeroOptimizer):
                     f"a weight of shape {tuple(param.shape)} has moved since zero.shard(), by"
                     " .to() or .data: move the model before"
                 )
+
+    def _set_sync(self, is_on: bool) -> None:
+        self._passes.reduces = is_on and self.stage == 2
 
     def _agree(self) -> bool:
         self._passes.hooks.collect()
@@ -87,12 +84,11 @@ class FlatZeroOptimizer(ZeroOptimizer):
                 bucket.free_buffer()
         self._due = []
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for bucket in self._buckets:
             if bucket.shard_grad is not None:
                 for param in bucket.params:
-                    place = bucket.place_in_shard(param)
-                    yield param, bucket.shard[place], bucket.shard_grad[place]
+                    yield param, bucket.shard_grad[bucket.place_in_shard(param)]
 
     def _forget_gradients(self) -> None:
         for bucket in self._buckets:
@@ -161,25 +157,13 @@ class FlatZeroOptimizer(ZeroOptimizer):
         """See ZeroOptimizer."""
         return self._updates.num_steps[param] > 0
 
-    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
-        """See ZeroOptimizer."""
-        bucket = self._bucket_of[param]
-        ranks = range(self.group.size())
-        ranges = [bucket.part_range(param, rank) for rank in ranks]
-        sizes = [end - begin for begin, end in ranges]
-        for key, value in self._updates.state_of(param).items():
-            if isinstance(value, Tensor) and value.dim():
-                yield key, gather_parts(value, sizes, self.group).view(param.shape)
-            else:
-                yield key, value
-
     def _states_come(self) -> None:
         for bucket in self._buckets:
             bucket.see_written_weights()
 
-    def range_of(self, param: Any) -> tuple[int, int]:
+    def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
         """See ZeroOptimizer."""
-        return self._bucket_of[param].part_range(param)
+        return self._bucket_of[param].part_range(param, rank)
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
@@ -189,10 +173,6 @@ class FlatZeroOptimizer(ZeroOptimizer):
         """See ZeroOptimizer."""
         self._updates.num_steps = dict.fromkeys(self._updates.num_steps, 0)
 
-    def _cut(self, param: Any, value: Tensor) -> Tensor:
-        part = slice(*self.range_of(param))
-        return join_rows(value, self.group).detach().reshape(-1)[part].float()
-
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         self._updates.set_state(param, state)
 
@@ -200,14 +180,6 @@ class FlatZeroOptimizer(ZeroOptimizer):
         for bucket in self._buckets:
             if bucket.has_master:
                 bucket.gather()
-
-
-class ZeroAdamW(FlatZeroOptimizer):
-    """torch.optim.AdamW, sharded; made by zero.shard()."""
-
-
-class ZeroSGD(FlatZeroOptimizer):
-    """torch.optim.SGD, sharded; made by zero.shard()."""
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype, trained: set[nn.Parameter]) -> None:

@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm._renamed import object_getattr
-from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
-from ringcomm.parallel.model_units import default_units
+from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.offload.buffer_pool import BufferPool
-from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
+from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.tiers import FileTier, Loan, Tier, make_tier
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
-from ringcomm.parallel.weight_shards import WeightShards
+from ringcomm.parallel.shards import WeightShards
+from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.zero.backward_passes import GradientHooks
-from ringcomm.parallel.zero.infinity_operands import FetchedOperands
-from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import ShardOptions
-from ringcomm.parallel.zero.state_rows import join_rows
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
 
@@ -224,17 +222,24 @@ class ZeroInfinity(ZeroOptimizer):
         self._hooks.collect()
         return self._operands.has_grads
 
-    def _reduce(self) -> None:
-        """The backward pass has reduced all."""
+    def _set_sync(self, is_on: bool) -> None:
+        if not is_on:
+            raise RuntimeError(
+                "no_sync() is not to be had with offload_weights, whose gradients leave memory in"
+                " each backward pass: accumulate without it"
+            )
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._shard_of.items():
             if self._operands.has_grad(shard):
-                yield param, *self._operands.read(shard)
-                self._operands.give_back(shard)
+                with self._operands.gradient(shard) as grad:
+                    yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
-        self._operands.scale_grads(factor)
+        for shard in self._shard_of.values():
+            if self._operands.has_grad(shard):
+                with self._operands.gradient(shard, is_written=True) as grad:
+                    grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
         self._operands.forget_grads()
@@ -273,13 +278,10 @@ class ZeroInfinity(ZeroOptimizer):
         self._tier.close()
         self._grads.close()
 
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of a flat parameter that this rank keeps.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
-        """
-        return self._weights.range_of(param)
+    def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
+        """The elements [begin, end) of a flat parameter that a rank keeps; by default this one."""
+        rank = self.group.rank() if rank is None else rank
+        return shard_range(param.numel(), self.group.size(), rank)
 
     @property
     def io_bytes(self) -> tuple[int, int]:
@@ -293,9 +295,6 @@ class ZeroInfinity(ZeroOptimizer):
         return [unit.packed_row.numel() for unit in self._weights.units]
 
     # ---- state
-
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
 
     @property
     def state(self) -> Any:
@@ -321,23 +320,10 @@ class ZeroInfinity(ZeroOptimizer):
         """See ZeroOptimizer."""
         return self._shard_of[param] in self._inner.steps
 
-    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
-        """See ZeroOptimizer."""
-        sizes = shard_sizes(param.numel(), self.group.size())
-        for key, value in self._state_of(param).items():
-            if value.dim() == 0:
-                yield key, value
-            else:
-                yield key, gather_parts(value, sizes, self.group).view(param.shape)
-
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
         weight = self._weights.read_shard(param)
         return self._inner.new_state_of(self._shard_of[param], weight)
-
-    def _cut(self, param: Any, value: Tensor) -> Tensor:
-        part = slice(*self._weights.range_of(param))
-        return join_rows(value, self.group).reshape(-1)[part]
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         self._inner.set_state_of(self._shard_of[param], state)
@@ -347,3 +333,96 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _states_taken(self) -> None:
         self._commit()
+
+
+class FetchedOperands(Operands):
+    """Large shards and their gradients are rows of tiers, small ones stay in memory.
+
+    Args:
+        home: has the large shards of weights.
+        weights: the tier behind it.
+        grads: another tier, for gradients of large shards.
+    """
+
+    def __init__(self, home: WeightHome, weights: Tier, grads: Tier) -> None:
+        self._home, self._weights, self._grads = home, weights, grads
+        self._fresh: set[Tensor] = set()
+        self._small: dict[Tensor, Tensor] = {}
+        self._loans: dict[Tensor, tuple[Loan, Loan]] = {}
+
+    # ---- gradients
+
+    @contextmanager
+    def gradient(self, shard: Tensor, *, is_written: bool = False) -> Iterator[Tensor]:
+        """The gradient that has come, to be read or written inside."""
+        key = self._home.key_of(shard)
+        if key is None:
+            yield self._small[shard]
+            return
+        loan = self._grads.fetch(key)
+        yield loan.wait()
+        self._grads.give_back(loan, is_written=is_written)
+
+    def add_grad(self, shard: Tensor, grad: Tensor) -> None:
+        """Takes a gradient, or adds it to the one that is there."""
+        key = self._home.key_of(shard)
+        if shard in self._fresh:
+            with self.gradient(shard, is_written=True) as before:
+                before.add_(grad)
+        elif key is None:
+            self._small[shard] = grad
+        else:
+            loan = self._grads.new(key, grad.numel(), grad.dtype)
+            loan.wait().copy_(grad)
+            self._grads.give_back(loan, is_written=True)
+        self._fresh.add(shard)
+
+    def forget_grads(self) -> None:
+        """Waits for new ones."""
+        self._fresh.clear()
+        self._small.clear()
+
+    def drop_grad(self, shard: Tensor) -> None:
+        """Forgets one."""
+        self._fresh.discard(shard)
+        self._small.pop(shard, None)
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether any has come."""
+        return bool(self._fresh)
+
+    @property
+    def small_grads(self) -> list[Tensor]:
+        """Those in memory."""
+        return list(self._small.values())
+
+    # ---- see Operands
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """See Operands."""
+        return self._home.shape_of(param)
+
+    def has_grad(self, param: Tensor) -> bool:
+        """See Operands."""
+        return param in self._fresh
+
+    def start(self, param: Tensor) -> None:
+        """See Operands."""
+        key = self._home.key_of(param)
+        if key is not None:
+            self._loans[param] = self._weights.fetch(key), self._grads.fetch(key)
+
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operands."""
+        if param in self._loans:
+            weights, grads = self._loans[param]
+            return weights.wait(), grads.wait()
+        return param.view(-1), self._small[param].view(-1)
+
+    def done(self, param: Tensor) -> None:
+        """See Operands; weights go back as they are now."""
+        if param in self._loans:
+            weights, grads = self._loans.pop(param)
+            self._weights.give_back(weights, is_written=True)
+            self._grads.give_back(grads, is_written=False)

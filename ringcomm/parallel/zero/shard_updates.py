@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.operands import Resident
 from ringcomm.parallel.zero.bucket import Bucket
-from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
+from ringcomm.parallel.zero.optimizer import is_offloaded
 
 
-class _Run(NamedTuple):
-    """Neighbours in a shard that are updated together."""
-
-    rule: Rule
-    step: int
-    begin: int
-    end: int
-
-
-class _Parts(Operands):
+class _Parts(Resident):
     """Gradients for an offloaded optimizer; their dtype need not be that of the weights."""
 
     def __init__(self) -> None:
         self.grads: dict[Tensor, Tensor] = {}
 
-    def shape(self, param: Tensor) -> torch.Size:
-        """See Operands."""
-        return param.shape
-
     def has_grad(self, param: Tensor) -> bool:
         """See Operands."""
         return param in self.grads
 
-    def start(self, param: Tensor) -> None:
-        """Nothing to do."""
-
     def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """See Operands."""
         return param, self.grads[param]
-
-    def done(self, param: Tensor) -> None:
-        """Nothing to do."""
 
 
 class ShardUpdates:
@@ -81,15 +62,20 @@ class ShardUpdates:
         self._operands = _Parts()
         self._groups = [list(group["params"]) for group in groups]
         inner = [{**g, "params": [self._parts[p] for p in g["params"]]} for g in groups]
-        self.inner = made_over(optimizer, inner, self._operands)
+        kind: Any = type(optimizer)
         self.is_offloaded = is_offloaded(optimizer)
+        self.inner: Any = (
+            optimizer.over(inner, operands=self._operands)  # type: ignore[attr-defined]
+            if self.is_offloaded
+            else kind(inner)
+        )
         self.num_steps = dict.fromkeys(self._parts, 0)
         self._rules: dict[nn.Parameter, Rule | None] = {}
         self._buffers: dict[Bucket, dict[str, Tensor]] = defaultdict(dict)
         for bucket, master in masters.items():
             for param in bucket.params:
                 state = {"step": 0, "master": master[bucket.place_in_shard(param)]}
-                set_state_of(self.inner, self._parts[param], state)
+                self.inner.set_state_of(self._parts[param], state)
 
     # ---- the update
 
@@ -129,48 +115,38 @@ class ShardUpdates:
         """
         rest = []
         for bucket in buckets:
-            assert bucket.shard_grad is not None
             params = [param for param in bucket.params if param in present]
-            has_rules = all(self._rules[param] is not None for param in params)
-            if has_rules and bucket.shard.device.type == "cpu":
-                for run in self._runs(bucket, params):
-                    self._update_run(bucket, run, factor)
-                self.stepped(params)
-                bucket.shard_grad = None
-            else:
+            rules = [self._rules[param] for param in params]
+            if bucket.shard.device.type != "cpu" or None in rules:
                 rest.append((bucket, params))
+                continue
+            common = self.common_rule(bucket) if len(params) == len(bucket.params) else None
+            if common is not None:
+                states = self.whole_states(bucket, common[0])
+                self._update_part(bucket, slice(None), states, *common, factor)
+            else:
+                for param, rule in zip(params, rules, strict=True):
+                    assert rule is not None
+                    states = self._begin_state(bucket, param, rule)
+                    place, step = bucket.place_in_shard(param), self.num_steps[param] + 1
+                    self._update_part(bucket, place, states, rule, step, factor)
+            self.stepped(params)
+            bucket.shard_grad = None
         self._update_by_inner(rest, factor)
 
-    def _runs(self, bucket: Bucket, params: Sequence[nn.Parameter]) -> Iterator[_Run]:
-        """Neighbours of one rule and one number of steps."""
-        run: _Run | None = None
-        for param in params:
-            rule, step = self._rules[param], self.num_steps[param] + 1
-            assert rule is not None
-            self._begin_state(bucket, param, rule)
-            place = bucket.place_in_shard(param)
-            if place.start == place.stop:
-                continue
-            if run is not None and (run.end, run.rule, run.step) == (place.start, rule, step):
-                run = run._replace(end=place.stop)
-                continue
-            if run is not None:
-                yield run
-            run = _Run(rule, step, place.start, place.stop)
-        if run is not None:
-            yield run
-
-    def _update_run(self, bucket: Bucket, run: _Run, factor: float) -> None:
+    def _update_part(
+        self,
+        bucket: Bucket,
+        place: slice,
+        states: dict[str, Tensor],
+        rule: Rule,
+        step: int,
+        factor: float,
+    ) -> None:
         assert bucket.shard_grad is not None
-        mine = slice(run.begin, run.end)
-        ops.optimizer_update_(
-            bucket.shard[mine],
-            bucket.shard_grad[mine].to(bucket.shard.dtype),
-            {name: self._buffer(bucket, name)[mine] for name in run.rule.state_names},
-            optimizer=run.rule,
-            step=run.step,
-            grad_scale=factor,
-        )
+        shard, grad = bucket.shard[place], bucket.shard_grad[place].to(bucket.shard.dtype)
+        states = {name: states[name] for name in rule.state_names}
+        ops.optimizer_update_(shard, grad, states, optimizer=rule, step=step, grad_scale=factor)
 
     def _update_by_inner(
         self, rest: Sequence[tuple[Bucket, Sequence[nn.Parameter]]], factor: float
@@ -189,7 +165,14 @@ class ShardUpdates:
             self._operands.grads = {}
         else:
             for bucket, params in rest:
-                self._give_gradients(bucket, params, factor)
+                assert bucket.shard_grad is not None
+                grad = bucket.shard_grad.to(bucket.shard.dtype)
+                grad = grad.mul_(factor) if factor != 1 else grad
+                for param in params:
+                    part = self._parts[param]
+                    part.grad = grad[bucket.place_in_shard(param)]
+                    if "step" in (state := self.inner.state.get(part, {})):
+                        state["step"].fill_(self.num_steps[param])
             self.inner.step()
         for bucket, params in rest:
             bucket.shard_grad = None
@@ -197,19 +180,6 @@ class ShardUpdates:
                 self._parts[param].grad = None
                 self._adopt_state(bucket, param)
             self.stepped(params)
-
-    def _give_gradients(
-        self, bucket: Bucket, params: Sequence[nn.Parameter], factor: float
-    ) -> None:
-        assert bucket.shard_grad is not None
-        grad = bucket.shard_grad.to(bucket.shard.dtype)
-        grad = grad.mul_(factor) if factor != 1 else grad
-        for param in params:
-            part = self._parts[param]
-            part.grad = grad[bucket.place_in_shard(param)]
-            state = self.inner.state.get(part, {})
-            if "step" in state:
-                state["step"].fill_(self.num_steps[param])
 
     # ---- states
 
@@ -219,14 +189,15 @@ class ShardUpdates:
             found[name] = torch.zeros_like(bucket.shard)
         return found[name]
 
-    def _begin_state(self, bucket: Bucket, param: nn.Parameter, rule: Rule) -> None:
-        """Zeros, where a weight has no state yet."""
+    def _begin_state(self, bucket: Bucket, param: nn.Parameter, rule: Rule) -> dict[str, Any]:
+        """A weight's state: zeros, where it has none yet."""
         state = self.inner.state[self._parts[param]]
         for name in rule.state_names:
             if state.get(name) is None:
                 state[name] = self._buffer(bucket, name)[bucket.place_in_shard(param)].zero_()
         if isinstance(rule, ops.AdamWStep) and "step" not in state:
             state["step"] = torch.tensor(0.0)
+        return state
 
     def _adopt_state(self, bucket: Bucket, param: nn.Parameter) -> None:
         """Moves what torch's optimizer has made for a weight into the bucket's buffers."""
@@ -248,7 +219,8 @@ class ShardUpdates:
         Beside 16-bit weights it has "master", their values in float32, always.
         """
         bucket, part = self._bucket_of[param], self._parts[param]
-        state = {k: v for k, v in state_of(self.inner, part).items() if v is not None}
+        found = self.inner.state_of(part) if self.is_offloaded else self.inner.state.get(part, {})
+        state = {key: value for key, value in found.items() if value is not None}
         if "step" in state:
             state["step"] = torch.tensor(float(self.num_steps[param]))
         if bucket.has_master:
@@ -272,12 +244,11 @@ class ShardUpdates:
         is_first = not given.keys() - {"master"}
         self.num_steps[param] = int(given.get("step", 0 if is_first else 1))
         if self.is_offloaded:
-            set_state_of(self.inner, part, given)
+            self.inner.set_state_of(part, given)
             return
-        mine: dict[str, Any] = {}
         for name, value in given.items():
             if isinstance(value, Tensor) and value.dim():
-                mine[name] = self._buffer(bucket, name)[bucket.place_in_shard(param)].copy_(value)
-            else:
-                mine[name] = value
-        set_state_of(self.inner, part, mine)
+                given[name] = self._buffer(bucket, name)[bucket.place_in_shard(param)].copy_(value)
+        self.inner.state.pop(part, None)
+        if given:
+            self.inner.state[part] = given

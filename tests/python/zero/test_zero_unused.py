@@ -187,7 +187,7 @@ def skip_units(rank: int) -> None:
     group = dist.new_group()  # whose ranks are not in step any more, afterwards
     sharded = zero.shard(model, make_optimizer(model, "sgd"), 3, group=group)
     before = [param.to_local().clone() for param in sharded.all_params()]
-    with pytest.raises(RuntimeError, match="ranks do not run the same weights of"):
+    with pytest.raises(RuntimeError, match="rank . called all_gather"):
         backward(model, 1, 1, rank)
     assert used_by(1, 1, 0) != used_by(1, 1, 1)
     after = [param.to_local() for param in sharded.all_params()]
