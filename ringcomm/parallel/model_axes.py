@@ -175,7 +175,7 @@ def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
     for dim, placement in enumerate(param.placements):
         if mesh.size(dim) > 1:
             groups.append(mesh.get_group(dim))
-            num_copies *= 1 if placement.is_shard() else mesh.size(dim)
+            num_copies *= mesh.size(dim) if placement.is_replicate() else 1
     return groups, num_copies
 
 

@@ -261,8 +261,9 @@ def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh
             " mesh=, other dimensions of the DeviceMesh that they are on"
         )
     own = param.device_mesh
-    is_apart = set(own.mesh_dim_names or ()).isdisjoint(mesh.mesh_dim_names or ())
-    if not is_apart or own._get_root_mesh() != mesh._get_root_mesh():
+    shared = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    roots = [found._get_root_mesh().mesh.flatten().tolist() for found in (own, mesh)]
+    if len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names:
         raise ValueError(
             f"{name} is a DTensor on {own}: mesh= is other dimensions of the same DeviceMesh, got"
             f" {mesh}"
