@@ -29,7 +29,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+            )
             for _ in range(2)
         )
         self.head = nn.Linear(8, 3)
@@ -115,7 +117,6 @@ def test_as_one_process(shape: tuple[int, ...], device: str, tmp_path: Path) -> 
 def refuse(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
     model = split("cpu", mesh)
-    before = [param.to_local().clone() if hasattr(param, "to_local") else param.clone() for param in model.parameters()]
     sgd: Any = torch.optim.SGD(model.parameters(), 0.1)
     host = offload.SGD(model.parameters(), 0.1)
     cases: list[tuple[Any, int, dict[str, Any], str]] = [
