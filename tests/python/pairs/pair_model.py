@@ -129,7 +129,7 @@ class MicroBatch:
 
 def micro_batches(case: dict[str, str], step: int, rank: int) -> Iterator[MicroBatch]:
     """A rank's micro-batches of a step."""
-    num_parts = int(case["accumulation"])
+    num_parts = int(case["accumulation"][0])
     overflows = case["loss scale"] not in ("none", "fixed") and step == OVERFLOW_STEP and rank == 1
     for part in range(num_parts):
         generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)

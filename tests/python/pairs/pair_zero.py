@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ TABLE = Table(
         "state": ("device", "host", "file"),
         "dtype": ("float32", "bfloat16", "float16", "bfloat16 weights"),
         "reduce dtype": ("default", "16 bits"),
-        "accumulation": ("1", "3"),
+        "accumulation": ("1", "3", "3 with no_sync"),
         "clipping": ("none", "option", "optimizer", "torch"),
         "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
         "gradients": GRADIENTS,
@@ -124,6 +125,13 @@ TABLE = Table(
             "float32 weights and param_dtype=torch.bfloat16",
         ),
         Refused(
+            {"stage": ("infinity",), "accumulation": ("3 with no_sync",)},
+            "RuntimeError",
+            r"no_sync\(\)",
+            "accumulation without it, or another stage",
+            HOST_STATE,
+        ),
+        Refused(
             {"stage": ("infinity",), "gradients": ("none on rank 1",)},
             "RuntimeError",
             "some ranks only, which zero.shard",
@@ -140,8 +148,8 @@ TABLE = Table(
         ),
         Refused(
             {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
-            "RuntimeError",
-            "unit",
+            "MismatchError",
+            "",
             "stage 1 or 2, or a loss that uses every layer on every rank",
             only_with={"backend": ("ringcomm",)},
         ),
@@ -149,6 +157,7 @@ TABLE = Table(
     meaningless=(
         Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
         Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
+        Meaningless({"accumulation": ("3 with no_sync",), "around": LOOPS}),  # which have their own
     ),
 )
 
@@ -220,8 +229,10 @@ class Training:
             self._step(step, ranks)
 
     def _step(self, step: int, ranks: range) -> None:
-        for rank in ranks:
-            for batch in micro_batches(self.case, step, rank):
+        batches = [batch for rank in ranks for batch in micro_batches(self.case, step, rank)]
+        for batch in batches:
+            waits = "no_sync" in self.case["accumulation"] and batch is not batches[-1]
+            with self.optimizer.no_sync() if waits else nullcontext():
                 loss = batch.loss(self.wrapped) / len(ranks)
                 if self.case["loss scale"] == "GradScaler":
                     self.scaler.scale(loss).backward()
