@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ringcomm.parallel.shards.unit_hooks import untraced
-
-__all__ = ["check_same_gradients", "largest_of", "progress", "watch_whole_weights"]
+__all__ = ["check_same_gradients", "largest_of", "progress"]
 
 
 def largest_of(
@@ -59,28 +55,3 @@ def check_same_gradients(
                 " weight has been written: let every rank use it in every backward pass (add 0"
                 f" times it to the loss), or {instead}"
             )
-
-
-def watch_whole_weights(
-    unit: nn.Module, seen: Callable[[nn.Module, str, nn.Parameter], None]
-) -> Callable[[], Any]:
-    """Calls seen(module, name, weight) once for each of a unit's whole weights that are trained.
-
-    Autograd brings gradients to them, which fully_shard reduces into the sharded parameters'. They
-    are there when the unit runs for the first time; under DTensor's tensor parallelism they are
-    DTensors too, of another mesh. Returns what ends it.
-    """
-    meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
-    found: set[nn.Parameter] = set()
-
-    @untraced
-    def before_forward(*_: Any) -> None:
-        for module in unit.modules():
-            for name, param in module.named_parameters(recurse=False):
-                mesh = getattr(param, "device_mesh", None)
-                is_whole = mesh is None or mesh not in meshes
-                if is_whole and param.requires_grad and param not in found:
-                    found.add(param)
-                    seen(module, name, param)
-
-    return unit.register_forward_pre_hook(before_forward).remove

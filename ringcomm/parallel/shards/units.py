@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+
+from ringcomm.parallel.shards.unit_hooks import untraced
 
 __all__ = [
     "check_can_materialize",
@@ -15,6 +18,7 @@ __all__ = [
     "materialize",
     "params_of_units",
     "units_apart",
+    "watch_whole_weights",
 ]
 
 
@@ -154,3 +158,28 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
         module.reset_parameters()  # type: ignore[operator]
+
+
+def watch_whole_weights(
+    unit: nn.Module, seen: Callable[[nn.Module, str, nn.Parameter], None]
+) -> Callable[[], Any]:
+    """Calls seen(module, name, weight) once for each of a unit's whole weights that are trained.
+
+    Autograd brings gradients to them, which fully_shard reduces into the sharded parameters'. They
+    are there when the unit runs for the first time; under DTensor's tensor parallelism they are
+    DTensors too, of another mesh. Returns what ends it.
+    """
+    meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
+    found: set[nn.Parameter] = set()
+
+    @untraced
+    def before_forward(*_: Any) -> None:
+        for module in unit.modules():
+            for name, param in module.named_parameters(recurse=False):
+                mesh = getattr(param, "device_mesh", None)
+                is_whole = mesh is None or mesh not in meshes
+                if is_whole and param.requires_grad and param not in found:
+                    found.add(param)
+                    seen(module, name, param)
+
+    return unit.register_forward_pre_hook(before_forward).remove

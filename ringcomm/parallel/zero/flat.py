@@ -14,8 +14,7 @@ from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule
 from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.model_axes import tied_over_stages
-from ringcomm.parallel.zero.backward_passes import BackwardPasses
-from ringcomm.parallel.zero.bucket import Bucket, plan_buckets
+from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 from ringcomm.parallel.zero.shard_updates import ShardUpdates
 

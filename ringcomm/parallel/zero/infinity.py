@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.gradient_placeholder import GradientHooks
 from ringcomm.parallel.offload.buffer_pool import BufferPool
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import FileTier, Loan, Tier, make_tier
@@ -24,7 +25,6 @@ from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.shards.units import default_units
-from ringcomm.parallel.zero.backward_passes import GradientHooks
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
@@ -73,13 +73,9 @@ class ZeroInfinity(ZeroOptimizer):
         self._weights = WeightShards(model, group, units=found, home=self._home)
         self._weights.home_writing = self._writing
         self._operands = FetchedOperands(self._home, self._tier, self._grads)
-        self._shard_of = {
-            param: self._weights.shard_of(param)
-            for param_group in self.param_groups
-            for param in param_group["params"]
-        }
+        self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [
-            {**g, "params": [self._shard_of[p] for p in g["params"]]} for g in self.param_groups
+            {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
         ]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
         if options.resume:
@@ -103,18 +99,17 @@ class ZeroInfinity(ZeroOptimizer):
         everyone: list[Any] = [None] * self.group.size()
         dist.all_gather_object(everyone, mine, group=self.group)
         (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
-        if most_steps > 0 and not self.options.resume:
-            raise ValueError(
-                f"the files are of a run that came to step {most_steps}: resume=True goes on with"
-                " it, or give another folder"
-            )
         if not self.options.resume:
+            if most_steps > 0:
+                raise ValueError(
+                    f"the files are of a run that came to step {most_steps}: resume=True goes on"
+                    " with it, or give another folder"
+                )
             if store is not None:
                 store.clear()  # of a run that ended before its first step did
             return 0
         if least == 0:
-            rank = everyone.index(min(everyone))
-            raise ValueError(f"there is nothing to resume on rank {rank}")
+            raise ValueError(f"there is nothing to resume on rank {everyone.index(min(everyone))}")
         if most - least > 1:
             steps = [found[1] for found in everyone]
             raise ValueError(f"the ranks' files are of different runs: their steps are {steps}")
@@ -161,17 +156,9 @@ class ZeroInfinity(ZeroOptimizer):
     def _writing(self) -> Iterator[None]:
         """Around what replaces weights outside of a step. Collective."""
         self._home.forget_ahead()
-        self._wait_for_commits()
+        self._states_come()
         yield
         self._commit()
-
-    def _wait_for_commits(self) -> None:
-        """Collective. To be called before writing what no collective of a step comes before.
-
-        Writing ends the commit before the last, which is the last one of a rank that is killed now.
-        """
-        if isinstance(self._tier, FileTier):
-            dist.barrier(self.group)
 
     # ---- gradients
 
@@ -220,7 +207,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _agree(self) -> bool:
         self._compare()
         self._hooks.collect()
-        return self._operands.has_grads
+        return any(map(self._operands.has_grad, self._shard_of.values()))
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
@@ -242,10 +229,9 @@ class ZeroInfinity(ZeroOptimizer):
                     grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
-        self._operands.forget_grads()
-        self._num_grads.clear()
         self._compared.clear()
         for param in self._shard_of:
+            self.drop_gradient(param)
             param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -255,7 +241,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return self._operands.small_grads
+        return list(self._operands.small_grads.values())
 
     def state_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer: none is here."""
@@ -329,7 +315,9 @@ class ZeroInfinity(ZeroOptimizer):
         self._inner.set_state_of(self._shard_of[param], state)
 
     def _states_come(self) -> None:
-        self._wait_for_commits()
+        # Writing ends the commit before the last, which may be a rank's last one: all wait for all.
+        if isinstance(self._tier, FileTier):
+            dist.barrier(self.group)
 
     def _states_taken(self) -> None:
         self._commit()
@@ -338,16 +326,16 @@ class ZeroInfinity(ZeroOptimizer):
 class FetchedOperands(Operands):
     """Large shards and their gradients are rows of tiers, small ones stay in memory.
 
-    Args:
-        home: has the large shards of weights.
-        weights: the tier behind it.
-        grads: another tier, for gradients of large shards.
+    `home` has the large shards of weights, in the tier `weights`; their gradients are in `grads`.
+
+    Attributes:
+        small_grads: by shard, the gradients in memory.
     """
 
     def __init__(self, home: WeightHome, weights: Tier, grads: Tier) -> None:
         self._home, self._weights, self._grads = home, weights, grads
         self._fresh: set[Tensor] = set()
-        self._small: dict[Tensor, Tensor] = {}
+        self.small_grads: dict[Tensor, Tensor] = {}
         self._loans: dict[Tensor, tuple[Loan, Loan]] = {}
 
     # ---- gradients
@@ -357,7 +345,7 @@ class FetchedOperands(Operands):
         """The gradient that has come, to be read or written inside."""
         key = self._home.key_of(shard)
         if key is None:
-            yield self._small[shard]
+            yield self.small_grads[shard]
             return
         loan = self._grads.fetch(key)
         yield loan.wait()
@@ -370,32 +358,17 @@ class FetchedOperands(Operands):
             with self.gradient(shard, is_written=True) as before:
                 before.add_(grad)
         elif key is None:
-            self._small[shard] = grad
+            self.small_grads[shard] = grad
         else:
             loan = self._grads.new(key, grad.numel(), grad.dtype)
             loan.wait().copy_(grad)
             self._grads.give_back(loan, is_written=True)
         self._fresh.add(shard)
 
-    def forget_grads(self) -> None:
-        """Waits for new ones."""
-        self._fresh.clear()
-        self._small.clear()
-
     def drop_grad(self, shard: Tensor) -> None:
         """Forgets one."""
         self._fresh.discard(shard)
-        self._small.pop(shard, None)
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether any has come."""
-        return bool(self._fresh)
-
-    @property
-    def small_grads(self) -> list[Tensor]:
-        """Those in memory."""
-        return list(self._small.values())
+        self.small_grads.pop(shard, None)
 
     # ---- see Operands
 
@@ -418,7 +391,7 @@ class FetchedOperands(Operands):
         if param in self._loans:
             weights, grads = self._loans[param]
             return weights.wait(), grads.wait()
-        return param.view(-1), self._small[param].view(-1)
+        return param.view(-1), self.small_grads[param].view(-1)
 
     def done(self, param: Tensor) -> None:
         """See Operands; weights go back as they are now."""

@@ -16,8 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringcomm.parallel.flat_collectives import device_of
 from ringcomm.parallel.offload.operands import local_of
-from ringcomm.parallel.same_gradients import watch_whole_weights
-from ringcomm.parallel.shards.units import default_units, materialize, units_apart
+from ringcomm.parallel.shards.units import (
+    default_units,
+    materialize,
+    units_apart,
+    watch_whole_weights,
+)
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer, is_offloaded
 
 
