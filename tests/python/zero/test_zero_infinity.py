@@ -159,42 +159,7 @@ def test_steps_are_those_of_one_process(
             assert torch.equal(found[name], results[0][name])
 
 
-# ---- 16 bits, the meta device, tiles
-
-
-def train_half(rank: int, to: str, folder: Path) -> None:
-    """With masters in the tier: as torch on float32 weights that are rounded for every step."""
-    model = make_model(torch.bfloat16)
-    optimizer = infinity(model, make_optimizer(model, "momentum", place_of(to, folder)))
-    train(model, optimizer, range(STEPS), rank, 2)
-    whole = full_weights(optimizer)
-    states = full_state(optimizer)["state"]
-    for name, value in whole.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(states[name]["master"].to(torch.bfloat16), value)
-    expected = run_alone_half()
-    for name, value in whole.items():
-        torch.testing.assert_close(value.float(), expected[name], rtol=0.02, atol=0.01)
-
-
-def run_alone_half() -> dict[str, Tensor]:
-    model, full = make_model(torch.bfloat16), make_model(torch.bfloat16).float()
-    optimizer = make_optimizer(full, "momentum")
-    for step in range(STEPS):
-        loss_of(model, *batch(step)).backward()
-        for half, whole in zip(model.parameters(), full.parameters(), strict=True):
-            assert half.grad is not None
-            whole.grad = half.grad.float()
-            half.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for half, whole in zip(model.parameters(), full.parameters(), strict=True):
-                half.copy_(whole)
-    return {name: param.detach() for name, param in full.named_parameters()}
-
-
-def test_16_bit_weights_have_masters(tmp_path: Path) -> None:
-    run_ranks(2, train_half, "nvme", tmp_path)
+# ---- the meta device, overflow
 
 
 def begin_on_meta(rank: int) -> dict[str, Tensor]:
