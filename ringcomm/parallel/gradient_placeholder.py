@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["GradientHooks", "GradientPlaceholder", "GradientSum", "GradientTaker", "remove_hooks"]
+__all__ = ["GradientHooks", "GradientPlaceholder", "GradientSum", "remove_hooks"]
 
 _add: Any = torch.ops.aten.add_
 _MESSAGE = (
@@ -107,19 +107,11 @@ def _flat(values: Any) -> list[Any]:
     return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
 
 
-class GradientTaker(Protocol):
-    """Who has the gradients in place of `param.grad`."""
-
-    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """A gradient to be added to what is there; called without autograd."""
-
-    def drop_gradient(self, param: nn.Parameter) -> None:
-        """The user has set `param.grad` to None, or nothing has come yet."""
-
-
 class GradientHooks:
     """Gives each gradient to `taker` when autograd has made it, and leaves a GradientPlaceholder.
 
+    It calls taker.take_gradient(param, grad), which adds the gradient to what is there, and
+    taker.drop_gradient(param) where the user has set `param.grad` to None, or nothing has come yet.
     The taker and the hooks live as long as the taker: they refer to it weakly. Gradients of `late`
     parameters are ordinary ones until collect(), since somebody adds to them behind autograd.
     """
@@ -127,7 +119,7 @@ class GradientHooks:
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        taker: GradientTaker,
+        taker: Any,
         late: Collection[nn.Parameter] = (),
     ) -> None:
         self._taker = weakref.ref(taker)

@@ -269,7 +269,7 @@ class BackwardPasses:
     # ---- by weight
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """See GradientTaker. In a backward pass collective with `reduces`."""
+        """See GradientHooks. In a backward pass collective with `reduces`."""
         idx = self._index[param]
         is_in_pass = self.reduces and torch._C._current_graph_task_id() != -1
         if is_in_pass:
@@ -285,7 +285,7 @@ class BackwardPasses:
                 self._reduce_next()
 
     def drop_gradient(self, param: nn.Parameter) -> None:
-        """See GradientTaker."""
+        """See GradientHooks."""
         self._buckets[self._index[param]].drop(param)
 
     # ---- what all ranks know

@@ -163,7 +163,7 @@ class ZeroInfinity(ZeroOptimizer):
     # ---- gradients
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """See GradientTaker; the gradient leaves memory here. Collective."""
+        """See GradientHooks; the gradient leaves memory here. Collective."""
         task = torch._C._current_graph_task_id()
         if task != _NO_BACKWARD and task not in self._compared:
             self._compare(task)
@@ -172,7 +172,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._operands.add_grad(self._shard_of[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
-        """See GradientTaker."""
+        """See GradientHooks."""
         self._num_grads.pop(param, None)
         self._operands.drop_grad(self._shard_of[param])
 

@@ -127,8 +127,7 @@ def predict_traffic(
                 rows = _row_elems(param, world_size)
                 total += (2 * itemsize + grad_bytes) * (world_size - 1) * rows
         num_facts = 8 * (num_backwards + 1) if chosen.offload_weights else 1
-        facts = (world_size - 1) * (num_facts * num_trained + (not chosen.offload_weights))
-        return num_backwards * total + facts + looks
+        return num_backwards * total + (world_size - 1) * num_facts * num_trained + looks
     buckets = _buckets(model, optimizer, stage, chosen)
     # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
     facts = (world_size - 1) * (1 + sum(1 + len(params) for params in buckets))

@@ -122,11 +122,11 @@ class Zero3(ZeroOptimizer):
     def _agree(self) -> bool:
         """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
         params = self.all_params()
-        mine = [bool(self._kept), *map(self._has_gradient, params)]
+        mine = [2 if param in self._kept else int(self._has_gradient(param)) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
-        is_kept, *found = facts.tolist()
-        if is_kept:
+        found = facts.tolist()
+        if 2 in found:
             raise RuntimeError(
                 "gradients of no_sync() are not reduced at stage 3: let the last backward pass"
                 " before step() be outside of it, through the same weights"
