@@ -118,6 +118,18 @@ class Zero3(ZeroOptimizer):
         self._is_synced = is_on
         model: Any = self._model()
         model.set_requires_gradient_sync(is_on)
+        for params in _fsdp_params(model) if is_on else ():
+            # torch reduces all gradients of a unit in one dtype: with reduce_dtype of those it has
+            # kept, and also where a weight has none.
+            if any(param.unsharded_accumulated_grad is not None for param in params):
+                for param in params:
+                    if (
+                        param.unsharded_accumulated_grad is None
+                        and param.sharded_param.requires_grad
+                    ):
+                        param.unsharded_accumulated_grad = torch.zeros_like(
+                            param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False
+                        )
 
     def _agree(self) -> bool:
         """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
@@ -165,16 +177,13 @@ class Zero3(ZeroOptimizer):
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`.
-
-        Raises:
-            RuntimeError: fully_shard keeps gradients of no_sync() until a backward pass outside.
-        """
-        if self._kept:
-            raise RuntimeError(
-                "gradients of no_sync() cannot be dropped at stage 3: let a backward pass outside"
-                " of it reduce them first"
-            )
+        """Drops all gradients, whatever `set_to_none`, and those of no_sync()."""
+        model = self._model()
+        for params in _fsdp_params(model) if self._kept and model is not None else ():
+            for param in params:
+                if hasattr(param, "_unsharded_param"):  # else the unit has never run
+                    param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+        self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
         super().zero_grad()
@@ -275,6 +284,15 @@ def _shard_units(
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
+    """What fully_shard knows of the weights of each unit."""
+    for module in _fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        # One group before torch 2.13.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        yield from (group.fsdp_params for group in groups if group is not None)
 
 
 def _spread(value: Any, param: Any) -> Any:

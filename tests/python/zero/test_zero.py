@@ -197,8 +197,6 @@ def keep_gradients(rank: int) -> None:
         loss_of(model, *batch(0, rank, 2)).backward()
     with pytest.raises(RuntimeError, match=r"no_sync\(\) are not reduced at stage 3"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) cannot be dropped"):
-        optimizer.zero_grad()
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     loss_of(model, *batch(1, rank, 2)).backward()
     optimizer.step()
@@ -206,6 +204,14 @@ def keep_gradients(rank: int) -> None:
     plain = make_optimizer(alone, "momentum")
     (loss_of(alone, *batch(0)) + loss_of(alone, *batch(1))).backward()
     plain.step()
+    plain.zero_grad()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        loss_of(model, *batch(2, rank, 2)).backward()
+    optimizer.zero_grad()  # drops it
+    for net, each in ((model, optimizer), (alone, plain)):
+        loss_of(net, *(batch(3, rank, 2) if net is model else batch(3))).backward()
+        each.step()
     assert_close(weights(model), weights(alone))
 
 
