@@ -197,10 +197,10 @@ class ShardedUnit:
             self._group.allgather_coalesced(by_rank, inputs, options).wait()
 
 
-def _split(row: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _split(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """The beginning of a row in parts of these sizes."""
     sizes = [part.numel() for part in parts]
-    return row[: sum(sizes)].split(sizes) if sizes else ()
+    return list(row[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def _own_memory(param: nn.Parameter) -> Tensor:

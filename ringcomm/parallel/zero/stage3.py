@@ -275,21 +275,21 @@ def _shard_units(
         with torch.no_grad():
             for param in params:
                 dist.broadcast(local_of(param.data), group=group, group_src=0)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         done.update(module.parameters())
         # Ranks may leave out different weights of a unit that all of them run.
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        if hasattr(made, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            made.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def _fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
     """What fully_shard knows of the weights of each unit."""
     for module in _fsdp_modules(model):
-        state: Any = module._get_fsdp_state()
+        state = module._get_fsdp_state()
         # One group before torch 2.13.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         yield from (group.fsdp_params for group in groups if group is not None)
