@@ -370,8 +370,6 @@ class FetchedOperands(Operands):
         self._fresh.discard(shard)
         self.small_grads.pop(shard, None)
 
-    # ---- see Operands
-
     def shape(self, param: Tensor) -> torch.Size:
         """See Operands."""
         return self._home.shape_of(param)
