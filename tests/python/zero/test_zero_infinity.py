@@ -202,9 +202,6 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
     run_ranks(2, overflow, tmp_path)
 
 
-# ---- bytes
-
-
 def count_bytes(rank: int, world_size: int, folder: Path) -> None:
     model = make_model()
     place = {"to": "nvme", "path": folder, "chunk_elems": 1 << 20}
