@@ -20,6 +20,12 @@ _CLIP_MODE = (
 
 _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
 
+_SHARDED = "it was removed; zero.shard() returns a zero.ZeroOptimizer at every stage"
+_STATISTICS = (
+    "it was removed; optimizer.clip_grad_norm_(max_norm) returns the norm, without clipping for"
+    " math.inf, and optimizer.grad_norm is that of the last step that had to look"
+)
+
 _EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
 
 _PRIVATE = "it is private now"
@@ -74,11 +80,10 @@ _GONE = {
         "ClipProposal": _CLIP_MODE,
         "MemoryReport": _MEM_TRACKER,
         "memory_report": _MEM_TRACKER,
+        "ZeroAdamW": _SHARDED,
+        "ZeroSGD": _SHARDED,
         "propose_clip_mode": _CLIP_MODE,
-        "Split": "it was removed; layers of ringcomm.nn, and any parallel.tensor.SplitModule, say"
-        " themselves which parts they have",
-        "ZeroAdamW": "it is in ringcomm.parallel.zero",
-        "ZeroSGD": "it is in ringcomm.parallel.zero",
+        "Split": "it was removed; the layers of ringcomm.nn say themselves which parts they have",
     },
     "ringcomm.parallel.activations": {
         "Allocation": _SNAPSHOT,
@@ -96,6 +101,9 @@ _GONE = {
     },
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
+        "Statistics": _STATISTICS,
+        "ZeroAdamW": _SHARDED,
+        "ZeroSGD": _SHARDED,
         "explain": _EXPLAIN,
         **_STATES,
     },
@@ -110,12 +118,16 @@ _GONE = {
     },
 }
 
+_ZERO = {"last_statistics": _STATISTICS, "statistics": _STATISTICS}
 
 _GONE_METHODS = {
+    "FlatZero": _ZERO,
     "ParameterServer": _STATES,
     "Pipeline": _STATES,
     "WeightShards": _STATES,
+    "Zero3": _ZERO,
     "ZeroInfinity": {
+        **_ZERO,
         "full_model_state_dict": _STATES["full_state_dict"],
         "load_full_model_state_dict": _STATES["load_full_state_dict"],
     },

@@ -8,8 +8,8 @@ from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
+from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state import get_state_dict, set_state_dict
-from ringcomm.parallel.weight_shards import WeightShards, find_shards
 
 if TYPE_CHECKING:
     from ringcomm.parallel import pipeline

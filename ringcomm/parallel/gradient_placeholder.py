@@ -1,15 +1,24 @@
-"""What `param.grad` is where an optimizer has taken the gradient."""
+"""Gradients go to an optimizer when autograd has made them; what `param.grad` is instead."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["GradientPlaceholder"]
+__all__ = ["GradientHooks", "GradientPlaceholder", "remove_hooks"]
 
 _add: Any = torch.ops.aten.add_
+_MESSAGE = (
+    "param.grad of a weight that zero.shard() has sharded has no values; gradients are in the"
+    " optimizer. Use optimizer.clip_grad_norm_() in place of torch.nn.utils.clip_grad_norm_, the"
+    " option loss_scale= in place of torch.amp.GradScaler, and no DistributedDataParallel"
+)
 
 
 class GradientPlaceholder(Tensor):
@@ -67,3 +76,72 @@ class GradientPlaceholder(Tensor):
 
 def _flat(values: Any) -> list[Any]:
     return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
+
+
+class GradientHooks:
+    """Gives each gradient to `taker` when autograd has made it, and leaves a GradientPlaceholder.
+
+    It calls taker.take_gradient(param, grad), which adds the gradient to what is there, and
+    taker.drop_gradient(param) where the user has set `param.grad` to None, or nothing has come yet.
+    The taker and the hooks live as long as the taker: they refer to it weakly. Gradients of `late`
+    parameters are ordinary ones until collect(), since somebody adds to them behind autograd.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        taker: Any,
+        late: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._taker = weakref.ref(taker)
+        self._late = list(late)
+        self._placeholders = {p: GradientPlaceholder(p, _MESSAGE) for p in params if p not in late}
+        # They are kept, since autograd would make others, without hooks, for the next graph.
+        self.nodes = {param: get_gradient_edge(param).node for param in self._placeholders}
+        told = weakref.ref(self)
+        handles: list[Any] = []
+        for param, node in self.nodes.items():
+            before = partial(_tell, told, GradientHooks.before, weakref.ref(param))
+            after = partial(_tell, told, GradientHooks.after, weakref.ref(param))
+            handles += [node.register_prehook(before)]
+            handles += [param.register_post_accumulate_grad_hook(after)]
+        weakref.finalize(self, remove_hooks, handles)
+
+    def before(self, param: nn.Parameter) -> None:
+        """Makes `param.grad` ready for autograd to add to it."""
+        if isinstance(param.grad, GradientPlaceholder):
+            param.grad = None
+        elif (taker := self._taker()) is not None:  # None or another gradient, by the user
+            taker.drop_gradient(param)
+
+    def after(self, param: nn.Parameter) -> None:
+        """Takes what autograd has left."""
+        if (taker := self._taker()) is not None and param.grad is not None:
+            with torch.no_grad():
+                taker.take_gradient(param, param.grad)
+            param.grad = self._placeholders[param]
+
+    def collect(self) -> None:
+        """Takes what users have put in place of gradients, and drops what they set to None."""
+        for param in self._placeholders:
+            if not isinstance(param.grad, GradientPlaceholder):
+                self.before(param)
+                self.after(param)
+        taker = self._taker()
+        for param in self._late:
+            if taker is not None and param.grad is not None:
+                taker.take_gradient(param, param.grad)
+                param.grad = None
+
+
+def _tell(told: Any, method: Any, of_param: Any, *_: Any) -> None:
+    """A hook that keeps neither the GradientHooks nor the parameter alive."""
+    hooks, param = told(), of_param()
+    if hooks is not None and param is not None:
+        method(hooks, param)
+
+
+def remove_hooks(handles: list[Any]) -> None:
+    """Removes hooks."""
+    for handle in handles:
+        handle.remove()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ringcomm.parallel.expert.local_experts import split_experts
 from ringcomm.parallel.tensor.splits import SplitModule, split_params
 
-__all__ = ["Axes", "Held", "StagePart", "axes_of", "tied_over_stages"]
+__all__ = ["Axes", "Held", "StagePart", "axes_of", "refuse_piece", "tied_over_stages"]
 
 _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
     weakref.WeakKeyDictionary()
@@ -140,6 +140,11 @@ def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     return model.tied if isinstance(model, StagePart) else frozenset()
 
 
+def refuse_piece(model: nn.Module) -> None:
+    """Raises ValueError for a piece of a pipeline, whose norm nobody here can know."""
+    _stage_part_of(model)
+
+
 def _stage_part_of(model: nn.Module) -> StagePart | None:
     modules = list(model.modules())
     for module in modules:
@@ -162,7 +167,7 @@ def _mesh_of(param: nn.Parameter) -> tuple[list[dist.ProcessGroup], int]:
     for dim, placement in enumerate(param.placements):
         if mesh.size(dim) > 1:
             groups.append(mesh.get_group(dim))
-            num_copies *= 1 if placement.is_shard() else mesh.size(dim)
+            num_copies *= mesh.size(dim) if placement.is_replicate() else 1
     return groups, num_copies
 
 

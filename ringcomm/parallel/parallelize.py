@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Unpack
 
 from ringcomm.parallel import zero
 from ringcomm.parallel.clip import clip_grad_norm_
@@ -24,9 +23,8 @@ from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.expert.local_experts import expert_parameters
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
-from ringcomm.parallel.model_units import default_units
+from ringcomm.parallel.shards.units import default_units
 from ringcomm.parallel.tensor.splits import SplitModule
-from ringcomm.parallel.zero.options import ShardArguments
 
 __all__ = ["Parallelized", "parallelize"]
 
@@ -45,7 +43,7 @@ def parallelize(
     schedule: str = "1f1b",
     num_microbatches: int | None = None,
     recompute: bool = False,
-    **shard_options: Unpack[ShardArguments],
+    **shard_options: Any,
 ) -> Parallelized:
     """Puts a model on a mesh: tensor, sequence, expert, pipeline and data parallelism, and ZeRO.
 

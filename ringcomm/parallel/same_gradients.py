@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ringcomm.parallel.unit_hooks import untraced
-
-__all__ = ["check_same_gradients", "largest_of", "progress", "watch_whole_weights"]
+__all__ = ["check_same_gradients", "largest_of", "progress"]
 
 
 def largest_of(
@@ -31,10 +27,8 @@ def largest_of(
 def progress(num_before: int, *, is_coming: bool, is_by_hand: bool) -> int:
     """How far a weight is, for check_same_gradients().
 
-    Args:
-        num_before: in how many earlier backward passes since the last step it got a gradient.
-        is_coming: whether it gets one in this pass.
-        is_by_hand: whether the user has put one there.
+    `num_before` earlier backward passes since the last step brought it a gradient; this one will;
+    or the user has put one there.
     """
     return 4 * num_before + 2 * is_coming + is_by_hand
 
@@ -48,17 +42,10 @@ def check_same_gradients(
     who: str,
     instead: str,
 ) -> None:
-    """Raises RuntimeError on all ranks where a weight's progress() differs.
+    """Raises RuntimeError on all ranks where progress(), `mine` here, of a weight differs.
 
-    Args:
-        names: of the weights, the same on all ranks.
-        mine: progress() of each on this rank.
-        groups: of a mesh, whose ranks compare.
-        device: of the weights.
-        who: cannot reduce such gradients.
-        instead: what to use.
-
-    Collective.
+    The message says `who` cannot reduce such gradients, and what to use `instead`. Collective over
+    each of the groups, which are those of a mesh.
     """
     found = largest_of([*mine, *(-value for value in mine)], groups, device)
     for name, most, least in zip(names, found[: len(mine)], found[len(mine) :], strict=True):
@@ -68,28 +55,3 @@ def check_same_gradients(
                 " weight has been written: let every rank use it in every backward pass (add 0"
                 f" times it to the loss), or {instead}"
             )
-
-
-def watch_whole_weights(
-    unit: nn.Module, seen: Callable[[nn.Module, str, nn.Parameter], None]
-) -> Callable[[], Any]:
-    """Calls seen(module, name, weight) once for each of a unit's whole weights that are trained.
-
-    Autograd brings gradients to them, which fully_shard reduces into the sharded parameters'. They
-    are there when the unit runs for the first time.
-
-    Returns:
-        What ends it.
-    """
-    found: set[nn.Parameter] = set()
-
-    @untraced
-    def before_forward(*_: Any) -> None:
-        for module in unit.modules():
-            for name, param in module.named_parameters(recurse=False):
-                is_whole = not hasattr(param, "device_mesh")
-                if is_whole and param.requires_grad and param not in found:
-                    found.add(param)
-                    seen(module, name, param)
-
-    return unit.register_forward_pre_hook(before_forward).remove

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch
 from ringcomm.parallel.tensor.splits import refuse_copy
 
@@ -124,7 +123,8 @@ def ignore_in_ddp(model: nn.Module) -> None:
     names = list(expert_parameters(model))
     for name, experts in split_experts(model).items():
         names += [f"{name}.{buffer}" if name else buffer for buffer, _ in experts.named_buffers()]
-    set_ignored_in_ddp(model, names + ignored_in_ddp(model))
+    names += getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def refuse_experts(model: nn.Module, system: str) -> None:

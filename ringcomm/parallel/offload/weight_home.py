@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ringcomm.parallel.offload.tiers import Loan, Tier
-from ringcomm.parallel.sharded_unit import ShardedUnit
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 Loans = dict[Tensor, Loan]
 
 
 class WeightHome:
-    """A ShardHome (ringcomm/parallel/sharded_unit.py); `is_filled` says that `tier` has the shards.
+    """A ShardHome (ringcomm.parallel.shards.sharded_unit); `is_filled`: `tier` has the shards.
 
     Which unit is next is what it was in the step before, as long as the model does the same.
     """

@@ -15,7 +15,6 @@ from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.model_axes import StagePart
-from ringcomm.parallel.model_units import check_can_materialize, materialize
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
@@ -29,6 +28,7 @@ from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.parallel.pipeline.stage import Log
 from ringcomm.parallel.pipeline.tied import TiedWeights, find_tied
 from ringcomm.parallel.pipeline.timeline import Action, Timeline
+from ringcomm.parallel.shards.units import check_can_materialize, materialize
 
 __all__ = ["Pipeline"]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Box,
     Path,
@@ -25,9 +26,8 @@ from ringcomm.parallel.state.tensor_part import (
     range_boxes,
 )
 from ringcomm.parallel.tensor.splits import Split, split_params
-from ringcomm.parallel.weight_shards import WeightShards, find_shards
 from ringcomm.parallel.zero import ZeroOptimizer
-from ringcomm.parallel.zero.inner import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
 
 __all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
 

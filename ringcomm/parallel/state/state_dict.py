@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.parameter_server import ParameterServer
+from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
 from ringcomm.parallel.state.tensor_part import (
     Path,
@@ -27,7 +28,6 @@ from ringcomm.parallel.state.tensor_part import (
     scatter_whole,
 )
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
-from ringcomm.parallel.weight_shards import find_shards
 
 __all__ = ["get_state_dict", "set_state_dict"]
 

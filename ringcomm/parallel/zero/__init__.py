@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import Unpack
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm._renamed import getattr_of
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.model_units import materialize
-from ringcomm.parallel.zero.checks import check_model, check_ranks, mark_sharded
-from ringcomm.parallel.zero.flat import ZeroAdamW, ZeroSGD
+from ringcomm.parallel.expert.local_experts import refuse_experts
+from ringcomm.parallel.flat_collectives import check_agreement, device_of
+from ringcomm.parallel.model_axes import StagePart, refuse_piece
+from ringcomm.parallel.shards import find_shards
+from ringcomm.parallel.shards.units import check_can_materialize, materialize
+from ringcomm.parallel.tensor.regions import summed_over
+from ringcomm.parallel.zero.flat import FlatZero
 from ringcomm.parallel.zero.infinity import ZeroInfinity
-from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import ShardArguments, ShardOptions
+from ringcomm.parallel.zero.optimizer import (
+    OFFLOADED,
+    ShardOptions,
+    ZeroOptimizer,
+    is_offloaded,
+)
 from ringcomm.parallel.zero.prediction import Memory, predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
-from ringcomm.parallel.zero.statistics import Statistics
 
-__all__ = [
-    "Memory",
-    "Statistics",
-    "Zero3",
-    "ZeroAdamW",
-    "ZeroInfinity",
-    "ZeroOptimizer",
-    "ZeroSGD",
-    "predict_memory",
-    "predict_traffic",
-    "shard",
-]
+__all__ = ["Memory", "ZeroInfinity", "ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)
+
+_KINDS = (torch.optim.AdamW, torch.optim.SGD, *OFFLOADED)
+# By parameter, weakly, a weak reference to the optimizer that has sharded it.
+_sharded: Any = WeakIdKeyDictionary()
 
 
 def shard(
@@ -49,7 +52,13 @@ def shard(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     units: Iterable[nn.Module] | None = None,
-    **options: Unpack[ShardArguments],
+    bucket_bytes: int = 25 << 20,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    loss_scale: float | Literal["dynamic"] | None = None,
+    offload_weights: bool = False,
+    resume: bool = False,
+    clip_grad_norm: float | None = None,
 ) -> ZeroOptimizer:
     """Shards a model's training over the ranks of a group; every rank has rows of its own.
 
@@ -79,9 +88,12 @@ def shard(
             hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
             any more: schedulers are made for what is returned.
         stage: 1, 2 or 3. Accumulating micro-batches before step() costs nothing more at stage 1; at
-            stages 2 and 3 each of them is reduced, and stage 3 gathers weights for each.
+            stages 2 and 3 each of them is reduced, but for those in the optimizer's no_sync(), and
+            stage 3 gathers weights for each.
         mesh: in place of group, of one dimension. At stage 3 also of two, ("replicate", "shard"):
-            weights are sharded over the second and replicated over the first (HSDP).
+            weights are sharded over the second and replicated over the first (HSDP). Weights that
+            are DTensors of torch's tensor parallelism (parallelize_module) are for stage 3 with
+            dimensions of the same DeviceMesh.
         group: None for the default group; of any backend. On ringcomm shards differ by one element;
             on others they are padded on the wire.
         units: at stage 3 the modules whose weights are gathered together. Default: the entries of
@@ -105,13 +117,12 @@ def shard(
             first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
             ranks; without loss_scale, what is not finite is an error. This and loss_scale take an
-            all_gather of 32 bytes a rank. On a mesh the norm is the whole model's, and so is what
+            all_gather of 8 bytes a rank. On a mesh the norm is the whole model's, and so is what
             loss_scale looks at, for one such all_gather more over tensor-parallel ranks and over
             stages. Or call the optimizer's clip_grad_norm_().
 
     Returns:
-        A torch.optim.Optimizer: ZeroAdamW or ZeroSGD at stages 1 and 2, Zero3 at stage 3, and
-        ZeroInfinity with offload_weights.
+        A torch.optim.Optimizer over the same groups.
 
     Raises:
         TypeError: the optimizer is another one.
@@ -120,32 +131,177 @@ def shard(
 
     Collective: one object of options and shapes, and a broadcast for each bucket or weight.
     """
+    options = ShardOptions(
+        bucket_bytes=bucket_bytes,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        loss_scale=loss_scale,
+        clip_grad_norm=clip_grad_norm,
+        offload_weights=offload_weights,
+        resume=resume,
+    )
     if stage not in (1, 2, 3):
         raise ValueError(f"stage is 1, 2 or 3, got {stage!r}")
     if units is not None and stage != 3:
         raise ValueError("units are gathered together at stage 3 alone")
-    found = ShardOptions(**options)
-    if found.offload_weights and stage != 3:
+    if offload_weights and stage != 3:
         raise ValueError("offload_weights is for stage 3")
-    check_model(model, optimizer, found, is_flat=stage < 3)
+    _check_model(model, optimizer, options, stage, mesh)
     if mesh is not None and mesh.ndim == 2:
-        if stage != 3 or found.offload_weights or group is not None:
+        if stage != 3 or offload_weights or group is not None:
             raise ValueError("a mesh of two dimensions is for stage 3, alone and without a group")
         resolved = mesh._flatten().get_group()
     else:
         resolved = resolve_group(group, mesh)
-    check_ranks(optimizer, stage, found, resolved)
+    mine = {
+        "stage": stage,
+        "options": options,
+        "optimizer": type(optimizer).__name__,
+        "shapes": [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups],
+        "dtypes": [[str(p.dtype) for p in g["params"]] for g in optimizer.param_groups],
+    }
+    check_agreement(mine, resolved)
     state = optimizer.state_dict()
     made: ZeroOptimizer
-    if found.offload_weights:
-        made = ZeroInfinity(model, optimizer, resolved, found, units)
+    if offload_weights:
+        made = ZeroInfinity(model, optimizer, resolved, options, units)
     elif stage == 3:
-        made = Zero3(model, optimizer, resolved, found, units, mesh)
+        made = Zero3(model, optimizer, resolved, options, units, mesh)
     else:
         materialize(model, list(model.parameters()), device_of(resolved))
-        kind = ZeroAdamW if isinstance(optimizer, torch.optim.AdamW) else ZeroSGD
-        made = kind(model, optimizer, stage, resolved, found)
-    mark_sharded(made)
+        made = FlatZero(model, optimizer, stage, resolved, options)
+    for param in made.all_params():
+        _sharded[param] = weakref.ref(made)
     if state["state"]:
         made.load_state_dict(state)
     return made
+
+
+# ---- checks: before anything is exchanged or changed
+
+
+def _check_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: ShardOptions,
+    stage: int,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Raises TypeError or ValueError where they cannot be sharded."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"wants a model and its optimizer, got a {type(model).__name__} first")
+    if type(optimizer) not in _KINDS:
+        raise TypeError(
+            "wants an AdamW or SGD of torch.optim or ringcomm.parallel.offload to shard, got"
+            f" {type(optimizer).__name__}"
+        )
+    if options.offload_weights and not is_offloaded(optimizer):
+        raise ValueError("offload_weights wants an optimizer of ringcomm.parallel.offload")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("DistributedDataParallel reduces gradients itself: give model.module")
+    refuse_experts(model, "zero.shard")
+    if isinstance(model, StagePart) and stage == 3:
+        raise ValueError(
+            "stage 3 gathers weights around the model's forward, which a pipeline does not call:"
+            " take stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))"
+        )
+    if options.looks_first:
+        refuse_piece(model)
+    _check_params(model, optimizer, options, stage, mesh)
+    check_can_materialize(model)
+
+
+def _check_params(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    options: ShardOptions,
+    stage: int,
+    mesh: DeviceMesh | None,
+) -> None:
+    names = {param: name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        raise ValueError("the optimizer has no parameters")
+    strangers = [param for param in params if param not in names]
+    if strangers:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(strangers[0].shape)} that is not the"
+            " model's"
+        )
+    missing = sorted(n for p, n in names.items() if p.requires_grad and p not in set(params))
+    if missing:
+        raise ValueError(
+            f"{missing[0]} requires grad and is in no group of the optimizer, so that ranks would"
+            " drift apart: add it, or requires_grad_(False)"
+        )
+    uses_fsdp = stage == 3 and not options.offload_weights
+    for param, name in names.items():
+        owner = _sharded.get(param)
+        if (owner is not None and owner() is not None) or find_shards(param) is not None:
+            raise ValueError(f"{name} is sharded already")
+        if isinstance(param, DTensor):
+            _check_dtensor(model, param, name, mesh if uses_fsdp else None)
+            if optimizer.state:
+                raise ValueError(f"{name} is a DTensor: zero.shard() takes a new optimizer of such")
+    if uses_fsdp:
+        _check_for_fsdp(names, options)
+    for param in params:
+        _check_param(param, names[param], options, stage)
+    if len({param.device for param in params}) > 1:
+        raise ValueError("the parameters are on several devices: one per rank")
+
+
+def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh | None) -> None:
+    """Weights of torch's tensor parallelism, which fully_shard cuts along another dimension."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(f"{name} is sharded already, by fully_shard")
+    if mesh is None:
+        raise ValueError(
+            f"{name} is a DTensor: only stage 3 without offload_weights shards such weights, with"
+            " mesh=, other dimensions of the DeviceMesh that they are on"
+        )
+    own = param.device_mesh
+    shared = set(own.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    roots = [found._get_root_mesh().mesh.flatten().tolist() for found in (own, mesh)]
+    if len(shared) > 1 or roots[0] != roots[1] or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"{name} is a DTensor on {own}: mesh= is other dimensions of the same DeviceMesh, got"
+            f" {mesh}"
+        )
+
+
+def _check_for_fsdp(names: dict[nn.Parameter, str], options: ShardOptions) -> None:
+    if options.loss_scale is not None and options.grad_dtype == torch.float16:
+        raise ValueError(
+            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would lose"
+            " small ones: reduce_dtype=torch.float32, which is the default"
+        )
+    scalar = next((name for param, name in names.items() if param.dim() == 0), None)
+    if scalar is not None:
+        raise ValueError(
+            f"{scalar} has no dimensions, which fully_shard of stage 3 cannot cut: give it one,"
+            " or use stage 1 or 2"
+        )
+
+
+def _check_param(param: nn.Parameter, name: str, options: ShardOptions, stage: int) -> None:
+    if not param.requires_grad:
+        raise ValueError(f"{name} does not require grad: leave it out of the optimizer")
+    if stage == 3 and summed_over(param) is not None:
+        raise ValueError(
+            f"the gradient of {name} is summed over the ranks of a tensor-parallel group, which"
+            " stages 1 and 2 keep up, and stage 3 does not"
+        )
+    takes_half = stage < 3 or options.offload_weights
+    allowed = (torch.float32, torch.float16, torch.bfloat16) if takes_half else (torch.float32,)
+    if param.dtype not in allowed:
+        kinds = "float32, float16 or bfloat16" if takes_half else "float32"
+        raise ValueError(f"{name} is {param.dtype}; weights to shard are {kinds}")
+    dtype = options.param_dtype or param.dtype
+    if options.reduce_dtype not in (None, torch.float32, dtype):
+        raise ValueError(
+            f"reduce_dtype is torch.float32 or {dtype}, the dtype of {name}, got"
+            f" {options.reduce_dtype}"
+        )
+    if options.param_dtype is not None and param.dtype != torch.float32:
+        raise ValueError(f"{name} is {param.dtype} already: param_dtype is for float32 weights")

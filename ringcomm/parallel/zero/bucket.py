@@ -1,16 +1,26 @@
-"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank."""
+"""Weights that are reduced, updated and gathered together: one flat buffer, a shard per rank.
+
+Gradients go into buckets when autograd makes them; stage 2 reduces them in the backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import all_gather_shards, reduce_scatter_mean
+from ringcomm.parallel.flat_collectives import (
+    all_gather_shards,
+    device_of,
+    reduce_scatter_mean,
+)
+from ringcomm.parallel.gradient_placeholder import GradientHooks, remove_hooks
 
 
 class Bucket:
@@ -113,20 +123,6 @@ class Bucket:
         return [tensor for tensor in (self._grads, self.shard_grad) if tensor is not None]
 
     @property
-    def missing(self) -> list[nn.Parameter]:
-        """The weights without a gradient since the last reduction."""
-        return [param for param in self.params if param not in self._arrived]
-
-    def has_arrived(self, param: nn.Parameter) -> bool:
-        """Whether a weight's gradient has come since the last reduction."""
-        return param in self._arrived
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all weights have a gradient that is not yet reduced."""
-        return len(self._arrived) == len(self.params)
-
-    @property
     def is_fresh(self) -> bool:
         """Whether a gradient has come since the last reduction."""
         return bool(self._arrived)
@@ -157,8 +153,9 @@ class Bucket:
         """The buffer, with zeros for what has not come."""
         if self._grads is None:
             self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        for param in self.missing:
-            self._view(self._grads, param).zero_()
+        for param in self.params:
+            if param not in self._arrived:
+                self._view(self._grads, param).zero_()
         return self._grads
 
     def reduce(self) -> None:
@@ -208,11 +205,10 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Weights of one dtype and device, of at most so many bytes; more only for one weight.
 
-    A backward pass is expected to bring gradients in the reverse order of model.parameters(), and
-    buckets are filled in this order. At stage 2 they may hold weights of several parameter groups,
-    so that each bucket is complete, and freed, before the next begins to fill, however the groups
-    are made. Stage 1 keeps all gradients until the step in any case: a bucket there has weights of
-    one parameter group, which one fused operator updates.
+    Gradients are expected in the reverse order of model.parameters(), and buckets are filled in
+    this order. At stage 2 they may hold weights of several parameter groups, so that each bucket is
+    complete, and freed, before the next begins to fill. Stage 1 keeps all gradients until the step:
+    a bucket there has weights of one parameter group, which one fused operator updates.
 
     Returns:
         The buckets, in the order in which their last gradients are expected.
@@ -233,18 +229,157 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: position[bucket[-1]], reverse=True)
 
 
-def peak_elems(model: nn.Module, buckets: list[list[nn.Parameter]]) -> int:
-    """The most elements of buckets that are in memory at once, if gradients come as expected."""
-    bucket_of = {param: i for i, bucket in enumerate(buckets) for param in bucket}
-    missing = [len(bucket) for bucket in buckets]
-    sizes = [sum(param.numel() for param in bucket) for bucket in buckets]
-    alive = peak = 0
-    for param in reversed([param for param in model.parameters() if param in bucket_of]):
-        i = bucket_of[param]
-        if missing[i] == len(buckets[i]):
-            alive += sizes[i]
-            peak = max(peak, alive)
-        missing[i] -= 1
-        if missing[i] == 0:
-            alive -= sizes[i]
-    return peak
+class BackwardPasses:
+    """Takes the gradients of buckets' weights.
+
+    With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
+    has a gradient: ranks that leave out different weights still make the same calls. A bucket is
+    reduced inside of the pass when the pass has brought all of its weights, or when a gradient of a
+    later bucket comes and the pass will not reach those that are left; the others at the end of the
+    pass. A gradient that comes after its bucket was reduced waits in the bucket's buffer for the
+    next pass, or for the step, where the ranks agree on the buckets with such gradients. So do
+    gradients of `late` weights, see GradientHooks, and of passes without `reduces`.
+
+    Ranks may make different numbers of passes, and a pass may reach no weight. A rank announces
+    each pass that reduces, and a rank in agree() takes part in it.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        late: Collection[nn.Parameter],
+        *,
+        reduces: bool,
+    ) -> None:
+        self._buckets, self._group, self.reduces = buckets, group, reduces
+        self._has_begun = False
+        self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
+        self.hooks = GradientHooks(self._index, self, late)
+        # The bucket that is to be reduced next.
+        self._next = 0
+        # By bucket, the weights that the pass has not brought yet.
+        self._left: list[set[nn.Parameter]] = [set(bucket.params) for bucket in buckets]
+        # Graph tasks that call _task_ended().
+        self._tasks: set[int] = set()
+        # A weight that the next bucket waits for, in a graph task.
+        self._expected: tuple[int, nn.Parameter] | None = None
+        self._outer_hooks: list[Any] = []
+
+    # ---- by weight
+
+    def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """See GradientHooks. In a backward pass collective with `reduces`."""
+        idx = self._index[param]
+        is_in_pass = self.reduces and torch._C._current_graph_task_id() != -1
+        if is_in_pass:
+            if not self._has_begun:
+                self._has_begun = True
+                self._largest_facts(is_pass=True)
+            self._watch()
+            self._pass_over(idx)
+        self._buckets[idx].take(param, grad)
+        if is_in_pass:
+            self._left[idx].discard(param)
+            while self._next < len(self._buckets) and not self._left[self._next]:
+                self._reduce_next()
+
+    def drop_gradient(self, param: nn.Parameter) -> None:
+        """See GradientHooks."""
+        self._buckets[self._index[param]].drop(param)
+
+    # ---- what all ranks know
+
+    def agree(self) -> tuple[set[nn.Parameter], list[Bucket]]:
+        """The weights with a gradient on any rank, and the buckets with one that is not reduced.
+
+        Collective: one MAX all_reduce, and each backward pass that only other ranks make.
+        """
+        found = self._largest_facts(is_pass=False)
+        while found[0]:
+            self._reduce_rest()
+            self.forget()
+            found = self._largest_facts(is_pass=False)
+        _, *by_weight = found
+        by_bucket = by_weight[len(self._index) :]
+        present = {param for param, has in zip(self._index, by_weight, strict=False) if has}
+        return present, [b for b, is_due in zip(self._buckets, by_bucket, strict=True) if is_due]
+
+    def _largest_facts(self, *, is_pass: bool) -> list[int]:
+        """Of all ranks: whether a pass begins, weights with a gradient, and fresh buckets."""
+        mine = [int(is_pass)]
+        mine += [self._buckets[i].has_gradient(param) for param, i in self._index.items()]
+        mine += [bucket.is_fresh for bucket in self._buckets]
+        facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self._group))
+        dist.all_reduce(facts, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = facts.tolist()
+        return found
+
+    # ---- by pass
+
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.reduce()
+        bucket.free_buffer()
+
+    def _reduce_rest(self) -> None:
+        while self._next < len(self._buckets):
+            self._reduce_next()
+
+    def _pass_over(self, idx: int) -> None:
+        """Reduces the buckets before `idx` that get no more gradients in this graph task."""
+        task = torch._C._current_graph_task_id()
+        while self._next < idx:
+            left, expected = self._left[self._next], self._expected
+            if expected and expected[0] == task and expected[1] in left:
+                return
+            for param in left:
+                node = self.hooks.nodes.get(param)
+                if node is not None and torch._C._will_engine_execute_node(node):
+                    self._expected = task, param
+                    return
+            self._reduce_next()
+
+    def _watch(self) -> None:
+        """Has the engine call _task_ended() at the end of the graph task that is under way."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._tasks.add(task)
+        told = weakref.ref(self)
+
+        def task_ended() -> None:
+            if (found := told()) is not None:
+                found._task_ended()
+
+        Variable._execution_engine.queue_callback(task_ended)
+
+    def _task_ended(self) -> None:
+        """The end of a backward pass, or of one inside of another: a reentrant checkpoint's."""
+        outer: Any = torch._C._current_autograd_node()
+        if outer is None:
+            with torch.no_grad():
+                self._reduce_rest()
+            self.forget()
+            return
+        # A node of the outer task has run this one. Nodes behind it run in that task.
+        told = weakref.ref(self)
+
+        def outer_runs(_: Any) -> None:
+            if (found := told()) is not None:
+                found._watch()
+
+        for node, _ in outer.next_functions:
+            if node is not None:
+                self._outer_hooks.append(node.register_prehook(outer_runs))
+
+    def forget(self) -> None:
+        """Waits for a new pass; of one that an error has ended nothing is left."""
+        remove_hooks(self._outer_hooks)
+        self._outer_hooks = []
+        self._next = 0
+        self._has_begun = False
+        self._left = [set(bucket.params) for bucket in self._buckets]
+        self._tasks.clear()
+        self._expected = None

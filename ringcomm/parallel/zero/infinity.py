@@ -9,25 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm._renamed import object_getattr
-from ringcomm.parallel.flat_collectives import gather_parts, shard_sizes, takes_uneven
-from ringcomm.parallel.model_units import default_units
-from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
+from ringcomm.ops.updates.fused_update import shard_range
+from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.gradient_placeholder import GradientHooks
+from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.tiers import FileTier, Loan, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
-from ringcomm.parallel.weight_shards import WeightShards
-from ringcomm.parallel.zero.backward_passes import GradientHooks
-from ringcomm.parallel.zero.infinity_operands import FetchedOperands
-from ringcomm.parallel.zero.optimizer import ZeroOptimizer
-from ringcomm.parallel.zero.options import ShardOptions
-from ringcomm.parallel.zero.state_rows import join_rows
+from ringcomm.parallel.shards import WeightShards
+from ringcomm.parallel.shards.units import default_units
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
 
@@ -75,13 +73,9 @@ class ZeroInfinity(ZeroOptimizer):
         self._weights = WeightShards(model, group, units=found, home=self._home)
         self._weights.home_writing = self._writing
         self._operands = FetchedOperands(self._home, self._tier, self._grads)
-        self._shard_of = {
-            param: self._weights.shard_of(param)
-            for param_group in self.param_groups
-            for param in param_group["params"]
-        }
+        self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [
-            {**g, "params": [self._shard_of[p] for p in g["params"]]} for g in self.param_groups
+            {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
         ]
         self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
         if options.resume:
@@ -105,18 +99,17 @@ class ZeroInfinity(ZeroOptimizer):
         everyone: list[Any] = [None] * self.group.size()
         dist.all_gather_object(everyone, mine, group=self.group)
         (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
-        if most_steps > 0 and not self.options.resume:
-            raise ValueError(
-                f"the files are of a run that came to step {most_steps}: resume=True goes on with"
-                " it, or give another folder"
-            )
         if not self.options.resume:
+            if most_steps > 0:
+                raise ValueError(
+                    f"the files are of a run that came to step {most_steps}: resume=True goes on"
+                    " with it, or give another folder"
+                )
             if store is not None:
                 store.clear()  # of a run that ended before its first step did
             return 0
         if least == 0:
-            rank = everyone.index(min(everyone))
-            raise ValueError(f"there is nothing to resume on rank {rank}")
+            raise ValueError(f"there is nothing to resume on rank {everyone.index(min(everyone))}")
         if most - least > 1:
             steps = [found[1] for found in everyone]
             raise ValueError(f"the ranks' files are of different runs: their steps are {steps}")
@@ -163,22 +156,14 @@ class ZeroInfinity(ZeroOptimizer):
     def _writing(self) -> Iterator[None]:
         """Around what replaces weights outside of a step. Collective."""
         self._home.forget_ahead()
-        self._wait_for_commits()
+        self._states_come()
         yield
         self._commit()
-
-    def _wait_for_commits(self) -> None:
-        """Collective. To be called before writing what no collective of a step comes before.
-
-        Writing ends the commit before the last, which is the last one of a rank that is killed now.
-        """
-        if isinstance(self._tier, FileTier):
-            dist.barrier(self.group)
 
     # ---- gradients
 
     def take_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """See GradientTaker; the gradient leaves memory here. Collective."""
+        """See GradientHooks; the gradient leaves memory here. Collective."""
         task = torch._C._current_graph_task_id()
         if task != _NO_BACKWARD and task not in self._compared:
             self._compare(task)
@@ -187,7 +172,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._operands.add_grad(self._shard_of[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
-        """See GradientTaker."""
+        """See GradientHooks."""
         self._num_grads.pop(param, None)
         self._operands.drop_grad(self._shard_of[param])
 
@@ -222,25 +207,31 @@ class ZeroInfinity(ZeroOptimizer):
     def _agree(self) -> bool:
         self._compare()
         self._hooks.collect()
-        return self._operands.has_grads
+        return any(map(self._operands.has_grad, self._shard_of.values()))
 
-    def _reduce(self) -> None:
-        """The backward pass has reduced all."""
+    def _set_sync(self, is_on: bool) -> None:
+        if not is_on:
+            raise RuntimeError(
+                "no_sync() is not to be had with offload_weights, whose gradients leave memory in"
+                " each backward pass: accumulate without it"
+            )
 
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._shard_of.items():
             if self._operands.has_grad(shard):
-                yield param, *self._operands.read(shard)
-                self._operands.give_back(shard)
+                with self._operands.gradient(shard) as grad:
+                    yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
-        self._operands.scale_grads(factor)
+        for shard in self._shard_of.values():
+            if self._operands.has_grad(shard):
+                with self._operands.gradient(shard, is_written=True) as grad:
+                    grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
-        self._operands.forget_grads()
-        self._num_grads.clear()
         self._compared.clear()
         for param in self._shard_of:
+            self.drop_gradient(param)
             param.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,7 +241,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return self._operands.small_grads
+        return list(self._operands.small_grads.values())
 
     def state_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer: none is here."""
@@ -273,13 +264,10 @@ class ZeroInfinity(ZeroOptimizer):
         self._tier.close()
         self._grads.close()
 
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of a flat parameter that this rank keeps.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
-        """
-        return self._weights.range_of(param)
+    def range_of(self, param: Any, rank: int | None = None) -> tuple[int, int]:
+        """The elements [begin, end) of a flat parameter that a rank keeps; by default this one."""
+        rank = self.group.rank() if rank is None else rank
+        return shard_range(param.numel(), self.group.size(), rank)
 
     @property
     def io_bytes(self) -> tuple[int, int]:
@@ -293,9 +281,6 @@ class ZeroInfinity(ZeroOptimizer):
         return [unit.packed_row.numel() for unit in self._weights.units]
 
     # ---- state
-
-    if not TYPE_CHECKING:
-        __getattr__ = object_getattr
 
     @property
     def state(self) -> Any:
@@ -321,29 +306,94 @@ class ZeroInfinity(ZeroOptimizer):
         """See ZeroOptimizer."""
         return self._shard_of[param] in self._inner.steps
 
-    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
-        """See ZeroOptimizer."""
-        sizes = shard_sizes(param.numel(), self.group.size())
-        for key, value in self._state_of(param).items():
-            if value.dim() == 0:
-                yield key, value
-            else:
-                yield key, gather_parts(value, sizes, self.group).view(param.shape)
-
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
         weight = self._weights.read_shard(param)
         return self._inner.new_state_of(self._shard_of[param], weight)
 
-    def _cut(self, param: Any, value: Tensor) -> Tensor:
-        part = slice(*self._weights.range_of(param))
-        return join_rows(value, self.group).reshape(-1)[part]
-
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         self._inner.set_state_of(self._shard_of[param], state)
 
     def _states_come(self) -> None:
-        self._wait_for_commits()
+        # Writing ends the commit before the last, which may be a rank's last one: all wait for all.
+        if isinstance(self._tier, FileTier):
+            dist.barrier(self.group)
 
     def _states_taken(self) -> None:
         self._commit()
+
+
+class FetchedOperands(Operands):
+    """Large shards and their gradients are rows of tiers, small ones stay in memory.
+
+    `home` has the large shards of weights, in the tier `weights`; their gradients are in `grads`.
+
+    Attributes:
+        small_grads: by shard, the gradients in memory.
+    """
+
+    def __init__(self, home: WeightHome, weights: Tier, grads: Tier) -> None:
+        self._home, self._weights, self._grads = home, weights, grads
+        self._fresh: set[Tensor] = set()
+        self.small_grads: dict[Tensor, Tensor] = {}
+        self._loans: dict[Tensor, tuple[Loan, Loan]] = {}
+
+    # ---- gradients
+
+    @contextmanager
+    def gradient(self, shard: Tensor, *, is_written: bool = False) -> Iterator[Tensor]:
+        """The gradient that has come, to be read or written inside."""
+        key = self._home.key_of(shard)
+        if key is None:
+            yield self.small_grads[shard]
+            return
+        loan = self._grads.fetch(key)
+        yield loan.wait()
+        self._grads.give_back(loan, is_written=is_written)
+
+    def add_grad(self, shard: Tensor, grad: Tensor) -> None:
+        """Takes a gradient, or adds it to the one that is there."""
+        key = self._home.key_of(shard)
+        if shard in self._fresh:
+            with self.gradient(shard, is_written=True) as before:
+                before.add_(grad)
+        elif key is None:
+            self.small_grads[shard] = grad
+        else:
+            loan = self._grads.new(key, grad.numel(), grad.dtype)
+            loan.wait().copy_(grad)
+            self._grads.give_back(loan, is_written=True)
+        self._fresh.add(shard)
+
+    def drop_grad(self, shard: Tensor) -> None:
+        """Forgets one."""
+        self._fresh.discard(shard)
+        self.small_grads.pop(shard, None)
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """See Operands."""
+        return self._home.shape_of(param)
+
+    def has_grad(self, param: Tensor) -> bool:
+        """See Operands."""
+        return param in self._fresh
+
+    def start(self, param: Tensor) -> None:
+        """See Operands."""
+        key = self._home.key_of(param)
+        if key is not None:
+            self._loans[param] = self._weights.fetch(key), self._grads.fetch(key)
+
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """See Operands."""
+        if param in self._loans:
+            weights, grads = self._loans[param]
+            return weights.wait(), grads.wait()
+        return param.view(-1), self.small_grads[param].view(-1)
+
+    def done(self, param: Tensor) -> None:
+        """See Operands; weights go back as they are now."""
+        if param in self._loans:
+            weights, grads = self._loans.pop(param)
+            self._weights.give_back(weights, is_written=True)
+            self._grads.give_back(grads, is_written=False)

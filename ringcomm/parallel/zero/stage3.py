@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringcomm.parallel.flat_collectives import device_of, takes_uneven
-from ringcomm.parallel.model_units import default_units, materialize
-from ringcomm.parallel.same_gradients import watch_whole_weights
-from ringcomm.parallel.zero.inner import is_offloaded, made_over, set_state_of, state_of
-from ringcomm.parallel.zero.optimizer import ZeroOptimizer, tensors_of
-from ringcomm.parallel.zero.options import ShardOptions
-from ringcomm.parallel.zero.state_rows import check_rows
-from ringcomm.parallel.zero.unit_comms import watch_unit
+from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.offload.operands import local_of
+from ringcomm.parallel.shards.units import (
+    default_units,
+    materialize,
+    units_apart,
+    watch_whole_weights,
+)
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer, is_offloaded
 
 
 class Zero3(ZeroOptimizer):
@@ -35,7 +36,7 @@ class Zero3(ZeroOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         group: dist.ProcessGroup,
         options: ShardOptions,
         units: Iterable[nn.Module] | None,
@@ -51,36 +52,44 @@ class Zero3(ZeroOptimizer):
             for old in optimizer.param_groups
         ]
         super().__init__(model, groups, group, options)
-        self._inner = made_over(optimizer, groups)
-        # The weights that autograd has made a gradient of on this rank since the last step, and
-        # what fully_shard has left of any, be it zeros.
+        self._is_offloaded = is_offloaded(optimizer)
+        self._inner = optimizer.over(groups) if self._is_offloaded else type(optimizer)(groups)
+        self._is_synced = True
+        # The weights that autograd has made a gradient of on this rank since the last step, those
+        # whose gradient no_sync() keeps, and what fully_shard has left of any, be it zeros.
         self._marked: set[nn.Parameter] = set()
+        self._kept: set[nn.Parameter] = set()
         self._reduced: dict[nn.Parameter, Tensor | None] = {}
+        self._watch(model)
+        self._tell_scale()
+
+    def _watch(self, model: nn.Module) -> None:
+        """Hooks for the sets of the constructor."""
         told = weakref.ref(self)
-
-        def mark(module: nn.Module, name: str, _: Tensor) -> None:
-            if (found := told()) is not None:
-                found._marked.add(found._names[module, name])
-
-        def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
-            param.register_post_accumulate_grad_hook(partial(mark, module, name))
-
-        self._names = {
+        params = {
             (module, name): param
             for module in model.modules()
             for name, param in module.named_parameters(recurse=False)
         }
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                watch_whole_weights(module, seen)
+
+        def mark(param: nn.Parameter, _: Tensor) -> None:
+            if (found := told()) is not None:
+                found._marked.add(param)
+                if not found._is_synced:
+                    found._kept.add(param)
+
+        def seen(module: nn.Module, name: str, whole: nn.Parameter) -> None:
+            whole.register_post_accumulate_grad_hook(partial(mark, params[module, name]))
 
         def reduced(param: Any) -> None:
             if (found := told()) is not None:
+                found._kept.discard(param)
                 found._reduced[param] = param.grad
 
-        for param in self._params():
+        for module in _fsdp_modules(model):
+            watch_whole_weights(module, seen)
+        for param in self.all_params():
             param.register_post_accumulate_grad_hook(reduced)
-        self._tell_scale()
 
     @property
     def _grad_scale(self) -> float:
@@ -94,11 +103,10 @@ class Zero3(ZeroOptimizer):
         model = self._model()
         if self._scale is None or model is None:
             return
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # Gloo has no other reduction than SUM; alone, torch 2.13 would divide twice by it.
-                module.set_force_sum_reduction_for_comms(self.group.size() > 1)
-                module.set_gradient_divide_factor(self.group.size() * self.loss_scale)
+        for module in _fsdp_modules(model):
+            # Gloo has no other reduction than SUM; alone, torch 2.13 would divide twice by it.
+            module.set_force_sum_reduction_for_comms(self.group.size() > 1)
+            module.set_gradient_divide_factor(self.group.size() * self.loss_scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See ZeroOptimizer."""
@@ -106,54 +114,76 @@ class Zero3(ZeroOptimizer):
         self._tell_scale()
         return loss
 
-    def _params(self) -> Iterator[nn.Parameter]:
-        for param_group in self.param_groups:
-            yield from param_group["params"]
+    def _set_sync(self, is_on: bool) -> None:
+        self._is_synced = is_on
+        model: Any = self._model()
+        model.set_requires_gradient_sync(is_on)
+        for params in _fsdp_params(model) if is_on else ():
+            # torch reduces all gradients of a unit in one dtype: with reduce_dtype of those it has
+            # kept, and also where a weight has none.
+            if any(param.unsharded_accumulated_grad is not None for param in params):
+                for param in params:
+                    if (
+                        param.unsharded_accumulated_grad is None
+                        and param.sharded_param.requires_grad
+                    ):
+                        param.unsharded_accumulated_grad = torch.zeros_like(
+                            param._unsharded_param, dtype=param.reduce_dtype, requires_grad=False
+                        )
 
     def _agree(self) -> bool:
         """Drops the zeros that fully_shard has reduced where no rank has a gradient."""
-        params = list(self._params())
-        mine = [self._has_gradient(param) for param in params]
+        params = self.all_params()
+        mine = [2 if param in self._kept else int(self._has_gradient(param)) for param in params]
         facts = torch.tensor(mine, dtype=torch.uint8, device=device_of(self.group))
         dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group)
-        for param, has in zip(params, facts.tolist(), strict=True):
+        found = facts.tolist()
+        if 2 in found:
+            raise RuntimeError(
+                "gradients of no_sync() are not reduced at stage 3: let the last backward pass"
+                " before step() be outside of it, through the same weights"
+            )
+        for param, has in zip(params, found, strict=True):
             if not has:
                 param.grad = None
-        return bool(facts.any())
+        return any(found)
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         """Whether one has come on this rank: by autograd, or by the user."""
         is_by_user = param.grad is not self._reduced.get(param)
         return param.grad is not None and (is_by_user or param in self._marked)
 
-    def _reduce(self) -> None:
-        """The backward pass has reduced all."""
-
-    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
-        for param in self._params():
+    def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for param in self.all_params():
             if param.grad is not None:
-                yield param, _local(param.detach()), _local(param.grad)
+                yield param, local_of(param.grad)
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return [grad for _, _, grad in self._shards()]
+        return [grad for _, grad in self._shards()]
 
     def state_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return [_local(tensor) for tensor in tensors_of(self._inner)]
+        states = (value for state in self._inner.state.values() for value in state.values())
+        return [local_of(value) for value in states if isinstance(value, Tensor)]
 
     def _update(self, factor: float) -> None:
         for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})
-        if factor != 1:
-            torch._foreach_mul_([grad for _, _, grad in self._shards()], factor)
+        self._scale_gradients(factor)
         self._inner.step()
 
     def _forget_gradients(self) -> None:
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, whatever `set_to_none`."""
+        """Drops all gradients, whatever `set_to_none`, and those of no_sync()."""
+        model = self._model()
+        for params in _fsdp_params(model) if self._kept and model is not None else ():
+            for param in params:
+                if hasattr(param, "_unsharded_param"):  # else the unit has never run
+                    param.unsharded_accumulated_grad = param._unsharded_param.grad = None
+        self._kept.clear()
         self._marked.clear()
         self._reduced.clear()
         super().zero_grad()
@@ -161,38 +191,29 @@ class Zero3(ZeroOptimizer):
     # ---- state
 
     def _state_of(self, param: Any) -> dict[str, Any]:
-        state = state_of(self._inner, param)
+        inner = self._inner
+        state = inner.state_of(param) if self._is_offloaded else inner.state.get(param, {})
         return {key: _spread(value, param) for key, value in state.items() if value is not None}
 
     def has_stepped(self, param: Any) -> bool:
         """See ZeroOptimizer."""
-        return bool(state_of(self._inner, param))
+        return bool(self._state_of(param))
 
-    def whole_state(self, param: Any) -> Iterator[tuple[str, Any]]:
-        """See ZeroOptimizer."""
-        for key, value in self._state_of(param).items():
-            yield key, value.full_tensor() if isinstance(value, DTensor) else value
-
-    def _check_part(self, param: Any, value: DTensor) -> None:
-        if param.device_mesh.ndim == 1:
-            check_rows(value, self.group)
-        elif value.placements != param.placements:
-            raise ValueError(
-                f"a state of shape {tuple(value.shape)} is placed as {value.placements}, and its"
-                f" weight as {param.placements}: torch.distributed.checkpoint goes between meshes"
-            )
+    def _is_own(self, param: Any, value: DTensor) -> bool:
+        is_placed = value.placements == param.placements
+        return is_placed and value.to_local().shape == local_of(param.detach()).shape
 
     def _row_state(self, param: Any) -> dict[str, Any]:
         return self._state_of(param)  # fully_shard cuts between rows as well
 
-    def range_of(self, param: Any) -> None:
+    def range_of(self, param: Any, rank: int | None = None) -> None:
         """See ZeroOptimizer."""
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
-        if not is_offloaded(self._inner):
+        if not self._is_offloaded:
             return {}
-        state = self._inner.new_state_of(param, _local(param.detach()))
+        state = self._inner.new_state_of(param, local_of(param.detach()))
         return {key: _spread(value, param) for key, value in state.items()}
 
     def forget_steps(self) -> None:
@@ -215,16 +236,21 @@ class Zero3(ZeroOptimizer):
         return _spread(local.to(device=param.device, dtype=dtype, copy=True), param)
 
     def _state_dtype(self, param: Any) -> torch.dtype:
-        return torch.float32 if is_offloaded(self._inner) else param.dtype
+        return torch.float32 if self._is_offloaded else param.dtype
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
         mine = {}
         for key, value in state.items():
             if key == "step" or not isinstance(value, Tensor):
                 mine[key] = value
-            elif key != "master" or is_offloaded(self._inner):  # else the weights themselves
+            elif key != "master" or self._is_offloaded:  # else the weights themselves
                 mine[key] = value if isinstance(value, DTensor) else self._taken(value, param)
-        set_state_of(self._inner, param, mine)
+        if self._is_offloaded:
+            self._inner.set_state_of(param, mine)
+            return
+        self._inner.state.pop(param, None)
+        if mine:
+            self._inner.state[param] = mine
 
     def _states_taken(self) -> None:
         self._tell_scale()  # which has been loaded as well
@@ -242,35 +268,31 @@ def _shard_units(
     device = device_of(group) if device.type == "meta" else device
     mesh = mesh or DeviceMesh.from_group(group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.grad_dtype)
+    done: set[nn.Parameter] = set()
     for module in [*units, model]:
-        params = [param for param in module.parameters() if not isinstance(param, DTensor)]
+        params = [param for param in module.parameters() if param not in done]
         materialize(module, params, device)
         with torch.no_grad():
             for param in params:
-                dist.broadcast(param.data, group=group, group_src=0)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        watch_unit(module, model, is_ringcomm=takes_uneven(group, device))
+                dist.broadcast(local_of(param.data), group=group, group_src=0)
+        made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        done.update(module.parameters())
+        # Ranks may leave out different weights of a unit that all of them run.
+        if hasattr(made, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+            made.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The units that fully_shard can have beside the root: those that share no weight."""
-    return [unit for unit in units if _is_apart(model, unit)]
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _is_apart(model: nn.Module, unit: nn.Module) -> bool:
-    """Whether nobody outside of a unit has its weights; the others are the root's."""
-    inside = {id(module) for module in unit.modules()}
-    others = {
-        param
-        for module in model.modules()
-        if id(module) not in inside
-        for param in module.parameters(recurse=False)
-    }
-    return unit is not model and not any(param in others for param in unit.parameters())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _fsdp_params(model: nn.Module) -> Iterator[list[Any]]:
+    """What fully_shard knows of the weights of each unit."""
+    for module in _fsdp_modules(model):
+        state = module._get_fsdp_state()
+        # One group before torch 2.13.
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        yield from (group.fsdp_params for group in groups if group is not None)
 
 
 def _spread(value: Any, param: Any) -> Any:

@@ -38,7 +38,7 @@ def launched(case: Case, rank: int, num_ranks: int) -> Iterator[None]:
 
 def num_parts(case: Case, num_ranks: int) -> int:
     """Backward passes before a step, where ranks stand for those that are not there."""
-    return int(case["accumulation"]) * WORLD_SIZE // num_ranks
+    return int(case["accumulation"][0]) * WORLD_SIZE // num_ranks
 
 
 def batches(case: Case, steps: range, ranks: range) -> list[MicroBatch]:
@@ -149,7 +149,7 @@ def loop_of(case: Case, model: nn.Module, num_ranks: int, folder: Path) -> Any:
 
 def _loss(case: Case, batch: MicroBatch, model: nn.Module) -> Tensor:
     """What a loop takes the mean over micro-batches of, where the tables have the sum."""
-    return batch.loss(model) * int(case["accumulation"])
+    return batch.loss(model) * int(case["accumulation"][0])
 
 
 def _clips_in_loop(case: Case) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class MicroBatch:
 
 def micro_batches(case: dict[str, str], step: int, rank: int) -> Iterator[MicroBatch]:
     """A rank's micro-batches of a step."""
-    num_parts = int(case["accumulation"])
+    num_parts = int(case["accumulation"][0])
     overflows = case["loss scale"] not in ("none", "fixed") and step == OVERFLOW_STEP and rank == 1
     for part in range(num_parts):
         generator = torch.Generator().manual_seed(1000 * step + 10 * part + rank)
@@ -241,8 +242,10 @@ class Base:
     def run(self, steps: range, ranks: range) -> None:
         """Some steps, on the micro-batches of some ranks, which this one stands for."""
         for step in steps:
-            for rank in ranks:
-                for batch in micro_batches(self.case, step, rank):
+            batches = [batch for rank in ranks for batch in micro_batches(self.case, step, rank)]
+            for batch in batches:
+                waits = "no_sync" in self.case["accumulation"] and batch is not batches[-1]
+                with self.optimizer.no_sync() if waits else nullcontext():
                     self.backward(batch, 1 / len(ranks))
             self.finish_step()
 

@@ -26,7 +26,7 @@ TABLE = Table(
         "state": ("device", "host", "file"),
         "dtype": ("float32", "bfloat16", "float16", "bfloat16 weights"),
         "reduce dtype": ("default", "16 bits"),
-        "accumulation": ("1", "3"),
+        "accumulation": ("1", "3", "3 with no_sync"),
         "clipping": ("none", "option", "optimizer", "torch"),
         "loss scale": ("none", "fixed", "dynamic", "GradScaler"),
         "gradients": GRADIENTS,
@@ -113,6 +113,13 @@ TABLE = Table(
             "float32 weights and param_dtype=torch.bfloat16",
         ),
         Refused(
+            {"stage": ("infinity",), "accumulation": ("3 with no_sync",)},
+            "RuntimeError",
+            r"no_sync\(\)",
+            "accumulation without it, or another stage",
+            HOST_STATE,
+        ),
+        Refused(
             {"stage": ("infinity",), "gradients": ("none on rank 1",)},
             "RuntimeError",
             "some ranks only, which zero.shard",
@@ -129,8 +136,8 @@ TABLE = Table(
         ),
         Refused(
             {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
-            "RuntimeError",
-            "unit",
+            "MismatchError",
+            "",
             "stage 1 or 2, or a loss that uses every layer on every rank",
             only_with={"backend": ("ringcomm",)},
         ),
@@ -138,6 +145,7 @@ TABLE = Table(
     meaningless=(
         Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
         Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
+        Meaningless({"accumulation": ("3 with no_sync",), "around": LOOPS}),  # which have their own
     ),
 )
 

@@ -74,7 +74,7 @@ def make(mode: str = "plain") -> Net:
 
 def loss_of(net: nn.Module, step: int, share: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + share)
-    ids = torch.randint(VOCAB, (2, 5), generator=generator)
+    ids = torch.randint(VOCAB, (2, 5), generator=generator).to(next(net.buffers()).device)
     return nn.functional.cross_entropy(net(ids).flatten(0, 1).float(), ids.roll(1).flatten())
 
 
@@ -99,7 +99,7 @@ def sgd(shards: WeightShards, net: nn.Module) -> None:
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
     assert list(actual) == list(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=0, atol=atol, msg=name)
+        torch.testing.assert_close(actual[name].cpu(), value.cpu(), rtol=0, atol=atol, msg=name)
 
 
 def live_bytes(net: nn.Module) -> int:

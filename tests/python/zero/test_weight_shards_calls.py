@@ -58,37 +58,21 @@ class Call(nn.Module):
         return None
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(2, "ringcomm"), (3, "gloo"), (4, "ringcomm")])
+@pytest.mark.parametrize(("world_size", "backend"), [(3, "gloo"), (4, "ringcomm")])
 def test_pieces(world_size: int, backend: str) -> None:
     run_ranks(world_size, check_pieces, backend=backend)
 
 
 def check_state_dict(rank: int) -> None:
-    net, other = make("tied"), make("tied")
+    """Other claims of states: tests/python/mesh/test_state.py."""
+    net = make("tied")
     expected = {name: value.clone() for name, value in net.state_dict().items()}
     shards = WeightShards(net)
     state = full_weights(shards)
     assert_near(state, expected, atol=0)
     assert state["head.weight"] is state["embed.weight"]
-    doubled = {name: value * 2 for name, value in state.items()}
-    load_full_weights(shards, doubled)
-    other.load_state_dict(doubled)
-    assert_near(full_weights(shards), other.state_dict(), atol=0)
-    assert net.get_buffer("scale").item() == 1.0
-    assert loss_of(net, 0, rank).item() == loss_of(other, 0, rank).item()
-    net.zero_grad()
-    wrong: list[tuple[dict[str, Tensor], str]] = [
-        ({**state, "more": torch.ones(1)}, "has .'more'"),
-        ({name: state[name] for name in state if name != "scale"}, "lacks .'scale'"),
-        (
-            {**state, "norm.bias": torch.ones(DIM + 1)},
-            r"norm.bias is \(131,\) in the state, and \(130,\) here",
-        ),
-    ]
-    for bad, text in wrong:
-        with pytest.raises(ValueError, match=text):
-            load_full_weights(shards, bad)
-    assert_near(full_weights(shards), other.state_dict(), atol=0)
+    load_full_weights(shards, {name: value * 2 for name, value in state.items()})
+    assert all(torch.equal(value, 2 * state[name]) for name, value in full_weights(shards).items())
     with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
         load_full_weights(shards, state)
 

@@ -38,18 +38,17 @@ def count_bytes(rank: int, world_size: int, stage: int, options: dict[str, Any])
         if step == 0:
             continue
         assert sum(found.values()) == expected
-    num_elems = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    assert optimizer is not sharded
-    assert num_elems > 0
 
 
 BF16 = {"param_dtype": torch.bfloat16}
 BF16_REDUCED = {**BF16, "reduce_dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, BF16, BF16_REDUCED])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, BF16_REDUCED), (3, {}), (3, {**BF16, "clip_grad_norm": 1.0})],
+)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_bytes_are_the_formulas(world_size: int, stage: int, options: dict[str, Any]) -> None:
     run_ranks(world_size, count_bytes, world_size, stage, options)
 
@@ -122,32 +121,9 @@ def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, An
         assert parameters + gradients + states == pytest.approx(formula * num_elems, rel=0.05)
 
 
-@pytest.mark.parametrize("options", [{}, BF16, BF16_REDUCED], ids=["fp32", "bf16", "bf16r"])
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {}), (3, BF16), (2, BF16_REDUCED)], ids=["32", "16", "16r"]
+)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_is_what_was_predicted(world_size: int, stage: int, options: dict[str, Any]) -> None:
     run_ranks(world_size, measure_memory, world_size, stage, {"bucket_bytes": 40_000, **options})
-
-
-def watch_buffers(rank: int, num_layers: int) -> int:
-    """The most that stage 2 keeps of whole gradients in a backward pass."""
-    model: Any = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(num_layers)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    sharded = zero.shard(model, optimizer, 2, bucket_bytes=2 * 64 * 64 * 4)
-    peak = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal peak
-        shards = sum(b.shard_grad.nbytes for b in sharded._buckets if b.shard_grad is not None)  # type: ignore[attr-defined]
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        peak = max(peak, live_bytes([*grads, *sharded.gradient_tensors()]) - shards)
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(look)
-    model(torch.randn(4, 64)).sum().backward()
-    return peak
-
-
-def test_whole_gradients_are_of_one_bucket_whatever_the_model() -> None:
-    for num_layers in (4, 16):
-        assert run_ranks(2, watch_buffers, num_layers) == [2 * 64 * 64 * 4] * 2

@@ -1,4 +1,4 @@
-"""zero.shard() with torch.distributed.checkpoint, rank 0's states, and the meta device."""
+"""zero.shard() with torch.distributed.checkpoint, files of a rank, and the meta device."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from zero_models import (
     make,
     make_optimizer,
     train,
+    train_alone,
     weights,
 )
 
@@ -109,11 +110,9 @@ def _tensors(value: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("stage", "kind", "options"),
     [
-        (1, "adamw", {}),
-        (2, "momentum", {}),
-        (3, "adamw", {}),
-        (3, "momentum", {}),
+        (1, "momentum", {}),
         (2, "adamw", {"param_dtype": torch.bfloat16, "loss_scale": "dynamic"}),
+        (3, "adamw", {}),
     ],
 )
 def test_get_and_set_state_dict(stage: int, kind: str, options: dict[str, Any]) -> None:
@@ -141,7 +140,7 @@ def offloaded_by_torch(rank: int, stage: int, dtype: torch.dtype | None) -> None
     check(weights(again), weights(model), is_exact=True)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (2, None), (3, None)])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (3, None)])
 def test_get_and_set_offloaded_states(stage: int, dtype: torch.dtype | None) -> None:
     run_ranks(2, offloaded_by_torch, stage, dtype)
 
@@ -171,7 +170,7 @@ def load_dcp(rank: int, world_size: int, stage: int, folder: Path) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [((2, 1), (2, 1)), ((2, 2), (3, 3)), ((3, 3), (2, 1)), ((2, 3), (1, 2))]
+    ("saved", "loaded"), [((2, 1), (2, 1)), ((2, 2), (3, 3)), ((3, 3), (2, 2))]
 )
 def test_checkpoints_go_between_ranks_and_stages(
     saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path
@@ -209,7 +208,7 @@ def save_per_rank(rank: int, stage: int, folder: Path) -> None:
         resumed.load_state_dict(other)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_file_for_each_rank(stage: int, tmp_path: Path) -> None:
     run_ranks(2, save_per_rank, stage, tmp_path)
 
@@ -245,6 +244,30 @@ def test_each_weight_has_its_number_of_steps() -> None:
         assert set(steps.values()) == {2.0, 5.0}
 
 
+def go_on_from_torch(
+    rank: int, stage: int, values: dict[str, Tensor], state: dict[str, Any]
+) -> dict[str, Tensor]:
+    model = Net()
+    model.load_state_dict(values)
+    optimizer = make_optimizer(model, "momentum")
+    optimizer.load_state_dict(state)
+    sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES)
+    train(model, sharded, rank, 2, range(2, STEPS))
+    return weights(model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_has_state_already(stage: int) -> None:
+    model = Net()
+    optimizer = make_optimizer(model, "momentum")
+    for step in range(2):
+        loss_of(model, *batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(2, go_on_from_torch, stage, weights(model), optimizer.state_dict()):
+        check(found, train_alone("momentum"), is_exact=False)
+
+
 # ---- whole states on rank 0 alone
 
 
@@ -274,32 +297,22 @@ class LiveElems(TorchDispatchMode):
         self.live -= num_elems
 
 
-def gather_to_rank0(rank: int, stage: int) -> Any:
+def gather_to_rank0(rank: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), 0.01)
-    options: dict[str, Any] = {}
-    if stage == 4:
-        stage, options = 3, {"offload_weights": True}
-        optimizer = offload.AdamW(model.parameters(), 0.01)
-    sharded = zero.shard(model, optimizer, stage, **options)
+    sharded = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 2)
     model(torch.randn(2, 64)).sum().backward()
     sharded.step()
     with LiveElems() as count:
-        found = full_state(sharded, rank0_only=True)
-    everywhere = full_state(sharded)
+        full_state(sharded, rank0_only=True)
     if rank != 0:
-        assert found == {}
         assert count.most <= 3 * 64 * 64  # a weight, its padded rows, this rank's part
     else:
-        assert str(found) == str(everywhere)
         assert count.most >= 2 * 8 * 64 * 64
-    return None
 
 
-@pytest.mark.parametrize("stage", [*STAGES, 4])
-def test_whole_states_on_rank_0_alone(stage: int) -> None:
-    run_ranks(2, gather_to_rank0, stage)
+def test_other_ranks_hold_one_weight_at_a_time() -> None:
+    run_ranks(2, gather_to_rank0)
 
 
 # ---- the meta device
@@ -357,23 +370,19 @@ def from_meta(rank: int, world_size: int, stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_from_the_meta_device(stage: int) -> None:
-    results = [first for n in (1, 2, 3) for first in run_ranks(n, from_meta, n, stage)]
+    results = [first for n in (1, 3) for first in run_ranks(n, from_meta, n, stage)]
     for first in results:
         check(first, results[0], is_exact=True)
     assert results[0]["layers.1.weight"].std() > 0.05
 
 
 def refuse_meta(rank: int) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-    with torch.device("meta"):
-        odd = Odd()
+    odd = nn.ParameterList([torch.empty(3, device="meta")])
     for stage in (1, 2, 3):
         with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
             zero.shard(odd, torch.optim.SGD(odd.parameters()), stage)
+    with pytest.raises(ValueError, match=r"has no reset_parameters\(\)"):
+        zero.shard(odd, offload.SGD(odd.parameters()), 3, offload_weights=True)
     dist.barrier()
 
 

@@ -99,6 +99,7 @@ def crash_everywhere(rank: int, folder: Path) -> int:
     return len(seen)
 
 
+@pytest.mark.slow
 def test_crashes_of_weights_loads_and_steps(tmp_path: Path) -> None:
     (num_states,) = run_ranks(1, crash_everywhere, tmp_path)
     assert num_states > 40

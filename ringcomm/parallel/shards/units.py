@@ -1,12 +1,15 @@
-"""Which modules of a model are gathered together, and which parameters belong to which of them."""
+"""Which modules of a model are gathered together, and values for those on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+
+from ringcomm.parallel.shards.unit_hooks import untraced
 
 __all__ = [
     "check_can_materialize",
@@ -14,10 +17,12 @@ __all__ = [
     "default_units",
     "materialize",
     "params_of_units",
+    "units_apart",
+    "watch_whole_weights",
 ]
 
 
-def has_forward(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     """Whether the module can be called; containers such as ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
 
@@ -35,7 +40,7 @@ def _entries(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
     """The module, or what it contains where nobody can call it."""
-    if has_forward(module):
+    if _has_forward(module):
         return [module]
     return [part for child in module.children() for part in _callable_parts(child)]
 
@@ -52,59 +57,47 @@ def params_of_units(
         TypeError: a unit is no module.
         ValueError: a unit is no part of the model, or has parameters and cannot be called.
     """
-    modules = [model, *_checked_units(model, units)]
-    unit_ids = {id(module) for module in modules}
-    owners: dict[nn.Parameter, set[int]] = {}
-    seen: set[tuple[int, int]] = set()
+    params: dict[nn.Module, list[nn.Parameter]] = {model: []}
+    known = set(model.modules())
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            raise TypeError(f"units are modules, got {type(unit).__name__}")
+        if unit not in known:
+            raise ValueError(f"units are parts of the model, got another {type(unit).__name__}")
+        params[unit] = []
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
 
-    def visit(module: nn.Module, owner: int) -> None:
-        owner = id(module) if id(module) in unit_ids else owner
-        if (id(module), owner) in seen:
-            return
-        seen.add((id(module), owner))
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        owner = module if module in params else owner
         for param in module.parameters(recurse=False):
             owners.setdefault(param, set()).add(owner)
         for child in module.children():
             visit(child, owner)
 
-    visit(model, id(model))
-    params: dict[int, list[nn.Parameter]] = {unit_id: [] for unit_id in unit_ids}
-    for param, ids in owners.items():
-        params[next(iter(ids)) if len(ids) == 1 else id(model)].append(param)
-    found = [(module, params[id(module)]) for module in modules if params[id(module)]]
-    for module, _ in found:
-        if not has_forward(module):
+    visit(model, model)
+    for param, found in owners.items():
+        params[found.pop() if len(found) == 1 else model].append(param)
+    for module, own in params.items():
+        if own and not _has_forward(module):
             kind = type(module).__name__
             raise ValueError(f"a unit with parameters is a module one can call, got a {kind}")
-    return found
+    return [(module, own) for module, own in params.items() if own]
 
 
-def _checked_units(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
-    """The units, each once, without the model."""
-    known = {id(module) for module in model.modules()}
-    checked: dict[int, nn.Module] = {}
-    for unit in units:
-        if not isinstance(unit, nn.Module):
-            raise TypeError(f"units are modules, got {type(unit).__name__}")
-        if id(unit) not in known:
-            raise ValueError(f"units are parts of the model, got another {type(unit).__name__}")
-        if unit is not model:
-            checked[id(unit)] = unit
-    return list(checked.values())
+def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The units that share no weight with the rest: fully_shard can have them beside the root."""
+    return [unit for unit in units if unit is not model and _is_apart(model, unit)]
 
 
-def check_params(model: nn.Module, *, allow_meta: bool = False) -> None:
-    """Whether each parameter can be cut into pieces.
+def _is_apart(model: nn.Module, unit: nn.Module) -> bool:
+    inside = set(unit.modules())
+    outside = (module for module in model.modules() if module not in inside)
+    others = {param for module in outside for param in module.parameters(recurse=False)}
+    return others.isdisjoint(unit.parameters())
 
-    Args:
-        model: whose parameters.
-        allow_meta: whether they may be on the meta device.
 
-    Raises:
-        TypeError: one is no plain tensor: a DTensor, another subclass, or not initialized.
-        ValueError: one is not contiguous or on the meta device, or two share their memory, or they
-            are on several devices.
-    """
+def check_params(model: nn.Module, *, allow_meta: bool) -> None:
+    """Raises TypeError or ValueError for a parameter that cannot be cut into pieces."""
     devices: set[torch.device] = set()
     names: dict[int, str] = {}
     for name, param in model.named_parameters():
@@ -129,11 +122,7 @@ def check_params(model: nn.Module, *, allow_meta: bool = False) -> None:
 
 
 def check_can_materialize(model: nn.Module) -> None:
-    """Whether all modules with tensors on the meta device can give them values.
-
-    Raises:
-        ValueError: one has no reset_parameters(), or has parameters with values as well.
-    """
+    """Raises ValueError for a module on the meta device that cannot give its tensors values."""
     for name, module in model.named_modules():
         tensors = list(chain(module.parameters(recurse=False), module.buffers(recurse=False)))
         if not any(tensor.is_meta for tensor in tensors):
@@ -169,3 +158,28 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
         module.reset_parameters()  # type: ignore[operator]
+
+
+def watch_whole_weights(
+    unit: nn.Module, seen: Callable[[nn.Module, str, nn.Parameter], None]
+) -> Callable[[], Any]:
+    """Calls seen(module, name, weight) once for each of a unit's whole weights that are trained.
+
+    Autograd brings gradients to them, which fully_shard reduces into the sharded parameters'. They
+    are there when the unit runs for the first time; under DTensor's tensor parallelism they are
+    DTensors too, of another mesh. Returns what ends it.
+    """
+    meshes = {getattr(param, "device_mesh", None) for param in unit.parameters()}
+    found: set[nn.Parameter] = set()
+
+    @untraced
+    def before_forward(*_: Any) -> None:
+        for module in unit.modules():
+            for name, param in module.named_parameters(recurse=False):
+                mesh = getattr(param, "device_mesh", None)
+                is_whole = mesh is None or mesh not in meshes
+                if is_whole and param.requires_grad and param not in found:
+                    found.add(param)
+                    seen(module, name, param)
+
+    return unit.register_forward_pre_hook(before_forward).remove

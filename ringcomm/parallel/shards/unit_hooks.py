@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ringcomm.parallel.sharded_unit import ShardedUnit
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 __all__ = ["UnitHooks", "in_backward", "refuse_copy", "untraced"]
 

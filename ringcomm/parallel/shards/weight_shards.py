@@ -1,7 +1,7 @@
 """Weights in shards, whole only where they are needed: ZeRO stage 3 (Rajbhandari et al. 2020).
 
 Each rank keeps 1/N of every parameter. The parameters stay the objects that they were, and their
-memory comes and goes: ringcomm/parallel/unit_hooks.py says when, sharded_unit.py how.
+memory comes and goes: unit_hooks.py says when, sharded_unit.py how.
 """
 
 import weakref
@@ -12,25 +12,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.ddp import ignored_in_ddp, set_ignored_in_ddp
 from ringcomm.parallel.expert.local_experts import refuse_experts
-from ringcomm.parallel.model_units import (
+from ringcomm.parallel.flat_collectives import reduce_scatter_mean
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit, ShardHome
+from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_copy
+from ringcomm.parallel.shards.units import (
     check_can_materialize,
     check_params,
     default_units,
     materialize,
     params_of_units,
 )
-from ringcomm.parallel.sharded_unit import ShardedUnit, ShardHome
-from ringcomm.parallel.unit_hooks import UnitHooks, in_backward, refuse_copy
 
 __all__ = ["WeightShards", "find_shards"]
 
+_ddp: Any = DistributedDataParallel
 # By parameter, weakly: the shards hold the parameters.
 _shards_of_params: Any = WeakIdKeyDictionary()
 
@@ -67,13 +70,13 @@ class WeightShards:
             sharded as well; buffers are not, and stay each rank's own.
         group: None for the default group. On ringcomm pieces are of any size; on other backends
             they are padded to equal sizes on the wire.
+        mesh: in place of group, of one dimension.
         units: the modules whose weights are gathered together, the layers of a model. Default: the
             entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
             is no such list. The model itself is the unit of all other parameters, and of those that
             several units share. All ranks run the same units in the same order.
-        home: where large shards are while they are not at work: see ringcomm.parallel.zero's
-            offload_weights. The model may be on the meta device then: each unit gets its memory,
-            and its values by reset_parameters(), when its turn comes, and no two are whole at once.
+        home: for zero.shard(offload_weights=True), which keeps large shards elsewhere. The model
+            may be on the meta device then: no two units are whole at once.
 
     Attributes:
         group: as resolved.
@@ -94,10 +97,11 @@ class WeightShards:
         model: nn.Module,
         group: dist.ProcessGroup | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         units: Iterable[nn.Module] | None = None,
         home: ShardHome | None = None,
     ) -> None:
-        resolved = resolve_group(group)
+        self.group = resolve_group(group, mesh)
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is sharded already: close() its WeightShards first")
@@ -105,24 +109,22 @@ class WeightShards:
         check_params(model, allow_meta=home is not None)
         check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)
-        self.group = resolved
         self._model = model
         self.home_writing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
-        units_made = []
+        self.units = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            units_made.append(ShardedUnit(module, params, resolved, home))
-        for unit in units_made:
+            self.units.append(ShardedUnit(module, params, self.group, home))
+        for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
             unit.free()
         # It would read freed weights. Without any it says that it is not needed.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        self._ignored_before = ignored_in_ddp(model)
-        set_ignored_in_ddp(model, names)
-        self.units = units_made
+        self._ignored_before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        _ddp._set_params_and_buffers_to_ignore_for_model(model, names)
         self._handles = self._guard_state_dicts()
         for param in self._hooks:
             _shards_of_params[param] = weakref.ref(self)
@@ -170,14 +172,14 @@ class WeightShards:
 
         Collective; sends (N-1)/N of the gradient.
         """
-        unit = self._hooks_of(param).unit
+        self._hooks_of(param)
         if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
             kind = "sparse" if grad.is_sparse else "dense"
             raise ValueError(
                 f"the gradient is dense, {tuple(param.shape)} on {param.device}, got {kind}, "
                 f"{tuple(grad.shape)} on {grad.device}"
             )
-        return unit.reduce_scatter_mean(grad)
+        return reduce_scatter_mean(grad.detach().reshape(-1), self.group)
 
     def _hooks_of(self, param: Tensor) -> UnitHooks:
         hooks = self._hooks.get(param)  # type: ignore[call-overload]
@@ -247,7 +249,7 @@ class WeightShards:
         for handle in self._handles:
             handle.remove()
         if self.units:
-            set_ignored_in_ddp(self._model, self._ignored_before)
+            _ddp._set_params_and_buffers_to_ignore_for_model(self._model, self._ignored_before)
         self.units, self._hooks, self._handles = [], {}, []
 
     # ---- state dicts

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import reduce_scatter_mean, shard_sizes, takes_uneven
-from ringcomm.parallel.packed_pieces import PackedPieces
+from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["ShardHome", "ShardedUnit"]
+__all__ = ["PACKED_BYTES", "ShardHome", "ShardedUnit"]
 
 # Whole parameters below this travel together: one copy more, and many calls less.
 PACKED_BYTES = 64 << 10
@@ -48,22 +47,17 @@ class ShardHome(Protocol):
 class ShardedUnit:
     """The parameters that are gathered and freed together.
 
-    Args:
-        module: whose forward needs them.
-        params: dense and contiguous, on one device; equal in shapes and dtypes on all ranks. Their
-            values become those of rank 0; they are full at first.
-        group: the ranks that share them.
-        home: where large shards are between uses; None: in memory.
+    Their values become those of rank 0; they are full at first. Collective: one broadcast.
 
     Attributes:
-        module: as given.
+        module: whose forward needs them.
+        params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
         shards: this rank's piece of each parameter, of one dimension; of large ones with a home
             only within shards_in_memory().
         large: the parameters that travel alone, and can have a home.
+        packed_row: this rank's pieces of the others, one behind the other, as bytes.
         is_full: whether the parameters have their values.
         is_held: whether free() leaves them.
-
-    Collective: one broadcast.
     """
 
     def __init__(
@@ -73,31 +67,53 @@ class ShardedUnit:
         group: dist.ProcessGroup,
         home: ShardHome | None = None,
     ) -> None:
-        self.module = module
-        self.is_full = True
-        self.is_held = False
-        self._group = group
+        self.module, self.params, self._group, self._home = module, list(params), group, home
+        self.is_full, self.is_held = True, False
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
-        rank, world_size = group.rank(), group.size()
-        packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
-        packed.sort(key=lambda param: -param.element_size())
-        flats = [self._flats[param] for param in packed]
-        self._packed = PackedPieces(flats, world_size, rank, is_padded=self._is_padded)
-        self.shards = dict(zip(packed, self._packed.pieces, strict=True))
-        self.large = [param for param in params if param not in self.shards]
-        for param in self.large:
-            self.shards[param] = torch.empty_like(self._flats[param][slice(*self.range_of(param))])
         self._take_values_of_rank0()
-        self._home = home
+        packed = [p for p in params if self._is_padded or p.nbytes < PACKED_BYTES]
+        # Larger elements first, so that all pieces are aligned.
+        packed.sort(key=lambda param: -param.element_size())
+        # By rank, where the pieces of its row are in the whole weights.
+        self._targets = [
+            [self._piece(param, rank).view(torch.uint8) for param in packed]
+            for rank in range(group.size())
+        ]
+        self._row_bytes = [sum(target.numel() for target in row) for row in self._targets]
+        if self._is_padded:
+            self._row_bytes = [max(self._row_bytes)] * group.size()
+        rank = group.rank()
+        self.packed_row = torch.zeros(
+            self._row_bytes[rank], dtype=torch.uint8, device=params[0].device
+        )
+        pieces = _split(self.packed_row, self._targets[rank])
+        self.shards = {p: piece.view(p.dtype) for p, piece in zip(packed, pieces, strict=True)}
+        self.large = [param for param in params if param not in self.shards]
+        for param in params:
+            piece = self._piece(param, rank)
+            self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
         if home is not None:
             self.free()
             home.keep(self)
 
-    @property
-    def packed_row(self) -> Tensor:
-        """This rank's pieces of all parameters that are not large, as bytes."""
-        return self._packed.row
+    def _piece(self, param: Tensor, rank: int) -> Tensor:
+        """A rank's elements of the whole weight."""
+        begin, end = shard_range(param.numel(), self._group.size(), rank)
+        return self._flats[param][begin:end]  # type: ignore[index]
+
+    def range_of(self, param: Tensor) -> tuple[int, int]:
+        """The elements [begin, end) of this rank."""
+        return shard_range(param.numel(), self._group.size(), self._group.rank())
+
+    def _take_values_of_rank0(self) -> None:
+        flats = [flat.view(torch.uint8) for flat in self._flats.values()]
+        buffer = torch.cat(flats)
+        dist.broadcast(buffer, group=self._group, group_src=0)
+        for flat, part in zip(flats, _split(buffer, flats), strict=True):
+            flat.copy_(part)
+
+    # ---- pieces
 
     @contextmanager
     def shards_in_memory(self) -> Iterator[None]:
@@ -127,25 +143,6 @@ class ShardedUnit:
         else:
             self.shards[param].copy_(value)
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The parameters, in the model's order."""
-        return list(self._flats)
-
-    def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of this rank."""
-        return shard_range(param.numel(), self._group.size(), self._group.rank())
-
-    def _take_values_of_rank0(self) -> None:
-        flats = list(self._flats.values())
-        buffer = torch.cat([flat.view(torch.uint8) for flat in flats])
-        dist.broadcast(buffer, group=self._group, group_src=0)
-        parts = buffer.split([flat.nbytes for flat in flats])
-        for flat, part in zip(flats, parts, strict=True):
-            flat.view(torch.uint8).copy_(part)
-        for param, flat in self._flats.items():
-            self.shards[param].copy_(flat[slice(*self.range_of(param))])
-
     # ---- whole weights
 
     def gather(self) -> None:
@@ -174,12 +171,14 @@ class ShardedUnit:
         self.is_full = False
 
     def _exchange(self) -> None:
-        rows = self._packed.new_rows()
+        rows = self.packed_row.new_empty(sum(self._row_bytes))
         if not self._is_padded:
             self._gather_uneven(rows)
         elif rows.numel():
-            all_gather_single(rows, self._packed.row, group=self._group)
-        self._packed.unpack(rows)
+            all_gather_single(rows, self.packed_row, group=self._group)
+        for row, targets in zip(rows.split(self._row_bytes), self._targets, strict=True):
+            if targets:
+                torch._foreach_copy_(targets, _split(row, targets))
 
     def _gather_uneven(self, rows: Tensor) -> None:
         """One call for the packed pieces and the large ones, which come straight to their place."""
@@ -189,22 +188,19 @@ class ShardedUnit:
             self._flats[param].split(shard_sizes(param.numel(), world_size)) for param in self.large
         ]
         if rows.numel():
-            inputs.append(self._packed.row)
-            outputs.append(rows.split(self._packed.row_bytes))
+            inputs.append(self.packed_row)
+            outputs.append(rows.split(self._row_bytes))
         if inputs:
             options = AllgatherOptions()
             options.asyncOp = False
             by_rank = [[pieces[rank] for pieces in outputs] for rank in range(world_size)]
             self._group.allgather_coalesced(by_rank, inputs, options).wait()
 
-    # ---- gradients
 
-    def reduce_scatter_mean(self, grad: Tensor) -> Tensor:
-        """This rank's piece of the mean of the ranks' tensors, of one dimension.
-
-        Collective, unless the tensor is empty.
-        """
-        return reduce_scatter_mean(grad.detach().reshape(-1), self._group)
+def _split(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """The beginning of a row in parts of these sizes."""
+    sizes = [part.numel() for part in parts]
+    return list(row[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def _own_memory(param: nn.Parameter) -> Tensor:

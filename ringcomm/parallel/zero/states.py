@@ -1,0 +1,252 @@
+"""The state of a sharded optimizer, in torch's format, and its way back."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ringcomm.loss_scale import LossScale
+from ringcomm.parallel.flat_collectives import gather_parts
+
+# Of a parameter group in a state_dict(): the loss scale, which torch's format has no place for.
+_SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
+_ROWS = (Shard(0),)
+
+
+class States(torch.optim.Optimizer):
+    """What ringcomm.parallel.get_state_dict() and torch.distributed.checkpoint ask an optimizer."""
+
+    group: dist.ProcessGroup
+    _scale: LossScale | None
+
+    @property
+    def state(self) -> Any:
+        """This rank's part of each weight's state, by weight; to be read."""
+        return _StatesView(self)
+
+    @state.setter
+    def state(self, _: Any) -> None:
+        """torch's constructor sets it."""
+
+    def all_params(self) -> list[Any]:
+        """The parameters of all groups, as torch's state_dict() numbers them."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def numbered_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups as in torch's state_dict(), with the loss scale in each."""
+        numbers = {param: number for number, param in enumerate(self.all_params())}
+        scale = {} if self._scale is None else self._scale.state()
+        found = []
+        for group in self.param_groups:
+            mine = {key: value for key, value in group.items() if key != "params"}
+            mine |= {_SCALE_KEYS[key]: value for key, value in scale.items()}
+            found.append({**mine, "params": [numbers[param] for param in group["params"]]})
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format; states are DTensors, of which this rank has rows.
+
+        For torch.distributed.checkpoint and its get_state_dict(model, optimizer), which save it in
+        parts and load it with other world sizes and stages, or into torch's own optimizer. It is a
+        rank's own for torch.save(). "master" is a weight in float32, beside 16-bit ones.
+
+        Collective at stages 1 and 2 and with offload_weights: whole states are gathered, one at a
+        time, and cut into rows.
+        """
+        with torch.no_grad():
+            states = [self._row_state(param) for param in self.all_params()]
+        return {
+            "state": {number: state for number, state in enumerate(states) if state},
+            "param_groups": self.numbered_groups(),
+            "rank": self.group.rank(),
+            "world_size": self.group.size(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a state_dict(); the weights are the model's own.
+
+        Args:
+            state_dict: of this rank, or of torch's optimizer; whole states are the same on all
+                ranks.
+
+        Raises:
+            ValueError: it is of another rank or world size, or of another optimizer. Nothing has
+                been written.
+
+        Collective where states are DTensors, or weights have float32 masters.
+        """
+        self._load(state_dict["param_groups"], self._checked_states(state_dict), self._cut)
+
+    def load_parts(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
+        """Goes on from this rank's parts of states, by weight, as part_state_of() yields them.
+
+        Collective where weights have float32 masters.
+        """
+        self._load(groups, states, lambda _, value: value)
+
+    def _load(
+        self,
+        groups: list[dict[str, Any]],
+        states: dict[Any, dict[str, Any]],
+        cut: Callable[[Any, Tensor], Tensor],
+    ) -> None:
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            given = {key: value for key, value in saved.items() if key != "params"}
+            scale = {key: given.pop(name, None) for key, name in _SCALE_KEYS.items()}
+            group.update(given)
+            if self._scale is not None and scale["value"] is not None:
+                self._scale.load(scale)
+        with torch.no_grad():
+            self._states_come()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    mine = {
+                        key: cut(param, value)
+                        if isinstance(value, Tensor) and key != "step"
+                        else value
+                        for key, value in states.get(param, {}).items()
+                    }
+                    self._set_state(param, _with_own_step(mine, group, param))
+            self._states_taken()
+
+    def _checked_states(self, state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        """The states by weight, which may be written here."""
+        here = self.group.rank(), self.group.size()
+        came_from = state_dict.get("rank", here[0]), state_dict.get("world_size", here[1])
+        if came_from != here:
+            raise ValueError(
+                f"the state is of rank {came_from[0]} of {came_from[1]}, and this is rank"
+                f" {here[0]} of {here[1]}: ringcomm.parallel.get_state_dict() goes between world"
+                " sizes"
+            )
+        given, mine = state_dict["param_groups"], self.param_groups
+        sizes = [len(group["params"]) for group in given], [len(g["params"]) for g in mine]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the state has parameter groups of {sizes[0]} parameters, and the optimizer of"
+                f" {sizes[1]}"
+            )
+        numbers = [number for group in given for number in group["params"]]
+        states = {}
+        for number, param in zip(numbers, self.all_params(), strict=True):
+            state = state_dict["state"].get(number, {})
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or key == "step":
+                    continue
+                if value.shape != param.shape:
+                    raise ValueError(
+                        f"{key} of parameter {number} is {tuple(value.shape)}, and the parameter"
+                        f" {tuple(param.shape)}"
+                    )
+                if isinstance(value, DTensor) and not self._is_own(param, value):
+                    raise ValueError(
+                        f"{key} of parameter {number} was saved by other ranks or at another stage:"
+                        " ringcomm.parallel.get_state_dict() goes between them"
+                    )
+            states[param] = state
+        return states
+
+    def _is_own(self, param: Any, value: DTensor) -> bool:
+        """Whether a state in parts is this rank's."""
+        mesh = DeviceMesh.from_group(self.group, value.device.type)
+        rows, _ = compute_local_shape_and_global_offset(value.shape, mesh, _ROWS)
+        return value.placements == _ROWS and tuple(value.to_local().shape) == tuple(rows)
+
+    def _row_state(self, param: Any) -> dict[str, Any]:
+        """A weight's state, of which this rank has rows, as torch cuts them. Collective."""
+        ranges = [self.range_of(param, rank) for rank in range(self.group.size())]
+        sizes = [end - begin for begin, end in ranges]
+        state = self._state_of(param)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                whole = gather_parts(value, sizes, self.group).view(param.shape)
+                mesh = DeviceMesh.from_group(self.group, whole.device.type)
+                # None: every rank has the whole value, and nothing is sent.
+                state[key] = distribute_tensor(whole, mesh, _ROWS, src_data_rank=None)
+        return state
+
+    @abstractmethod
+    def _state_of(self, param: Any) -> dict[str, Any]:
+        """This rank's part of a weight's state."""
+
+    @abstractmethod
+    def range_of(self, param: Any, rank: int | None = None) -> Any:
+        """The elements [begin, end) of a flat weight that a rank updates, by default this one.
+
+        None of DTensors.
+        """
+
+    def part_state_of(self, param: Any, *, is_new: bool) -> dict[str, Any]:
+        """This rank's part of a weight's state; with `is_new` what it is before the first step."""
+        state = self._state_of(param)
+        return {**self.new_state_of(param), **state} if is_new else state
+
+    @abstractmethod
+    def new_state_of(self, param: Any) -> dict[str, Any]:
+        """What is known of a weight's state before its first step."""
+
+    def forget_steps(self) -> None:
+        """Steps count from 0 again; states stay."""
+
+    @abstractmethod
+    def has_stepped(self, param: Any) -> bool:
+        """Whether a weight has been updated."""
+
+    def _states_come(self) -> None:
+        """Before the first _set_state()."""
+
+    def _cut(self, param: Any, value: Tensor) -> Tensor:
+        """This rank's part of a state that is whole, or of rows. Collective for rows."""
+        if isinstance(value, DTensor):
+            # The mesh of one that was loaded may have no process groups.
+            mesh = DeviceMesh.from_group(self.group, value.device.type)
+            value = DTensor.from_local(
+                value.to_local(),
+                mesh,
+                _ROWS,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            ).full_tensor()
+        return value.detach().reshape(-1)[slice(*self.range_of(param))].float()
+
+    @abstractmethod
+    def _set_state(self, param: Any, state: dict[str, Any]) -> None:
+        """Replaces a weight's state by this rank's part of one."""
+
+    def _states_taken(self) -> None:
+        """After the last one. Collective."""
+
+
+class _StatesView(Mapping[Any, dict[str, Any]]):
+    """The states of the parameters that have been updated; made when they are looked up."""
+
+    def __init__(self, optimizer: States) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: Any) -> dict[str, Any]:
+        """Of any parameter; {} before its first update."""
+        return self._optimizer._state_of(param)
+
+    def __iter__(self) -> Iterator[Any]:
+        return filter(self._optimizer.has_stepped, self._optimizer.all_params())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _with_own_step(state: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The number of steps in a tensor of its own, where torch's optimizers want it."""
+    if "step" not in state:
+        return state
+    is_on_device = group.get("fused") or group.get("capturable")
+    device = param.device if is_on_device else torch.device("cpu")
+    return {**state, "step": torch.tensor(float(state["step"]), device=device)}

@@ -1,0 +1,141 @@
+"""zero.shard(stage=3) over torch's tensor parallelism: weights that are DTensors already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import place, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ringcomm.parallel import get_state_dict, offload, set_state_dict, zero
+
+STEPS, CLIP = 4, 0.5
+
+
+class Net(nn.Module):
+    """Two split layers in each block, and a norm that is not split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            layers: Any = block
+            x = x + layers["down"](torch.tanh(layers["up"](layers["norm"](x))))
+        out: Tensor = self.head(x)
+        return out
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4)
+
+
+def step(model: nn.Module, at: int, rank: int = 0, num_ranks: int = 1) -> Tensor:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(at))
+    device = next(model.parameters()).device
+    return model(x.chunk(num_ranks)[rank].to(device)).square().mean()
+
+
+def alone() -> tuple[dict[str, Tensor], list[float]]:
+    model, norms = Net(), []
+    optimizer = optimizer_of(model)
+    for at in range(STEPS):
+        step(model, at).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def split(device: Any, mesh: Any) -> Net:
+    model = Net().to(device)
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return model
+
+
+def train(rank: int, device: str, shape: tuple[int, ...], folder: Path) -> Any:
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "fsdp", "tp")[-len(shape) :])
+    data = mesh["dp", "fsdp"] if len(shape) == 3 else mesh["fsdp"]
+    at = rank // shape[-1], mesh.size() // shape[-1]
+    where = place(device, rank)
+    model = split(where, mesh)
+    sharded = zero.shard(model, optimizer_of(model), 3, mesh=data, clip_grad_norm=CLIP)
+    norms = []
+    for i in range(STEPS):
+        if i == 2:
+            values, state = get_state_dict(model, sharded)
+            dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+        step(model, i, *at).backward()
+        sharded.step()
+        sharded.zero_grad()
+        norms.append(sharded.grad_norm)
+    found = get_state_dict(model, full=True)[0]
+    again = split(where, mesh)
+    resumed = zero.shard(again, optimizer_of(again), 3, mesh=data, clip_grad_norm=CLIP)
+    values, state = get_state_dict(again, resumed)
+    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(again, resumed, values, state)
+    for i in range(2, STEPS):
+        step(again, i, *at).backward()
+        resumed.step()
+        resumed.zero_grad()
+    for name, value in get_state_dict(again, full=True)[0].items():
+        assert torch.equal(value, found[name]), name
+    return found, norms
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
+def test_as_one_process(shape: tuple[int, ...], device: str, tmp_path: Path) -> None:
+    """FSDP, and HSDP, times tensor parallelism: steps, norms and checkpoints."""
+    expected, norms = alone()
+    num_ranks = torch.Size(shape).numel()
+    for found, own_norms in run_ranks(num_ranks, train, device, shape, tmp_path):
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
+
+
+def refuse(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    model = split("cpu", mesh)
+    sgd: Any = torch.optim.SGD(model.parameters(), 0.1)
+    host = offload.SGD(model.parameters(), 0.1)
+    cases: list[tuple[Any, int, dict[str, Any], str]] = [
+        (sgd, 1, {"mesh": mesh["fsdp"]}, "only stage 3 without offload_weights"),
+        (sgd, 2, {}, "only stage 3 without offload_weights"),
+        (host, 3, {"mesh": mesh["fsdp"], "offload_weights": True}, "only stage 3 without"),
+        (sgd, 3, {}, "with mesh="),
+        (sgd, 3, {"mesh": mesh["tp"]}, "other dimensions of the same DeviceMesh"),
+        (sgd, 3, {"mesh": init_device_mesh("cpu", (2,))}, "other dimensions of the same"),
+    ]
+    for optimizer, stage, options, text in cases:
+        with pytest.raises(ValueError, match=text):
+            zero.shard(model, optimizer, stage, **options)
+    step(model, 0).backward()
+    adamw = optimizer_of(model)
+    adamw.step()
+    with pytest.raises(ValueError, match="takes a new optimizer"):
+        zero.shard(model, adamw, 3, mesh=mesh["fsdp"])
+
+
+def test_what_is_refused() -> None:
+    run_ranks(2, refuse)
