@@ -50,6 +50,10 @@ _GONE = {
         "propose_clip_mode": _CLIP_MODE,
     },
     "ringcomm.parallel.activations": {
+        "Arena": "it is private now: arena() returns one",
+        "Auto": "it is private now: auto() returns one",
+        "GradientArena": "it was removed; gradient_arena() returns its buffers",
+        "Partitioned": "it is private now: partition() returns one",
         "Allocation": _SNAPSHOT,
         "DeviceFragmentation": _CUDA_STATS,
         "Replay": _SNAPSHOT,
