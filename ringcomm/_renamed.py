@@ -64,6 +64,9 @@ _GONE = {
         "replay": _SNAPSHOT,
     },
     "ringcomm.parallel.pipeline": {
+        "Action": "it is private now: Timeline.actions has them",
+        "Plan": "it is private now: Pipeline.plan is one",
+        "Work": "it is private now: Pipeline.plan.orders has them",
         "draw": "it was removed; use timeline.export_chrome_trace(path), and"
         " torch.distributed.pipelining._schedule_visualizer for a schedule",
     },
