@@ -247,8 +247,8 @@ def raise_value_errors(rank: int) -> None:
     model = Net()
     for groups, text in (
         (groups_of(model)[:1], "in no parameter group"),
-        (groups_of(Net()), "another's"),
-        (groups_of(model) * 2, "there twice"),
+        ([*groups_of(model), *groups_of(Net())], "another's"),
+        ([{"params": list(model.parameters()) + [model.first.bias]}], "there twice"),
     ):
         with pytest.raises(ValueError, match=text):
             ParameterServer(model, make, param_groups=groups)
