@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -11,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Header", "Kind", "Request", "Tag", "receive", "send", "start_receive"]
+__all__ = ["Header", "Kind", "Tag", "receive", "send", "start_receive"]
 
 
 class Kind(IntEnum):
@@ -57,21 +55,6 @@ class Header(NamedTuple):
         """The header that encode() has made float64 [4] of."""
         kind, version, has_version, num_bytes = words.tolist()
         return Header(Kind(int(kind)), version, int(has_version), int(num_bytes))
-
-
-@dataclass(frozen=True)
-class Request:
-    """A worker's request to a server.
-
-    Attributes:
-        answer: sends a header, and a message unless None, to the worker; it does not wait.
-        gradient: a push's, packed.
-    """
-
-    worker: int
-    header: Header
-    answer: Callable[[Header, Tensor | None], None]
-    gradient: Tensor | None = None
 
 
 # Peers are ranks of the group; any thread may call these.

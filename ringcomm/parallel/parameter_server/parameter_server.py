@@ -119,7 +119,8 @@ class ParameterServer:
             raise ValueError("dedicated=True leaves no worker: give fewer servers, or more ranks")
         if staleness is not None and (type(staleness) is not int or staleness < 0):
             raise ValueError(f"staleness is None or a number of steps >= 0, got {staleness!r}")
-        if wire_dtype is not None and not wire_dtype.is_floating_point:
+        is_dtype = isinstance(wire_dtype, torch.dtype)
+        if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
         scale = None if loss_scale is None else LossScale(loss_scale)
         self._model, self._staleness = model, staleness

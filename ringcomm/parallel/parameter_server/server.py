@@ -17,7 +17,6 @@ from ringcomm.parallel.parameter_server.keys import Packing
 from ringcomm.parallel.parameter_server.messages import (
     Header,
     Kind,
-    Request,
     Tag,
     receive,
     send,
@@ -26,6 +25,10 @@ from ringcomm.parallel.parameter_server.messages import (
 from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
 
 __all__ = ["Serving", "Shard"]
+
+
+# Sends a header, and a message unless None, to the worker of a request; does not wait.
+Answer = Callable[[Header, Tensor | None], None]
 
 
 class _Gradient(NamedTuple):
@@ -42,8 +45,7 @@ class Shard:
             closed before; otherwise every gradient is an update.
 
     Attributes:
-        version: the number of updates so far.
-        num_skipped: updates without effect, since a gradient was not finite.
+        version, num_skipped: updates so far, and those left out since a gradient was not finite.
         staleness: how many gradients were applied how many versions after their own.
     """
 
@@ -62,7 +64,7 @@ class Shard:
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
-        self._held: list[Request] = []  # pulls of versions that are not there yet
+        self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not there yet
         self._packed: Tensor | None = None  # this version's weights, once somebody pulls them
 
     @property
@@ -70,21 +72,19 @@ class Shard:
         """Whether all workers have closed."""
         return not self._present
 
-    def take(self, request: Request) -> None:
+    def take(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
         """Serves a request, or keeps a pull until its version is there."""
-        kind = request.header.kind
-        if kind == Kind.STATE:
+        if header.kind == Kind.STATE:
             state = packed(self.optimizer.state_dict())
-            request.answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
             return
-        if kind == Kind.PULL:
-            self._held.append(request)
-        elif kind == Kind.PUSH and request.gradient is not None:
-            header, tensors = request.header, self._packing.views(request.gradient)
-            gradient = _Gradient(header.has_version, header.version, tensors)
-            self._queues[request.worker].append(gradient)
-        elif kind == Kind.CLOSE:
-            self._present.discard(request.worker)
+        if header.kind == Kind.PULL:
+            self._held.append((header, answer))
+        elif gradient is not None:
+            tensors = self._packing.views(gradient)
+            self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
+        else:  # a worker closes
+            self._present.discard(worker)
         while gradients := self._next_update():
             self._update(gradients)
         self._answer_held()
@@ -108,16 +108,16 @@ class Shard:
 
     def _answer_held(self) -> None:
         held, self._held = self._held, []
-        for request in held:
-            if request.header.version > self.version:
-                self._held.append(request)
-            elif request.header.has_version == self.version:
-                request.answer(Header(Kind.ANSWER, self.version), None)
+        for header, answer in held:
+            if header.version > self.version:
+                self._held.append((header, answer))
+            elif header.has_version == self.version:
+                answer(Header(Kind.ANSWER, self.version), None)
             else:
                 if self._packed is None:
                     self._packed = self._packing.pack(self.optimizer.weights)
-                header = Header(Kind.ANSWER, self.version, num_bytes=self._packed.numel())
-                request.answer(header, self._packed)
+                num_bytes = self._packed.numel()
+                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
@@ -208,8 +208,7 @@ class Serving:
         def answer(header: Header, message: Tensor | None) -> None:
             self._answers.put((header, message))
 
-        request = Request(worker, header, answer, gradient)
-        self._inbox.put(lambda: self.shard.take(request))
+        self._inbox.put(lambda: self.shard.take(worker, header, gradient, answer))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
         """Waits for one to this process; raises the error that has ended the loop."""
@@ -245,4 +244,4 @@ class Serving:
             if message is not None:
                 send(self._group, worker, Tag.ANSWERED, message)
 
-        self.shard.take(Request(worker, header, answer, gradient))
+        self.shard.take(worker, header, gradient, answer)

@@ -20,17 +20,9 @@ __all__ = ["Port", "Worker"]
 
 
 class Port:
-    """A worker's connection to one server.
+    """A worker's connection to one server, which has the keys of these names.
 
-    To the server in this process nothing is sent, but values are rounded as if they were.
-
-    Args:
-        server: its rank.
-        names: of its keys.
-        serving: the server itself, if it is in this process.
-
-    Attributes:
-        version: of the last pull.
+    Nothing is sent if `serving` is that server, in this process; values are rounded as if it were.
     """
 
     def __init__(
@@ -41,7 +33,7 @@ class Port:
         packing: Packing,
         serving: Serving | None,
     ) -> None:
-        self.names, self.packing, self.version = names, packing, 0
+        self.names, self.packing, self.version = names, packing, 0  # of the last pull
         self._group, self._server, self._serving = group, server, serving
         self._pushed: Tensor | None = None
         self._pushing: Any = None
