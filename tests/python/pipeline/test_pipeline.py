@@ -88,45 +88,29 @@ def test_bits_of_one_process(
 # ---- gradients
 
 
-def gradients(rank: int, schedule: str, loss_scale: float, num_steps: int) -> dict[str, Tensor]:
-    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M)
-    for step in range(num_steps):
-        pipe.step(*batch(step), loss_scale=loss_scale)
-    return {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_gradients_of_steps_add_up_and_are_scaled(schedule: str) -> None:
-    model = make_deep()
-    for step in range(2):
-        accumulate(model, mse, *batch(step), scale=1024.0)
-    expected = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
-    found: dict[str, Tensor] = {}
-    for part in run_ranks(2, gradients, schedule, 1024.0, 2):
-        found |= part
-    assert_weights(found, expected, atol=0)
-
-
 def sum_loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def train_on_sums(rank: int) -> tuple[float, dict[str, Tensor]]:
-    pipe = pipeline.Pipeline(make_deep(), sum_loss, "1f1b", M, loss_reduction="sum")
-    loss = pipe.step(*batch(0))
-    return float(loss), {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
+def gradients(rank: int, schedule: str, is_sum: bool) -> tuple[float, dict[str, Tensor]]:
+    """Of two steps, whose loss is scaled."""
+    loss_fn, reduction = (sum_loss, "sum") if is_sum else (mse, "mean")
+    pipe = pipeline.Pipeline(make_deep(), loss_fn, schedule, M, loss_reduction=reduction)
+    losses = [float(pipe.step(*batch(step), loss_scale=1024.0)) for step in range(2)]
+    return losses[0], {k: p.grad for k, p in pipe.named_parameters() if p.grad is not None}
 
 
-def test_losses_that_are_sums() -> None:
+@pytest.mark.parametrize(("schedule", "is_sum"), [("gpipe", False), ("zero-bubble", True)])
+def test_gradients_of_steps_add_up_and_are_scaled(schedule: str, is_sum: bool) -> None:
     model = make_deep()
-    x, y = batch(0)
-    loss = sum_loss(model(x), y)
-    loss.backward()
-    for found, grads in run_ranks(2, train_on_sums):
-        assert found == pytest.approx(loss.item(), rel=1e-6)
-        for name, grad in grads.items():
-            expected = model.get_parameter(name).grad
-            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
+    loss_fn, scale = (sum_loss, 1024.0 * M) if is_sum else (mse, 1024.0)
+    losses = [accumulate(model, loss_fn, *batch(step), scale=scale) for step in range(2)]
+    expected = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    found: dict[str, Tensor] = {}
+    for loss, part in run_ranks(2, gradients, schedule, is_sum):
+        assert loss == pytest.approx(losses[0] * (M if is_sum else 1), rel=1e-6)
+        found |= part
+    assert_weights(found, expected, atol=0)
 
 
 # ---- batches of many lengths

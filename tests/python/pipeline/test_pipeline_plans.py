@@ -18,32 +18,19 @@ TIMES = ((1, 1), (1, 2), (2, 3), (0.5, 1.25))
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize(("forward", "backward"), TIMES)
-def test_bubble_of_one_stage_per_rank(num_ranks: int, forward: float, backward: float) -> None:
-    """(p-1) / (m+p-1), whatever a backward takes."""
+def test_bubble(num_ranks: int, forward: float, backward: float) -> None:
+    """(p-1) / (v m+p-1) with v stages a rank, whatever a backward takes."""
+    times = {"forward_us": forward, "backward_us": backward}
     for schedule in ("gpipe", "1f1b"):
-        for num in {num_ranks, num_ranks + 1, 2 * num_ranks, 4 * num_ranks + 3}:
-            found = pipeline.simulate(
-                schedule, num_ranks, num, forward_us=forward, backward_us=backward
-            )
+        for num in {num_ranks, num_ranks + 1, 4 * num_ranks + 3}:
+            found = pipeline.simulate(schedule, num_ranks, num, **times)
             assert found.bubble() == Fraction(num_ranks - 1, num + num_ranks - 1)
             total = (num + num_ranks - 1) * (Fraction(forward) + Fraction(backward))
             assert found.span_us == total
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("per_rank", [1, 2, 3, 4])
-def test_bubble_of_interleaved_stages(num_ranks: int, per_rank: int) -> None:
-    for rounds, (forward, backward) in itertools.product((1, 2, 4), TIMES):
-        num = rounds * num_ranks
-        found = pipeline.simulate(
-            "interleaved",
-            num_ranks,
-            num,
-            num_stages_per_rank=per_rank,
-            forward_us=forward,
-            backward_us=backward,
-        )
-        assert found.bubble() == Fraction(num_ranks - 1, per_rank * num + num_ranks - 1)
+    for rounds, per_rank in itertools.product((1, 2, 4), (1, 2, 3, 4)):
+        num, stages = rounds * num_ranks, {"num_stages_per_rank": per_rank}
+        interleaved = pipeline.simulate("interleaved", num_ranks, num, **stages, **times)
+        assert interleaved.bubble() == Fraction(num_ranks - 1, per_rank * num + num_ranks - 1)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
