@@ -82,11 +82,6 @@ class Packing:
             self._begins[index] = self.num_bytes
             self.num_bytes += math.prod(shape) * dtype.itemsize
 
-    @classmethod
-    def of_keys(cls, keys: Iterable[Key]) -> Packing:
-        """How gradients and values of the keys travel."""
-        return cls((key.shape, key.wire_dtype) for key in keys)
-
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8 [num_bytes] on the CPU."""
         return torch.empty(self.num_bytes, dtype=torch.uint8)

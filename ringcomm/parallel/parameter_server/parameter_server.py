@@ -153,14 +153,16 @@ class ParameterServer:
             return None
         values = {i: self._model.get_parameter(self._keys[i].name) for i in owned[rank]}
         optimizer = ServerOptimizer(make, self._groups, self._keys, values)
-        packing = Packing.of_keys(self._keys[index] for index in owned[rank])
+        packing = self._packing_of(owned[rank])
         shard = Shard(packing, workers, optimizer, is_in_rounds=self._staleness is not None)
         return Serving(shard, self.group, packing, [w for w in workers if w != rank])
 
     def _make_port(self, server: int, indices: Sequence[int]) -> Port:
-        packing = Packing.of_keys(self._keys[index] for index in indices)
         serving = self._serving if server == self.group.rank() else None
-        return Port(self.group, server, self.keys[server], packing, serving)
+        return Port(self.group, server, self.keys[server], self._packing_of(indices), serving)
+
+    def _packing_of(self, indices: Sequence[int]) -> Packing:
+        return Packing((self._keys[i].shape, self._keys[i].wire_dtype) for i in indices)
 
     # ---- what a rank does
 

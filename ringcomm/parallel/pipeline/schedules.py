@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,11 +106,8 @@ def make_plan(
     if own.has_several:
         orders = _orders_of_torch(plan)
     else:
-        orders = [
-            _one_stage(rank, num_microbatches, num_microbatches if schedule == "gpipe" else ahead)
-            for rank, ahead in zip(range(num_ranks), range(num_ranks, 0, -1), strict=True)
-        ]
-    return Plan(schedule, num_ranks, per_rank, num_microbatches, tuple(map(tuple, orders)))
+        orders = [_one_stage(plan, rank) for rank in range(num_ranks)]
+    return replace(plan, orders=tuple(map(tuple, orders)))
 
 
 def _check_numbers(plan: Plan) -> None:
@@ -140,13 +137,14 @@ def _check_numbers(plan: Plan) -> None:
         )
 
 
-def _one_stage(rank: int, num_microbatches: int, num_first: int) -> list[Work]:
+def _one_stage(plan: Plan, rank: int) -> list[Work]:
     """Some forwards first; then, as long as there are any, a forward behind each backward."""
-    num_first = min(num_first, num_microbatches)
+    num = plan.num_microbatches
+    num_first = num if plan.schedule == "gpipe" else min(num, plan.num_ranks - rank)
     order = [Work("F", rank, i) for i in range(num_first)]
-    for i in range(num_microbatches):
+    for i in range(num):
         order.append(Work("B", rank, i))
-        if num_first + i < num_microbatches:
+        if num_first + i < num:
             order.append(Work("F", rank, num_first + i))
     return order
 

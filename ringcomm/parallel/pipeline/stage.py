@@ -156,7 +156,11 @@ class Stage(PipelineStage):
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
-                (info.buffer,) = zeros((buffer,), self.device)
+                # empty_like() of what is on the meta device takes ten times as long.
+                place = {"dtype": buffer.dtype, "device": self.device}
+                info.buffer = torch.empty(buffer.shape, **place).requires_grad_(
+                    buffer.requires_grad
+                )
 
     def _drop_all(self, infos: Mapping[int, Iterable[Any]]) -> None:
         for of_chunk in infos.values():

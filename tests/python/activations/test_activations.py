@@ -194,12 +194,12 @@ def check_what_is_left(rank: int) -> None:
     assert held.num_saved == 1
     with activations.partition(min_elems=0) as held:
         y = (x * x).requires_grad_()
-        out = (y * y).sum() + (y.sin()).sum()
-    assert held.num_saved == 1
-    assert held.saved_bytes == y.nbytes // 2
+        out = (y * y).sum() + y.sin().sum() + y.view(-1).cos().sum()
+    assert held.num_saved == 2  # y, and y in another shape
+    assert held.saved_bytes == y.nbytes
     out.backward(retain_graph=True)
     out.backward()
-    torch.testing.assert_close(y.grad, 2 * (2 * y + y.cos()))
+    torch.testing.assert_close(y.grad, 2 * (2 * y + y.cos() - y.sin()))
     with activations.partition(min_elems=41) as held:
         (x.requires_grad_() * x.detach()).sin().sum().backward()
     assert held.num_saved == 0

@@ -186,29 +186,6 @@ def test_in_a_subgroup() -> None:
     run_ranks(4, train_in_subgroup, backend="gloo")
 
 
-def schedule_rate(rank: int) -> None:
-    """A scheduler of torch's, on a server, by a hook of the optimizer."""
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(groups, lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        return optimizer
-
-    model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
-    with ParameterServer(model, make) as server:
-        for _ in range(3):
-            server.pull()
-            (model[0].sum() + model[1].sum()).backward()
-            server.push()
-        server.pull()
-    assert torch.cat(list(model)).tolist() == [-1.75] * 6
-
-
-def test_a_schedule_of_learning_rates() -> None:
-    run_ranks(2, schedule_rate)
-
-
 # ---- errors
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
