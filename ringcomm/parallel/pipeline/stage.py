@@ -157,9 +157,11 @@ class Stage(PipelineStage):
             buffer = getattr(info, "buffer", None)
             if isinstance(buffer, Tensor) and buffer.is_meta:
                 # empty_like() of what is on the meta device takes ten times as long.
-                place = {"dtype": buffer.dtype, "device": self.device}
-                info.buffer = torch.empty(buffer.shape, **place).requires_grad_(
-                    buffer.requires_grad
+                info.buffer = torch.empty(
+                    buffer.shape,
+                    dtype=buffer.dtype,
+                    device=self.device,
+                    requires_grad=buffer.requires_grad,
                 )
 
     def _drop_all(self, infos: Mapping[int, Iterable[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from torch import nn
@@ -20,7 +21,7 @@ TIMES = ((1, 1), (1, 2), (2, 3), (0.5, 1.25))
 @pytest.mark.parametrize(("forward", "backward"), TIMES)
 def test_bubble(num_ranks: int, forward: float, backward: float) -> None:
     """(p-1) / (v m+p-1) with v stages a rank, whatever a backward takes."""
-    times = {"forward_us": forward, "backward_us": backward}
+    times: dict[str, Any] = {"forward_us": forward, "backward_us": backward}
     for schedule in ("gpipe", "1f1b"):
         for num in {num_ranks, num_ranks + 1, 4 * num_ranks + 3}:
             found = pipeline.simulate(schedule, num_ranks, num, **times)
@@ -28,8 +29,10 @@ def test_bubble(num_ranks: int, forward: float, backward: float) -> None:
             total = (num + num_ranks - 1) * (Fraction(forward) + Fraction(backward))
             assert found.span_us == total
     for rounds, per_rank in itertools.product((1, 2, 4), (1, 2, 3, 4)):
-        num, stages = rounds * num_ranks, {"num_stages_per_rank": per_rank}
-        interleaved = pipeline.simulate("interleaved", num_ranks, num, **stages, **times)
+        num = rounds * num_ranks
+        interleaved = pipeline.simulate(
+            "interleaved", num_ranks, num, num_stages_per_rank=per_rank, **times
+        )
         assert interleaved.bubble() == Fraction(num_ranks - 1, per_rank * num + num_ranks - 1)
 
 
