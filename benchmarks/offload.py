@@ -46,7 +46,7 @@ from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import median, percentiles
 from ringcomm.measure.weather import Weather
 from ringcomm.parallel import activations, get_state_dict, offload, zero
-from ringcomm.parallel.activations.partition import HostMemory
+from ringcomm.parallel.activations.partition import host_copy
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
@@ -324,7 +324,7 @@ def checkpoint_record(tokens: int, seconds: float) -> dict[str, Any]:
 
     def move() -> None:
         for _ in range(LAYERS):
-            x.detach().copy_(HostMemory(x.detach().view(-1)).tensor.view_as(x))
+            x.detach().copy_(host_copy(x.detach().view(-1)).view_as(x))
 
     turns = {"plain": plain, "host": offloaded, "move": move}
 

@@ -157,7 +157,8 @@ def run_case(
         pipe.step(x, x, record=True)
         times_us.append(1e6 * (time.perf_counter() - begin))
         timelines.append(pipe.timeline())
-        for order, planned in zip(timelines[-1].orders(), pipe.plan.orders, strict=True):
+        for rank, planned in enumerate(pipe.plan.orders):
+            order = timelines[-1].of_rank(rank)
             is_planned &= [action[1:4] for action in order] == [tuple(work) for work in planned]
     return times_us, timelines, is_planned
 

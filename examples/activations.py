@@ -29,17 +29,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def keep_less(model: Any, options: argparse.Namespace) -> list[activations.Partitioned]:
+def keep_less(model: Any, options: argparse.Namespace) -> list[Any]:
     """Checkpoints the layers of a model of transformers; their inputs are kept as `options` says.
 
-    The context is around the layers alone: it wants tensors that are equal on all ranks, and the
-    logits of a vocabulary-parallel head are not.
+    The context is around the layers alone: it refuses tensors that are not equal on all ranks, such
+    as the logits of a vocabulary-parallel head.
 
     Returns:
         The counters of each forward pass.
     """
     recompute_layers(model)
-    counters: list[activations.Partitioned] = []
+    counters: list[Any] = []
     if options.keep == "whole":
         return counters
     auto = None

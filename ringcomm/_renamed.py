@@ -86,6 +86,10 @@ _GONE = {
         "Split": "it was removed; the layers of ringcomm.nn say themselves which parts they have",
     },
     "ringcomm.parallel.activations": {
+        "Arena": "it is private now: arena() returns one",
+        "Auto": "it is private now: auto() returns one",
+        "GradientArena": "it was removed; gradient_arena() returns its buffers",
+        "Partitioned": "it is private now: partition() returns one",
         "Allocation": _SNAPSHOT,
         "DeviceFragmentation": _CUDA_STATS,
         "Replay": _SNAPSHOT,
@@ -96,6 +100,9 @@ _GONE = {
         "replay": _SNAPSHOT,
     },
     "ringcomm.parallel.pipeline": {
+        "Action": "it is private now: Timeline.actions has them",
+        "Plan": "it is private now: Pipeline.plan is one",
+        "Work": "it is private now: Pipeline.plan.orders has them",
         "draw": "it was removed; use timeline.export_chrome_trace(path), and"
         " torch.distributed.pipelining._schedule_visualizer for a schedule",
     },

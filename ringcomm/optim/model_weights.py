@@ -22,7 +22,7 @@ from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
 from ringcomm.parallel.shards.units import watch_whole_weights
-from ringcomm.parallel.tensor import split_params
+from ringcomm.parallel.tensor.splits import split_params
 
 if TYPE_CHECKING:
     from ringcomm.optim.gradient_path import GradientPath

@@ -17,8 +17,7 @@ from ringcomm.optim.gradients import Gradient
 from ringcomm.parallel import find_shards
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import Held
-from ringcomm.parallel.tensor import SplitModule
-from ringcomm.parallel.tensor.splits import Split
+from ringcomm.parallel.tensor.splits import Split, SplitModule
 
 Groups = tuple[dist.ProcessGroup, ...]
 _NO_BACKWARD = -1  # torch's id of no graph task

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.flat_collectives import takes_uneven
@@ -23,11 +24,13 @@ def all_reduce_mean_(
     tensors: Iterable[Tensor],
     group: dist.ProcessGroup | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    *,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Replaces tensors by their means over the ranks, elementwise.
 
-    Small ones travel together, large ones in slices: a call for every buffer of one dtype and
-    device. Slices of a contiguous tensor that fill a buffer travel from where they are.
+    Small ones travel together, large ones by rows: a call for every buffer of one dtype and device.
+    Rows of a contiguous tensor that fill a buffer travel from where they are.
 
     Args:
         tensors: floating point or complex, of any shapes and strides, parameters too; the same
@@ -35,6 +38,7 @@ def all_reduce_mean_(
         group: None for the default group.
         buffer_bytes: of all memory that is taken besides, whatever the model. Torch itself takes
             14 KB more to copy a transposed matrix on a CPU.
+        mesh: of one dimension, in place of a group.
 
     Raises:
         TypeError: a tensor is not floating point or complex; nothing was written.
@@ -48,7 +52,7 @@ def all_reduce_mean_(
     for tensor in listed:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(f"a mean is of floating point or complex numbers, got {tensor.dtype}")
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
 
     def reduce(flat: Tensor) -> None:
         flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -66,6 +70,7 @@ def broadcast_(
     group: dist.ProcessGroup | None = None,
     buffer_bytes: int = DEFAULT_BUFFER_BYTES,
     *,
+    mesh: DeviceMesh | None = None,
     group_src: int = 0,
 ) -> None:
     """Replaces tensors by those of one rank.
@@ -74,6 +79,7 @@ def broadcast_(
         tensors: of any dtypes, otherwise as all_reduce_mean_()'s.
         group: None for the default group.
         buffer_bytes: as all_reduce_mean_()'s.
+        mesh: as all_reduce_mean_()'s.
         group_src: the rank in the group.
 
     Raises:
@@ -83,7 +89,7 @@ def broadcast_(
     Collective, unless there is no element.
     """
     listed = _checked(tensors, buffer_bytes)
-    resolved = resolve_group(group)
+    resolved = resolve_group(group, mesh)
     if not 0 <= group_src < resolved.size():
         raise ValueError(f"group_src is a rank of {resolved.size()}, got {group_src}")
 
@@ -97,8 +103,10 @@ def _checked(tensors: Iterable[Tensor], buffer_bytes: int) -> list[Tensor]:
     """The tensors, detached."""
     listed = [tensor.detach() for tensor in tensors]
     for tensor in listed:
-        if tensor.layout != torch.strided:
-            raise ValueError(f"tensors in a buffer are strided, got {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(
+                f"tensors in a buffer are strided and have their own values, got {tensor.layout}"
+            )
         dims = zip(tensor.stride(), tensor.shape, strict=True)
         if any(stride == 0 and size > 1 for stride, size in dims):
             raise ValueError(
@@ -119,10 +127,7 @@ def _through_buffer(
     *,
     is_changed: bool,
 ) -> None:
-    """Calls a collective for all elements, in parts of one dtype and one dimension.
-
-    `is_changed` says whether it changes what this rank has.
-    """
+    """Calls a collective, which changes this rank's values or not, for parts of one dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -131,10 +136,10 @@ def _through_buffer(
     buffer_bytes = min(buffer_bytes, largest)
     buffer: Tensor | None = None
     for (device, dtype), alike in kinds.items():
-        num_elems = buffer_bytes // dtype.itemsize
-        for parts in _fill(alike, num_elems):
-            if len(parts) == 1 and _is_in_order(parts[0]):
-                collective(parts[0].view(-1))
+        for parts in _fill(alike, buffer_bytes // dtype.itemsize):
+            if len(parts) == 1 and parts[0].is_contiguous():
+                # A view(-1) of a single element may keep an odd stride.
+                collective(parts[0].as_strided([parts[0].numel()], [1]))
                 continue
             if buffer is None or buffer.device != device:
                 buffer = None  # before the next one is there
@@ -142,62 +147,39 @@ def _through_buffer(
             sizes = [part.numel() for part in parts]
             flat = buffer[: dtype.itemsize * sum(sizes)].view(dtype)
             places = [
-                place.view(part.shape) for place, part in zip(flat.split(sizes), parts, strict=True)
+                place.view_as(part) for place, part in zip(flat.split(sizes), parts, strict=True)
             ]
-            _copy(places, parts)
+            torch._foreach_copy_(places, parts)
             collective(flat)
             if is_changed:
-                _copy(parts, places)
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if any(tensor.is_conj() or tensor.is_neg() for tensor in (*targets, *sources)):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
-
-
-def _is_in_order(tensor: Tensor) -> bool:
-    """Whether its elements stand in memory as they are, one behind the other."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+                torch._foreach_copy_(parts, places)
 
 
 def _fill(tensors: Iterable[Tensor], num_elems: int) -> Iterator[list[Tensor]]:
-    """Views of all elements in their order, in lists of `num_elems` each but for the last."""
+    """Views of all elements in their order, in lists of `num_elems` at most.
+
+    Where they are cut does not depend on strides, which may differ between ranks.
+    """
     parts: list[Tensor] = []
     room = num_elems
-    for tensor in tensors:
-        begin = 0
-        while begin < tensor.numel():
-            end = min(tensor.numel(), begin + room)
-            parts += _views(tensor, begin, end)
-            room -= end - begin
-            begin = end
-            if room == 0:
-                yield parts
-                parts, room = [], num_elems
+    for piece in (piece for tensor in tensors for piece in _pieces(tensor, num_elems)):
+        if piece.numel() > room:
+            yield parts
+            parts, room = [], num_elems
+        parts.append(piece)
+        room -= piece.numel()
     if parts:
         yield parts
 
 
-def _views(tensor: Tensor, begin: int, end: int) -> Iterator[Tensor]:
-    """The elements [begin, end) in logical order: few views, whatever the strides."""
-    if begin == end:
-        return
-    if end - begin == tensor.numel():
+def _pieces(tensor: Tensor, num_elems: int) -> Iterator[Tensor]:
+    """A tensor by as many rows as have room, or by parts of each row."""
+    if tensor.numel() <= num_elems:
         yield tensor
-    elif tensor.is_contiguous():
-        yield tensor.view(-1)[begin:end]
-    else:
-        row_elems = tensor[0].numel()
-        first, last = -(-begin // row_elems), end // row_elems  # whole rows
-        if first > last:
-            yield from _views(tensor[last], begin - last * row_elems, end - last * row_elems)
-            return
-        if begin < first * row_elems:
-            yield from _views(tensor[first - 1], begin - (first - 1) * row_elems, row_elems)
-        if first < last:
-            yield tensor[first:last]
-        if last * row_elems < end:
-            yield from _views(tensor[last], 0, end - last * row_elems)
+        return
+    num_rows = num_elems // tensor[0].numel()
+    if num_rows > 0:
+        yield from tensor.split(num_rows)
+        return
+    for row in tensor:
+        yield from _pieces(row, num_elems)

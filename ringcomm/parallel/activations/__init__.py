@@ -3,20 +3,10 @@
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.parallel.activations.arena import Arena, GradientArena, arena, gradient_arena
-from ringcomm.parallel.activations.auto import Auto, auto
-from ringcomm.parallel.activations.partition import Partitioned, partition
+from ringcomm.parallel.activations.arena import arena, gradient_arena
+from ringcomm.parallel.activations.partition import auto, partition
 
-__all__ = [
-    "Arena",
-    "Auto",
-    "GradientArena",
-    "Partitioned",
-    "arena",
-    "auto",
-    "gradient_arena",
-    "partition",
-]
+__all__ = ["arena", "auto", "gradient_arena", "partition"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

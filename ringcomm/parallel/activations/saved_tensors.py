@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from typing import Any, Generic, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-
-Kept = TypeVar("Kept")
+from typing_extensions import Self
 
 
 class Look(NamedTuple):
@@ -35,36 +35,42 @@ def flatten(tensor: Tensor) -> tuple[Tensor, Look]:
     return tensor.as_strided([tensor.numel()], [1]), look
 
 
-class SavedTensors(ABC, Generic[Kept]):
-    """Keeps the tensors that it takes as keep() says; others stay as they are.
+class SavedTensors(ABC):
+    """A context that keeps the tensors that it takes as _keep() says; others stay as they are.
 
-    What is saved twice is kept once. With hooks torch does not look whether a tensor was written
-    since it was saved: here it is an error as without them.
+    It may be entered again, also in itself. What is saved twice is kept once. With hooks torch does
+    not look whether a tensor was written since it was saved: here it is an error as without them.
     """
 
     def __init__(self) -> None:
+        self._entered: list[AbstractContextManager[Any]] = []
         # Weakly, by what makes it the same tensor. A storage's place is not used again as long as
         # there is a weak reference to it.
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
 
-    @abstractmethod
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether keep() is for this one; see is_plain()."""
+    def __enter__(self) -> Self:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     @abstractmethod
-    def keep(self, tensor: Tensor) -> Kept:
-        """Keeps the elements of a tensor, which is detached, and not the tensor."""
+    def _takes(self, tensor: Tensor) -> bool:
+        """Whether _keep() is for this one."""
 
     @abstractmethod
-    def restore(self, kept: Kept) -> Tensor:
-        """The tensor with the bits that were kept; a new one each time."""
+    def _keep(self, tensor: Tensor) -> Any:
+        """Keeps the elements of a tensor, which is detached; an object with weak references."""
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context in which tensors are kept so."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @abstractmethod
+    def _restore(self, kept: Any) -> Tensor:
+        """The tensor with the bits that were kept."""
 
     def _pack(self, tensor: Tensor) -> tuple[Any, _Written]:
-        if not self.takes(tensor):
+        if not self._takes(tensor):
             # An output that its own node holds would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
             return whole, _Written(whole)
@@ -73,20 +79,20 @@ class SavedTensors(ABC, Generic[Kept]):
         entry = self._known.get(key)
         kept: Any = None if entry is None else entry[1]()
         if kept is None:
-            kept = self.keep(tensor.detach())
+            kept = self._keep(tensor.detach())
             entry = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept)
             self._known[key] = entry
             weakref.finalize(kept, self._forget, key, entry).atexit = False
-        return kept, _Written(_without_memory(tensor))
+        # An empty tensor that counts the same writes: `.data` changes all but the counter.
+        alias = tensor.detach()
+        alias.data = tensor.new_empty(0)
+        return kept, _Written(alias)
 
     def _unpack(self, packed: tuple[Any, _Written]) -> Tensor:
         kept, written = packed
-        if isinstance(kept, Tensor):
-            written.check(kept)
-            return kept
-        restored = self.restore(kept)
-        written.check(restored)
-        return restored
+        found = kept if isinstance(kept, Tensor) else self._restore(kept)
+        written.check(found)
+        return found
 
     def _forget(self, key: Any, entry: Any) -> None:
         if self._known.get(key) is entry:
@@ -108,13 +114,6 @@ class _Written:
                 f" inplace operation: [{looks_like.type()} {list(looks_like.shape)}] is at version"
                 f" {version}; expected version {self._version} instead"
             )
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    """An empty tensor that counts the same writes: `.data` changes all but the counter."""
-    alias = tensor.detach()
-    alias.data = tensor.new_empty(0)
-    return alias
 
 
 def is_plain(tensor: Tensor) -> bool:

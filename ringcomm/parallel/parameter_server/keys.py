@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Key",
-    "MakeOptimizer",
-    "Packing",
-    "assign",
-    "groups_of_keys",
-    "keys_of",
-    "optimizer_of",
-    "trainable",
-]
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+__all__ = ["Key", "Packing", "groups_of_keys", "keys_of", "owned_keys", "trainable"]
 
 
-@dataclass(frozen=True)
-class Key:
-    """One trainable parameter.
-
-    Attributes:
-        wire_dtype: what its gradients and values are cast to when they travel.
-    """
+class Key(NamedTuple):
+    """One trainable parameter; its gradients and values are cast to wire_dtype when they travel."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     wire_dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """On the wire."""
-        return math.prod(self.shape) * self.wire_dtype.itemsize
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -73,17 +51,19 @@ def keys_of(model: nn.Module, wire_dtype: torch.dtype | None) -> list[Key]:
     return keys
 
 
-def assign(sizes: Sequence[int], num_bins: int) -> list[int]:
-    """The bin of each size: the largest first, each to the bin that has least so far.
+def owned_keys(keys: Sequence[Key], servers: Sequence[int]) -> dict[int, list[int]]:
+    """By server with keys, their indices: the largest first, each to the server with least so far.
 
-    Every rank finds the same. The fullest bin has at most 4/3 of the best possible (Graham 1969).
+    Every rank finds the same. The fullest has at most 4/3 of the best possible (Graham 1969).
     """
-    loads = [0] * num_bins
-    bins = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        bins[index] = min(range(num_bins), key=loads.__getitem__)
-        loads[bins[index]] += sizes[index]
-    return bins
+    sizes = [math.prod(key.shape) * key.wire_dtype.itemsize for key in keys]
+    loads = dict.fromkeys(servers, 0)
+    owned: dict[int, list[int]] = {}
+    for index in sorted(range(len(keys)), key=lambda index: -sizes[index]):
+        server = min(servers, key=loads.__getitem__)
+        loads[server] += sizes[index]
+        owned.setdefault(server, []).append(index)
+    return {server: sorted(owned[server]) for server in sorted(owned)}
 
 
 class Packing:
@@ -92,19 +72,15 @@ class Packing:
     Wide dtypes stand first, so that every one is aligned.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype]) -> None:
-        self._shapes, self._dtypes = list(shapes), list(dtypes)
-        self._begins = [0] * len(self._shapes)
+    def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
+        self._kinds = list(kinds)
+        self._begins = [0] * len(self._kinds)
         self.num_bytes = 0
-        for index in sorted(range(len(dtypes)), key=lambda index: -dtypes[index].itemsize):
+        order = sorted(range(len(self._kinds)), key=lambda index: -self._kinds[index][1].itemsize)
+        for index in order:
+            shape, dtype = self._kinds[index]
             self._begins[index] = self.num_bytes
-            self.num_bytes += math.prod(self._shapes[index]) * self._dtypes[index].itemsize
-
-    @classmethod
-    def of_keys(cls, keys: Iterable[Key]) -> Packing:
-        """How gradients and values of the keys travel."""
-        keys = list(keys)
-        return cls([key.shape for key in keys], [key.wire_dtype for key in keys])
+            self.num_bytes += math.prod(shape) * dtype.itemsize
 
     def new_buffer(self) -> Tensor:
         """For one set of tensors: uint8 [num_bytes] on the CPU."""
@@ -113,20 +89,20 @@ class Packing:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """The tensors in a buffer, in the order of their shapes; they share its memory."""
         found = []
-        for begin, shape, dtype in zip(self._begins, self._shapes, self._dtypes, strict=True):
+        for begin, (shape, dtype) in zip(self._begins, self._kinds, strict=True):
             num_bytes = math.prod(shape) * dtype.itemsize
             found.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
         return found
 
+    @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor | None = None) -> Tensor:
         """Copies tensors of any device into a buffer, cast; zeros for None."""
         buffer = self.new_buffer() if buffer is None else buffer
-        with torch.no_grad():
-            for view, tensor in zip(self.views(buffer), tensors, strict=True):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor)
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor)
         return buffer
 
 
@@ -140,61 +116,23 @@ def groups_of_keys(
     """
     if param_groups is None:
         return [{"params": list(range(len(keys)))}]
-    names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-    index_of = {key.name: index for index, key in enumerate(keys)}
-    given = list(param_groups)
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    found: list[dict[str, Any]] = []
-    seen: set[int] = set()
-    for group in groups:
-        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        indices = []
-        for param in (item[1] if isinstance(item, tuple) else item for item in params):
-            index = index_of.get(names.get(param, ""))
-            if index is None or index in seen:
-                raise ValueError(
-                    "param_groups have each parameter of the model that requires grad once; one of"
-                    f" {tuple(param.shape)} is another's, frozen, or there twice"
-                )
-            seen.add(index)
-            indices.append(index)
-        found.append({**group, "params": indices})
-    missing = [key.name for index, key in enumerate(keys) if index not in seen]
+    given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
+    groups = torch.optim.Optimizer(given, {}).param_groups
+    index_of = {model.get_parameter(key.name): index for index, key in enumerate(keys)}
+    found = [[index_of.get(param, -1) for param in group["params"]] for group in groups]
+    every = [index for indices in found for index in indices]
+    missing = [key.name for index, key in enumerate(keys) if index not in every]
     if missing:
         raise ValueError(
             f"{missing[0]} requires grad and is in no parameter group: add it, or"
             " requires_grad_(False)"
         )
-    return found
-
-
-def optimizer_of(
-    make: MakeOptimizer,
-    groups: Sequence[Mapping[str, Any]],
-    params: Mapping[int, nn.Parameter],
-) -> torch.optim.Optimizer:
-    """The user's, of those parameters that are here, by the indices of their keys.
-
-    Groups stay where they are, also when none of their parameters is here.
-
-    Raises:
-        TypeError: no optimizer was made.
-        ValueError: it has other parameters than it was given.
-    """
-    here = [
-        {**group, "params": [params[index] for index in group["params"] if index in params]}
-        for group in groups
-    ]
-    optimizer = make(here)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"make_optimizer returns a torch optimizer, got a {type(optimizer).__name__}"
-        )
-    given = [[id(param) for param in group["params"]] for group in here]
-    taken = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
-    if given != taken:
+    if len(every) > len(keys):
         raise ValueError(
-            "make_optimizer made an optimizer of other parameters than it was given, perhaps of the"
-            " model's: use its argument"
+            "param_groups have each parameter of the model that requires grad once; one is"
+            " another's, frozen, or there twice"
         )
-    return optimizer
+    rest = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
+    ]
+    return [{**own, "params": indices} for own, indices in zip(rest, found, strict=True)]

@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.loss_scale import LossScale
+from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.parameter_server.keys import (
-    MakeOptimizer,
     Packing,
     groups_of_keys,
     keys_of,
+    owned_keys,
     trainable,
 )
-from ringcomm.parallel.parameter_server.messages import Channel, Options, meet, owned_keys
 from ringcomm.parallel.parameter_server.server import Serving, Shard
 from ringcomm.parallel.parameter_server.state import (
+    MakeOptimizer,
     ServerOptimizer,
     merged,
     misfit,
     unpacked,
 )
-from ringcomm.parallel.parameter_server.worker import LocalPort, Port, RemotePort, Worker
+from ringcomm.parallel.parameter_server.worker import Port, Worker
 
 __all__ = ["ParameterServer"]
 
@@ -64,6 +66,7 @@ class ParameterServer:
             optimizers take); returns a torch optimizer. Servers keep their weights on the CPU.
         group: None for the default group; of any backend, messages go over ringcomm. Ranks here are
             the group's.
+        mesh: of one dimension, in place of a group.
         servers: "all", or the ranks that serve.
         dedicated: servers only serve: they call serve(), and the other ranks are the workers.
         staleness: the bound s, or None.
@@ -95,6 +98,7 @@ class ParameterServer:
         make_optimizer: MakeOptimizer,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         servers: Literal["all"] | Sequence[int] = "all",
         dedicated: bool = False,
         staleness: int | None = 0,
@@ -109,57 +113,56 @@ class ParameterServer:
                 "make_optimizer makes an optimizer of parameters, such as lambda params:"
                 f" torch.optim.SGD(params, lr=0.1); got a {type(make_optimizer).__name__}"
             )
-        resolved = resolve_group(group)
-        self._options = Options.checked(
-            resolved.size(), servers, dedicated, staleness, wire_dtype, loss_scale
-        )
-        self._model, self._keys = model, keys_of(model, wire_dtype)
+        resolved = resolve_group(group, mesh)
+        ranks = _checked_servers(servers, resolved.size())
+        if dedicated and len(ranks) == resolved.size():
+            raise ValueError("dedicated=True leaves no worker: give fewer servers, or more ranks")
+        if staleness is not None and (type(staleness) is not int or staleness < 0):
+            raise ValueError(f"staleness is None or a number of steps >= 0, got {staleness!r}")
+        is_dtype = isinstance(wire_dtype, torch.dtype)
+        if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
+            raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
+        scale = None if loss_scale is None else LossScale(loss_scale)
+        self._model, self._staleness = model, staleness
+        self._keys = keys_of(model, wire_dtype)
         self._groups = groups_of_keys(param_groups, model, self._keys)
-        owned = owned_keys(self._keys, self._options.servers)
-        self.group = meet(resolved, model, self._options, self._keys, self._groups)
-        self.servers = list(owned)
-        self.keys = {
-            server: [self._keys[index].name for index in indices]
-            for server, indices in owned.items()
+        mine = {
+            "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
+            "parameters": {key.name: (tuple(key.shape), str(key.dtype)) for key in self._keys},
+            "parameter groups": [indices["params"] for indices in self._groups],
         }
-        self._serving = self._make_serving(model, make_optimizer, owned)
-        self._worker = self._make_worker(model, owned)
+        self.group = _meet(resolved, model, mine)
+        owned = owned_keys(self._keys, ranks)
+        self.servers = list(owned)
+        self.keys = {s: [self._keys[i].name for i in indices] for s, indices in owned.items()}
+        workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
+        self._serving = self._make_serving(make_optimizer, owned, workers)
+        self._worker: Worker | None = None
+        if self.group.rank() in workers:
+            ports = [self._make_port(server, indices) for server, indices in owned.items()]
+            self._worker = Worker(model, ports, self._serving, scale)
+            if self._serving is not None:
+                self._serving.start()
         self._is_closed = False
-        if self._worker is not None and self._serving is not None:
-            self._serving.start()
 
     def _make_serving(
-        self, model: nn.Module, make: MakeOptimizer, owned: Mapping[int, Sequence[int]]
+        self, make: MakeOptimizer, owned: Mapping[int, Sequence[int]], workers: Sequence[int]
     ) -> Serving | None:
-        rank, workers = self.group.rank(), self._options.workers(self.group.size())
+        rank = self.group.rank()
         if rank not in owned:
             return None
-        optimizer = ServerOptimizer(
-            make,
-            self._groups,
-            {index: model.get_parameter(self._keys[index].name) for index in owned[rank]},
-            keeps_master=any(key.dtype != key.wire_dtype for key in self._keys),
-        )
-        packing = Packing.of_keys(self._keys[index] for index in owned[rank])
-        is_in_rounds = self._options.staleness is not None
-        shard = Shard(packing, workers, optimizer, is_in_rounds=is_in_rounds)
-        remote = [worker for worker in workers if worker != rank]
-        return Serving(shard, Channel(self.group), packing, remote)
+        values = {i: self._model.get_parameter(self._keys[i].name) for i in owned[rank]}
+        optimizer = ServerOptimizer(make, self._groups, self._keys, values)
+        packing = self._packing_of(owned[rank])
+        shard = Shard(packing, workers, optimizer, is_in_rounds=self._staleness is not None)
+        return Serving(shard, self.group, packing, [w for w in workers if w != rank])
 
-    def _make_worker(self, model: nn.Module, owned: Mapping[int, Sequence[int]]) -> Worker | None:
-        rank = self.group.rank()
-        if rank not in self._options.workers(self.group.size()):
-            return None
-        ports: list[Port] = []
-        for server, indices in owned.items():
-            packing = Packing.of_keys(self._keys[index] for index in indices)
-            if self._serving is not None and server == rank:
-                ports.append(LocalPort(self._serving, rank, self.keys[server], packing))
-            else:
-                ports.append(RemotePort(Channel(self.group), server, self.keys[server], packing))
-        given = self._options.loss_scale
-        scale = None if given is None else LossScale(given)
-        return Worker(model, ports, self._serving, scale)
+    def _make_port(self, server: int, indices: Sequence[int]) -> Port:
+        serving = self._serving if server == self.group.rank() else None
+        return Port(self.group, server, self.keys[server], self._packing_of(indices), serving)
+
+    def _packing_of(self, indices: Sequence[int]) -> Packing:
+        return Packing((self._keys[i].shape, self._keys[i].wire_dtype) for i in indices)
 
     # ---- what a rank does
 
@@ -184,8 +187,7 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        worker = self._checked_worker("pull()")
-        staleness = self._options.staleness
+        worker, staleness = self._checked_worker("pull()"), self._staleness
         if staleness is None:
             worker.pull(0)
         else:
@@ -257,9 +259,8 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        worker = self._checked_worker("get_state_dict()")
-        names = [key.name for key in self._keys]
-        return merged([unpacked(state) for state in worker.states()], self._groups, names)
+        states = self._checked_worker("get_state_dict()").states()
+        return merged([unpacked(state) for state in states], self._groups, self._keys)
 
     def problem_of(self, state: Mapping[str, Any]) -> str | None:
         """Why a whole state by names does not fit the keys; None if it does."""
@@ -271,9 +272,8 @@ class ParameterServer:
         Collective: a barrier, also of dedicated servers, before they serve().
         """
         if self._serving is not None:
-            names = [key.name for key in self._keys]
             with self._serving.lock:
-                self._serving.shard.optimizer.load(trainable(self._model), state, names)
+                self._serving.shard.optimizer.load(trainable(self._model), state)
         dist.barrier(self.group)
 
     # ---- the end
@@ -310,3 +310,48 @@ class ParameterServer:
         elif not self._is_closed:
             self._is_closed = True
             dist.destroy_process_group(self.group)
+
+
+def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int, ...]:
+    if servers == "all":
+        return tuple(range(world_size))
+    is_list = not isinstance(servers, str) and all(isinstance(rank, int) for rank in servers)
+    if not is_list or not servers or len(set(servers)) < len(servers):
+        raise ValueError(f'servers is "all" or a list of different ranks, got {servers!r}')
+    ranks = tuple(sorted(int(rank) for rank in servers))
+    if ranks[0] < 0 or ranks[-1] >= world_size:
+        raise ValueError(f"servers are ranks of a group of {world_size}, got {list(ranks)}")
+    return ranks
+
+
+def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -> dist.ProcessGroup:
+    """A new group for the messages, in which all ranks have rank 0's weights. Collective.
+
+    Its backend is ringcomm, and messages meet no others in it.
+
+    Raises:
+        ValueError: the ranks disagree; nothing has been changed.
+    """
+    backend: Any = group._get_backend(torch.device("cpu"))
+    own = dist.new_group(
+        dist.get_process_group_ranks(group),
+        backend="ringcomm",
+        timeout=backend.options._timeout,
+        pg_options=backend.options if backend.name() == "ringcomm" else None,
+        use_local_synchronization=group.size() < dist.get_world_size(),
+        group_desc="ringcomm parameter server",
+    )
+    try:
+        check_agreement(mine, own)
+    except ValueError:
+        dist.destroy_process_group(own)
+        raise
+    values = [*model.parameters(), *model.buffers()]
+    packing = Packing((value.shape, value.dtype) for value in values)
+    buffer = packing.pack([value.detach() for value in values])
+    if buffer.numel():
+        dist.broadcast(buffer, group=own, group_src=0)
+    with torch.no_grad():
+        for value, sent in zip(values, packing.views(buffer), strict=True):
+            value.copy_(sent)
+    return own

@@ -5,34 +5,36 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.errors import RingcommError
 from ringcomm.parallel.parameter_server.keys import Packing
-from ringcomm.parallel.parameter_server.messages import Channel, Header, Kind, Request, Tag
+from ringcomm.parallel.parameter_server.messages import (
+    Header,
+    Kind,
+    Tag,
+    receive,
+    send,
+    start_receive,
+)
 from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
 
 __all__ = ["Serving", "Shard"]
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """A pushed gradient.
+# Sends a header, and a message unless None, to the worker of a request; does not wait.
+Answer = Callable[[Header, Tensor | None], None]
 
-    Attributes:
-        version: of the weights that it was computed with.
-        factor: to multiply it by; 0 if it is not finite.
-        tensors: by key of this server, in wire dtypes.
-    """
 
-    version: int
-    factor: float
-    tensors: list[Tensor]
+class _Gradient(NamedTuple):
+    version: int  # of the weights that it was computed with
+    factor: float  # to multiply it by; 0 if it is not finite
+    tensors: list[Tensor]  # by key of this server, in wire dtypes
 
 
 class Shard:
@@ -43,8 +45,7 @@ class Shard:
             closed before; otherwise every gradient is an update.
 
     Attributes:
-        version: the number of updates so far.
-        num_skipped: updates without effect, since a gradient was not finite.
+        version, num_skipped: updates so far, and those left out since a gradient was not finite.
         staleness: how many gradients were applied how many versions after their own.
     """
 
@@ -63,7 +64,7 @@ class Shard:
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
-        self._held: list[Request] = []  # pulls of versions that are not there yet
+        self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not there yet
         self._packed: Tensor | None = None  # this version's weights, once somebody pulls them
 
     @property
@@ -71,28 +72,26 @@ class Shard:
         """Whether all workers have closed."""
         return not self._present
 
-    def take(self, request: Request) -> None:
+    def take(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
         """Serves a request, or keeps a pull until its version is there."""
-        kind = request.header.kind
-        if kind == Kind.STATE:
+        if header.kind == Kind.STATE:
             state = packed(self.optimizer.state_dict())
-            request.answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
             return
-        if kind == Kind.PULL:
-            self._held.append(request)
-        elif kind == Kind.PUSH and request.gradient is not None:
-            header, tensors = request.header, self._packing.views(request.gradient)
-            gradient = _Gradient(header.has_version, header.factor, tensors)
-            self._queues[request.worker].append(gradient)
-        elif kind == Kind.CLOSE:
-            self._present.discard(request.worker)
+        if header.kind == Kind.PULL:
+            self._held.append((header, answer))
+        elif gradient is not None:
+            tensors = self._packing.views(gradient)
+            self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
+        else:  # a worker closes
+            self._present.discard(worker)
         while gradients := self._next_update():
             self._update(gradients)
         self._answer_held()
 
     def _next_update(self) -> list[_Gradient]:
         """Its gradients in the order of workers; empty while one is missing."""
-        if self._is_in_rounds and any(not self._queues[worker] for worker in self._present):
+        if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
             return []
         return [queue.popleft() for queue in self._queues.values() if queue]
 
@@ -109,16 +108,16 @@ class Shard:
 
     def _answer_held(self) -> None:
         held, self._held = self._held, []
-        for request in held:
-            if request.header.version > self.version:
-                self._held.append(request)
-            elif request.header.has_version == self.version:
-                request.answer(Header(Kind.ANSWER, self.version), None)
+        for header, answer in held:
+            if header.version > self.version:
+                self._held.append((header, answer))
+            elif header.has_version == self.version:
+                answer(Header(Kind.ANSWER, self.version), None)
             else:
                 if self._packed is None:
                     self._packed = self._packing.pack(self.optimizer.weights)
-                header = Header(Kind.ANSWER, self.version, num_bytes=self._packed.numel())
-                request.answer(header, self._packed)
+                num_bytes = self._packed.numel()
+                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
 
 
 def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
@@ -140,20 +139,19 @@ class Serving:
 
     A receive of a header is always pending from every worker: its completion wakes the loop, and
     its failure reports the worker's death. Requests of the worker in this process come into the
-    same inbox.
-
-    Attributes:
-        lock: held while a request is served.
+    same inbox. The lock is held while a request is served.
     """
 
     def __init__(
-        self, shard: Shard, channel: Channel, packing: Packing, remote_workers: Sequence[int]
+        self,
+        shard: Shard,
+        group: dist.ProcessGroup,
+        packing: Packing,
+        remote_workers: Sequence[int],
     ) -> None:
         self.shard = shard
         self.lock = threading.Lock()
-        self._channel = channel
-        self._packing = packing
-        self._remote_workers = remote_workers
+        self._group, self._packing, self._remote_workers = group, packing, remote_workers
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()  # for this process, or the loop's error
         self._error: BaseException | None = None
@@ -190,7 +188,7 @@ class Serving:
         except BaseException as error:
             self._error = error
             if not isinstance(error, RingcommError):
-                self._channel.abort()
+                self._group.abort()
             self._answers.put(error)
             raise
 
@@ -210,8 +208,7 @@ class Serving:
         def answer(header: Header, message: Tensor | None) -> None:
             self._answers.put((header, message))
 
-        request = Request(worker, header, answer, gradient)
-        self._inbox.put(lambda: self.shard.take(request))
+        self._inbox.put(lambda: self.shard.take(worker, header, gradient, answer))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
         """Waits for one to this process; raises the error that has ended the loop."""
@@ -225,8 +222,8 @@ class Serving:
     # ---- the others
 
     def _listen(self, worker: int) -> None:
-        words = torch.empty(4, dtype=torch.int64)
-        work = self._channel.start_receive(worker, Tag.REQUEST, words)
+        words = torch.empty(4, dtype=torch.float64)
+        work = start_receive(self._group, worker, Tag.REQUEST, words)
 
         def arrived(future: torch.futures.Future[Any]) -> None:
             self._inbox.put(lambda: self._take(worker, words, future))
@@ -238,13 +235,13 @@ class Serving:
         header = Header.decode(words)
         gradient = None
         if header.kind == Kind.PUSH:
-            gradient = self._channel.receive(worker, Tag.GRADIENT, self._packing.new_buffer())
+            gradient = receive(self._group, worker, Tag.GRADIENT, self._packing.new_buffer())
         if header.kind != Kind.CLOSE:
             self._listen(worker)
 
         def answer(header: Header, message: Tensor | None) -> None:
-            self._channel.send(worker, Tag.ANSWER, header)
+            send(self._group, worker, Tag.ANSWER, header)
             if message is not None:
-                self._channel.send(worker, Tag.ANSWERED, message)
+                send(self._group, worker, Tag.ANSWERED, message)
 
-        self.shard.take(Request(worker, header, answer, gradient))
+        self.shard.take(worker, header, gradient, answer)

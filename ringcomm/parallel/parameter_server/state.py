@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.parameter_server.keys import Key, MakeOptimizer, optimizer_of
+from ringcomm.parallel.parameter_server.keys import Key
 
-__all__ = ["ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
+__all__ = ["MakeOptimizer", "ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
 
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are indices of keys
 
 
 class ServerOptimizer:
     """torch's optimizer over a server's copies of its keys, on the CPU.
 
+    Groups stay where they are, also when none of their parameters is here.
+
     Args:
         make: the user's.
         groups: of all keys.
+        keys: all of them. States contain the values of those that workers have rounded.
         values: by the index of each key of this server, the initial value of its copy.
-        keeps_master: whether states contain the values, since workers have rounded ones.
+
+    Raises:
+        TypeError: no optimizer was made.
+        ValueError: it has other parameters than it was given.
     """
 
     def __init__(
         self,
         make: MakeOptimizer,
         groups: Groups,
+        keys: Sequence[Key],
         values: Mapping[int, Tensor],
-        *,
-        keeps_master: bool,
     ) -> None:
-        self._keeps_master = keeps_master
-        self._groups = groups
-        self._params = {
-            index: nn.Parameter(value.detach().to("cpu", copy=True))
-            for index, value in values.items()
+        self._keeps_master = any(key.dtype != key.wire_dtype for key in keys)
+        params = {
+            index: nn.Parameter(v.detach().to("cpu", copy=True)) for index, v in values.items()
         }
-        self._optimizer = optimizer_of(make, groups, self._params)
+        # In the order of keys, and as the optimizer has them in its groups.
+        self._params = {keys[index].name: param for index, param in params.items()}
+        self._names = [[keys[i].name for i in group["params"] if i in params] for group in groups]
+        here = [
+            {**group, "params": [self._params[name] for name in names]}
+            for group, names in zip(groups, self._names, strict=True)
+        ]
+        self._optimizer = make(here)
+        if not isinstance(self._optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"make_optimizer returns a torch optimizer, got a {type(self._optimizer).__name__}"
+            )
+        taken = [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
+        if taken != [[id(p) for p in group["params"]] for group in here]:
+            raise ValueError(
+                "make_optimizer made an optimizer of other parameters than it was given, perhaps of"
+                " the model's: use its argument"
+            )
 
     @property
     def weights(self) -> list[Tensor]:
@@ -55,48 +77,43 @@ class ServerOptimizer:
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, but by the parameters' keys, and groups without parameters."""
+        """As torch's, but by names; groups have those of this server's parameters."""
         own = self._optimizer.state_dict()
-        index_of = {param: index for index, param in self._params.items()}
-        state: dict[int, dict[str, Any]] = {}
-        for group, saved in zip(self._optimizer.param_groups, own["param_groups"], strict=True):
-            for param, number in zip(group["params"], saved["params"], strict=True):
-                values = dict(own["state"].get(number, {}))
+        state: dict[str, dict[str, Any]] = {}
+        for saved, names in zip(own["param_groups"], self._names, strict=True):
+            for name, number in zip(names, saved["params"], strict=True):
+                state[name] = dict(own["state"].get(number, {}))
                 if self._keeps_master:
-                    values["master"] = param.detach()
-                if values:
-                    state[index_of[param]] = values
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in own["param_groups"]
-        ]
-        return {"state": state, "param_groups": groups}
+                    state[name]["master"] = self._params[name].detach()
+            saved["params"] = names
+        used = {name: values for name, values in state.items() if values}
+        return {"state": used, "param_groups": own["param_groups"]}
 
-    def load(
-        self, weights: Mapping[str, Tensor], state: Mapping[str, Any], names: Sequence[str]
-    ) -> None:
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Takes its keys of weights, and of a whole state that misfit() has accepted, if any.
 
         Args:
             weights: by name. A state's "master" comes first.
             state: by names of parameters; empty to keep the optimizer's.
-            names: by key.
         """
-        of_names = state.get("state", {})
-        with torch.no_grad():
-            for index, param in self._params.items():
-                param.copy_(of_names.get(names[index], {}).get("master", weights[names[index]]))
-        of_params: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        for saved, group in zip(state.get("param_groups", ()), self._groups, strict=False):
-            begin = len(of_params)
-            for index in (index for index in group["params"] if index in self._params):
-                given = of_names.get(names[index], {})
-                of_params[len(of_params)] = {k: v for k, v in given.items() if k != "master"}
-            groups.append({**saved, "params": list(range(begin, len(of_params)))})
-        if groups:
-            used = {number: values for number, values in of_params.items() if values}
-            self._optimizer.load_state_dict({"state": used, "param_groups": groups})
+        given = state.get("state", {})
+        for name, param in self._params.items():
+            param.copy_(given.get(name, {}).get("master", weights[name]))
+        if not state.get("param_groups"):
+            return
+        number_of = {name: number for number, name in enumerate(chain(*self._names))}
+        groups = [
+            {**saved, "params": [number_of[name] for name in names]}
+            for saved, names in zip(state["param_groups"], self._names, strict=True)
+        ]
+        of_numbers = {
+            number: {k: v for k, v in given[name].items() if k != "master"}
+            for name, number in number_of.items()
+            if name in given
+        }
+        used = {number: values for number, values in of_numbers.items() if values}
+        self._optimizer.load_state_dict({"state": used, "param_groups": groups})
 
 
 def packed(state: Mapping[str, Any]) -> Tensor:
@@ -113,18 +130,16 @@ def unpacked(message: Tensor) -> dict[str, Any]:
 
 
 def merged(
-    parts: Sequence[Mapping[str, Any]], groups: Groups, names: Sequence[str]
+    parts: Sequence[Mapping[str, Any]], groups: Groups, keys: Sequence[Key]
 ) -> dict[str, Any]:
-    """The whole state by names of parameters, of the servers' parts by key."""
-    states = {index: values for part in parts for index, values in part["state"].items()}
+    """The whole state, of the servers' parts."""
+    states = {name: values for part in parts for name, values in part["state"].items()}
     whole = [
-        {**hyper, "params": [names[index] for index in group["params"]]}
+        {**hyper, "params": [keys[index].name for index in group["params"]]}
         for hyper, group in zip(parts[0]["param_groups"], groups, strict=True)
     ]
-    return {
-        "state": {names[index]: states[index] for index in sorted(states)},
-        "param_groups": whole,
-    }
+    state = {key.name: states[key.name] for key in keys if key.name in states}
+    return {"state": state, "param_groups": whole}
 
 
 def misfit(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> str | None:

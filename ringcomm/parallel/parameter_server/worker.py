@@ -2,131 +2,91 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.parameter_server.keys import Packing, trainable
-from ringcomm.parallel.parameter_server.messages import Channel, Header, Kind, Tag
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Tag, receive, send
 from ringcomm.parallel.parameter_server.server import Serving
 
-__all__ = ["LocalPort", "Port", "RemotePort", "Worker"]
+__all__ = ["Port", "Worker"]
 
 
-class Port(ABC):
-    """A worker's connection to one server.
+class Port:
+    """A worker's connection to one server, which has the keys of these names.
 
-    Attributes:
-        names: the server's keys.
-        version: of the last pull.
+    Nothing is sent if `serving` is that server, in this process; values are rounded as if it were.
     """
 
-    def __init__(self, names: list[str], packing: Packing) -> None:
-        self.names, self.packing, self.version = names, packing, 0
-
-    @abstractmethod
-    def ask(self, header: Header) -> None:
-        """Sends a request without a gradient; does not wait."""
-
-    @abstractmethod
-    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
-
-    @abstractmethod
-    def answer(self) -> tuple[int, Tensor | None]:
-        """Waits for a version, and the message sent with it, if any; valid until the next call."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Sends the last request, and waits until everything has been sent."""
-
-
-class RemotePort(Port):
-    """To a server in another process."""
-
-    def __init__(self, channel: Channel, server: int, names: list[str], packing: Packing) -> None:
-        super().__init__(names, packing)
-        self._channel, self._server = channel, server
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        server: int,
+        names: list[str],
+        packing: Packing,
+        serving: Serving | None,
+    ) -> None:
+        self.names, self.packing, self.version = names, packing, 0  # of the last pull
+        self._group, self._server, self._serving = group, server, serving
         self._pushed: Tensor | None = None
         self._pushing: Any = None
         self._received: Tensor | None = None  # reused
 
-    @override
     def ask(self, header: Header) -> None:
-        self._channel.send(self._server, Tag.REQUEST, header)
+        """Sends a request without a gradient; does not wait."""
+        if self._serving is not None:
+            self._serving.submit(self._server, header)
+        else:
+            send(self._group, self._server, Tag.REQUEST, header)
 
-    @override
     def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        self._flush()
+        """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
+        if self._serving is not None:
+            self._serving.submit(self._server, header, self.packing.pack(gradient))
+            return
+        self.flush()
         self._pushed = self.packing.pack(gradient, self._pushed)
-        self._channel.send(self._server, Tag.REQUEST, header)
-        self._pushing = self._channel.send(self._server, Tag.GRADIENT, self._pushed)
+        send(self._group, self._server, Tag.REQUEST, header)
+        self._pushing = send(self._group, self._server, Tag.GRADIENT, self._pushed)
 
-    def _flush(self) -> None:
-        """Afterwards the buffer of the last push is free."""
+    def flush(self) -> None:
+        """Waits until the last push has been sent."""
         pushing, self._pushing = self._pushing, None
         if pushing is not None:
             pushing.wait()
 
-    @override
     def answer(self) -> tuple[int, Tensor | None]:
-        header = self._channel.receive_header(self._server, Tag.ANSWER)
-        if not header.num_bytes:
-            return header.version, None
-        buffer = self._received
-        if buffer is None or buffer.numel() != header.num_bytes:
-            buffer = self._received = torch.empty(header.num_bytes, dtype=torch.uint8)
-        return header.version, self._channel.receive(self._server, Tag.ANSWERED, buffer)
+        """Waits for a version, and the message sent with it, if any; valid until the next call."""
+        if self._serving is not None:
+            header, message = self._serving.next_answer()
+            return int(header.version), message
+        words = torch.empty(4, dtype=torch.float64)
+        header = Header.decode(receive(self._group, self._server, Tag.ANSWER, words))
+        version, num_bytes = int(header.version), header.num_bytes
+        if not num_bytes:
+            return version, None
+        if self._received is None or self._received.numel() != num_bytes:
+            self._received = torch.empty(num_bytes, dtype=torch.uint8)
+        return version, receive(self._group, self._server, Tag.ANSWERED, self._received)
 
-    @override
     def close(self) -> None:
-        self._flush()
-        self._channel.send(self._server, Tag.REQUEST, Header(Kind.CLOSE)).wait()
-
-
-class LocalPort(Port):
-    """To the server in this process: nothing is sent, but values are rounded as if they were."""
-
-    def __init__(self, serving: Serving, rank: int, names: list[str], packing: Packing) -> None:
-        super().__init__(names, packing)
-        self._serving, self._rank = serving, rank
-
-    @override
-    def ask(self, header: Header) -> None:
-        self._serving.submit(self._rank, header)
-
-    @override
-    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
-        self._serving.submit(self._rank, header, self.packing.pack(gradient))
-
-    @override
-    def answer(self) -> tuple[int, Tensor | None]:
-        header, message = self._serving.next_answer()
-        return header.version, message
-
-    @override
-    def close(self) -> None:
-        self.ask(Header(Kind.CLOSE))
+        """Sends the last request, and waits until everything has been sent."""
+        if self._serving is not None:
+            self._serving.submit(self._server, Header(Kind.CLOSE))
+            return
+        self.flush()
+        send(self._group, self._server, Tag.REQUEST, Header(Kind.CLOSE)).wait()
 
 
 class Worker:
-    """The working part of a rank.
-
-    Args:
-        ports: to every server with keys.
-        serving: the server in this process, if there is one; its own errors are raised here.
-        scale: of the loss, if there is one.
-
-    Attributes:
-        num_pushes: completed steps.
-    """
+    """The working part of a rank: its ports, and the server in this process, if there is one."""
 
     def __init__(
         self,
@@ -172,7 +132,7 @@ class Worker:
         factor = self._factor_of(gradients)
         with self._own_error_first():
             for port in self._ports:
-                header = Header.push(port.version, factor)
+                header = Header(Kind.PUSH, factor, port.version)
                 port.push(header, [gradients[name] for name in port.names])
         for param in self._params.values():
             param.grad = None

@@ -5,19 +5,9 @@ from typing import TYPE_CHECKING
 from ringcomm._renamed import getattr_of
 from ringcomm.parallel.pipeline.blocks import cut
 from ringcomm.parallel.pipeline.pipeline import Pipeline
-from ringcomm.parallel.pipeline.schedules import SCHEDULES, Plan, Work
-from ringcomm.parallel.pipeline.timeline import Action, Timeline, simulate
+from ringcomm.parallel.pipeline.schedules import SCHEDULES, Timeline, simulate
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Pipeline",
-    "Plan",
-    "Timeline",
-    "Work",
-    "cut",
-    "simulate",
-]
+__all__ = ["SCHEDULES", "Pipeline", "Timeline", "cut", "simulate"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from ringcomm.parallel.model_axes import StagePart
+from ringcomm.parallel.shards.units import check_can_materialize
 
 __all__ = [
     "Blocks",
     "StageModule",
-    "add_blocks",
     "cut",
     "default_costs",
     "named_blocks",
-    "stages_of_rank",
+    "part_of",
+    "problem_of",
 ]
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
 
 
 def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
-    """The blocks by the names that they have in state dicts.
-
-    Raises:
-        TypeError: this is no row of modules.
-        ValueError: it is empty, or a name stands within another one.
-    """
+    """The blocks by the names that they have in state dicts, or TypeError or ValueError."""
     if isinstance(blocks, nn.Sequential | nn.ModuleList):
         found: dict[str, Any] = dict(blocks._modules)
     elif isinstance(blocks, Mapping):
@@ -54,16 +54,37 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
     return found
 
 
-def add_blocks(root: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Adds blocks to a module under their names, dots and all."""
-    for name, block in blocks.items():
-        parent = root
-        *parts, last = name.split(".")
-        for part in parts:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
+def part_of(
+    named: Mapping[str, nn.Module], own: Mapping[str, nn.Module], group: dist.ProcessGroup
+) -> StagePart:
+    """A rank's blocks, which know the names that the whole model has for their parameters."""
+    part = StagePart(group, named.values())
+    for name, block in own.items():
+        parent: nn.Module = part
+        *outer, last = name.split(".")
+        for key in outer:
+            if key not in parent._modules:
+                parent.add_module(key, nn.Module())
+            parent = parent.get_submodule(key)
         parent.add_module(last, block)
+    first: dict[nn.Parameter, str] = {}
+    for name, block in named.items():
+        for inside, param in block.named_parameters():
+            first.setdefault(param, f"{name}.{inside}")
+    part.first_names = {name: first[param] for name, param in part.named_parameters()}
+    return part
+
+
+def problem_of(module: nn.Module) -> str:
+    """What keeps a rank from beginning, or "ready"."""
+    devices = {str(p.device) for p in module.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them"
+    try:
+        check_can_materialize(module)
+    except ValueError as error:
+        return str(error)
+    return "ready"
 
 
 class StageModule(nn.Module):
@@ -100,8 +121,8 @@ def _as_message(value: Any) -> Any:
 def cut(costs: Sequence[float], num_stages: int) -> list[range]:
     """Cuts a row of blocks into stages so that the largest stage is as small as it can be.
 
-    Exact, by dynamic programming; of the cuts that have the same largest stage it takes one with
-    the smallest sum of squares, so that the others are alike as well.
+    Exact, by dynamic programming; of the cuts that have the same largest stage it takes one whose
+    second largest is smallest, and so on.
 
     Args:
         costs: of each block, in any unit, not negative; times are best.
@@ -123,45 +144,26 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
     for block_idx, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
             raise ValueError(f"the cost of block {block_idx} is {cost}: costs are not negative")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    largest = _best(sums, num_stages, math.inf, is_squared=False)[0]
-    return _best(sums, num_stages, largest, is_squared=True)[1]
-
-
-def _best(
-    sums: Sequence[float], num_stages: int, limit: float, is_squared: bool
-) -> tuple[float, list[range]]:
-    """The least largest stage, or the least sum of squares of stages up to a limit; and its cut."""
-    num_blocks = len(sums) - 1
-    # Of the first `end` blocks in as many stages as there have been rounds.
-    values = [0.0] + [math.inf] * num_blocks
-    choices: list[list[int]] = []
+    sums = [0.0, *accumulate(costs)]
+    # By how many blocks there are in the stages so far: their sizes, descending, and their begins.
+    best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for _ in range(num_stages):
-        before, values = values, [math.inf] * (num_blocks + 1)
-        choices.append([0] * (num_blocks + 1))
-        for end in range(1, num_blocks + 1):
-            for begin in range(end):
-                size = sums[end] - sums[begin]
-                if size > limit:
-                    continue
-                value = before[begin] + size**2 if is_squared else max(before[begin], size)
-                if value < values[end]:
-                    values[end], choices[-1][end] = value, begin
-    stages = []
-    end = num_blocks
-    for choice in reversed(choices):
-        stages.append(range(choice[end], end))
-        end = choice[end]
-    return values[num_blocks], stages[::-1]
+        best = {
+            end: min(
+                (sorted([*sizes, sums[end] - sums[begin]], reverse=True), [*begins, begin])
+                for begin, (sizes, begins) in best.items()
+                if begin < end
+            )
+            for end in range(min(best) + 1, len(sums))
+        }
+    begins = best[len(costs)][1]
+    return [range(begin, end) for begin, end in pairwise([*begins, len(costs)])]
 
 
 def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
-    """A guess: the elements of a block's parameters, and 1.
+    """A guess: 1 and the elements of a block's parameters, but for tables of embeddings.
 
-    A weight costs two operations a token in the forward, and four in the backward; the table of an
-    nn.Embedding costs none, and so counts nothing. A head that shares it does count.
+    A weight costs six operations a token, a table none; a head that shares a table does count.
     """
     costs = []
     for block in blocks:
@@ -172,9 +174,3 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
         }
         costs.append(1.0 + sum(p.numel() for p in block.parameters() if p not in tables))
     return costs
-
-
-def stages_of_rank(rank: int, num_ranks: int, num_stages: int, is_v: bool) -> list[int]:
-    """In turn (0, p, 2p, ... on rank 0), or in a V: down the ranks, and up again."""
-    rows = range(num_stages // num_ranks)
-    return [row * num_ranks + (num_ranks - 1 - rank if is_v and row % 2 else rank) for row in rows]

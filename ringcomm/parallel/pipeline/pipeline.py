@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
-from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.model_axes import StagePart
+from ringcomm.errors import RingcommError
+from ringcomm.parallel.flat_collectives import check_agreement, device_of
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
-    add_blocks,
     cut,
     default_costs,
     named_blocks,
+    part_of,
+    problem_of,
 )
-from ringcomm.parallel.pipeline.running import Runner
-from ringcomm.parallel.pipeline.schedules import make_plan
-from ringcomm.parallel.pipeline.stage import Log
+from ringcomm.parallel.pipeline.schedules import Action, Timeline, make_plan
+from ringcomm.parallel.pipeline.shapes import Metas, find_boundaries, meta_like, shown
+from ringcomm.parallel.pipeline.stage import Log, Stage, forward_only
 from ringcomm.parallel.pipeline.tied import TiedWeights, find_tied
-from ringcomm.parallel.pipeline.timeline import Action, Timeline
-from ringcomm.parallel.shards.units import check_can_materialize, materialize
+from ringcomm.parallel.shards.units import materialize
+from ringcomm.torch_names import all_gather_single
 
 __all__ = ["Pipeline"]
 
 Loss = Callable[[Any, Tensor], Tensor]
+Inputs = Tensor | tuple[Tensor, ...]
+
+# So many shapes of inputs have stages ready; the one not used for longest goes first.
+MAX_SHAPES = 8
+
+
+class _Made(NamedTuple):
+    """What there is for inputs of one shape."""
+
+    boundaries: list[Metas]
+    stages: list[Stage]
+    schedule: Any
+    trained: list[bool]  # this rank's weights
 
 
 class Pipeline:
@@ -64,6 +80,7 @@ class Pipeline:
             stage before waits, and of weights later.
         num_microbatches: what a batch is cut into, along its first dimension.
         group: of the pipeline's ranks; None for the default group.
+        mesh: of one dimension, in place of a group.
         num_stages_per_rank: default 2 for "interleaved" and "zbv", otherwise 1.
         costs: of each block, for the cut: times of a forward, say. Default: numbers of parameters,
             without tables of embeddings. See `pipeline.cut`.
@@ -98,6 +115,7 @@ class Pipeline:
         num_microbatches: int = 8,
         *,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         num_stages_per_rank: int | None = None,
         costs: Sequence[float] | None = None,
         recompute: bool = False,
@@ -108,7 +126,7 @@ class Pipeline:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction is "mean" or "sum", got {loss_reduction!r}')
         named = named_blocks(blocks)
-        self.group = resolve_group(group)
+        self.group = resolve_group(group, mesh)
         rank, num_ranks = self.group.rank(), self.group.size()
         self.plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
         if costs is not None and len(costs) != len(named):
@@ -118,70 +136,59 @@ class Pipeline:
         self.stages = [
             [names[idx] for idx in blocks_of] for blocks_of in cut(found, self.plan.num_stages)
         ]
-        names_of = [
-            [name for stage in self.plan.stages_of(r) for name in self.stages[stage]]
+        owned = [
+            {name: named[name] for stage in self.plan.stages_of(r) for name in self.stages[stage]}
             for r in range(num_ranks)
         ]
-        self._own = {name: named[name] for name in names_of[rank]}
-        self.module = StagePart(self.group, named.values())
-        add_blocks(self.module, self._own)
-        first: dict[nn.Parameter, str] = {}
-        for name, block in named.items():
-            for inside, param in block.named_parameters():
-                first.setdefault(param, f"{name}.{inside}")
-        self.module.first_names = {n: first[p] for n, p in self.module.named_parameters()}
-        problem = _problem_of(self.module)
-        shapes = [[tuple(p.shape) for p in block.parameters()] for block in named.values()]
+        self._own = owned[rank]
+        self.module = part_of(named, self._own, self.group)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
-        check_agreement(
-            {
-                "options": options,
-                "stages": self.stages,
-                "parameters' shapes": shapes,
-                "state of their blocks": problem,
-            },
-            self.group,
-        )
+        problem = problem_of(self.module)
+        mine = {
+            "options": options,
+            "stages": self.stages,
+            "parameters' shapes": [
+                [tuple(p.shape) for p in b.parameters()] for b in named.values()
+            ],
+            "state of their blocks": problem,
+        }
+        check_agreement(mine, self.group)
         if problem != "ready":
             raise ValueError(problem)
         made = [p.device for p in self.module.parameters() if not p.is_meta]
         self.device = torch.device(device or (made[0] if made else "cpu"))
         materialize(self.module, list(self.module.parameters()), self.device)
         self.module.to(self.device)
-        tied = find_tied([[named[name] for name in own] for own in names_of], rank)
-        self.tied = TiedWeights(tied, self.group)
+        self.tied = TiedWeights(find_tied([list(o.values()) for o in owned], rank), self.group)
         self.tied.copy_from_first()
-        self._given = weakref.ref(blocks) if isinstance(blocks, nn.Module) else None
-        modules = {
+        self._recompute, self._loss_fn = recompute, loss_fn
+        self._divisor = num_microbatches if loss_reduction == "mean" else 1
+        self._modules = {
             stage: StageModule([self._own[name] for name in self.stages[stage]], recompute)
             for stage in self.plan.stages_of(rank)
         }
+        self._wrapped = self._wrap(wrap)
+        self._made: OrderedDict[Any, _Made] = OrderedDict()
+        self._has_run = False
+        self._loss_scale = 1.0
+        self._losses: list[Tensor] = []  # of this step's micro-batches
+        self._log: Log = []
+
+    def _wrap(self, wrap: Callable[[nn.Module], nn.Module] | None) -> dict[int, nn.Module]:
+        """This rank's stages as data parallelism wants them, perhaps with other parameters."""
         name_of = {param: name for name, param in self.module.named_parameters()}
-        wrapped = modules if wrap is None else {s: wrap(m) for s, m in modules.items()}
+        wrapped = {s: wrap(m) if wrap else m for s, m in self._modules.items()}
         new = dict(self.module.named_parameters())
         self.tied.replace({param: new[name] for param, name in name_of.items()})
         self.module.own(self._own.values(), self.tied.params, self.tied.is_counted_elsewhere)
-        self._check_wrapped(wrapped.values())
-        self._runner = Runner(
-            self.plan,
-            modules,
-            loss_fn,
-            loss_reduction == "mean",
-            self.group,
-            self.device,
-            wrapped,
-            recompute,
-        )
-        self._log: Log = []
-
-    def _check_wrapped(self, modules: Iterable[nn.Module]) -> None:
         has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
-        if has_halves and any(isinstance(m, DistributedDataParallel) for m in modules):
+        if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
             raise ValueError(
                 f"DistributedDataParallel does not see the gradients of {self.plan.schedule}, whose"
                 " backwards are in halves: average them after step(), or call zero.shard() on"
                 " Pipeline.module"
             )
+        return wrapped
 
     if not TYPE_CHECKING:
         __getattr__ = object_getattr
@@ -199,12 +206,7 @@ class Pipeline:
     # ---- steps
 
     def step(
-        self,
-        inputs: Tensor | tuple[Tensor, ...],
-        target: Tensor,
-        *,
-        loss_scale: float = 1.0,
-        record: bool = False,
+        self, inputs: Inputs, target: Tensor, *, loss_scale: float = 1.0, record: bool = False
     ) -> Tensor:
         """Forward and backward of a batch; gradients are added to those that are there.
 
@@ -221,24 +223,45 @@ class Pipeline:
         Raises:
             ValueError: rows do not divide into micro-batches, ranks have inputs of different
                 shapes, or the first step with inputs of a shape finds that a block does not take
-                them: on all ranks. Or the model was changed.
+                them: on all ranks. Or weights were frozen or thawed.
             RingcommError: a rank failed, or called something else.
 
         What a rank's blocks raise ends the group, so that other ranks do not wait for it. Under
         torch.autocast forwards run in it, and backwards without. Collective.
         """
-        self._check_unchanged()
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
         self._log = []
         with self.tied.summed():
-            return self._runner.step(inputs, target, loss_scale, self._log if record else None)
+            batch, made = self._prepared(inputs, target)
+            self._guarded(self._check_trained, made)
+            for stage in made.stages:
+                stage.log = self._log if record else None
+            self._loss_scale, self._losses = loss_scale, []
+            args = [value.to(self.device) for value in batch] if self._has(0) else []
+            options = {"target": target.to(self.device)} if self._has(-1) else {}
+            self._guarded(made.schedule.step, *args, **options, return_outputs=False)
+            return self._shared_loss()
 
-    def evaluate(self, inputs: Tensor | tuple[Tensor, ...], target: Tensor) -> Tensor:
+    @torch.no_grad()
+    def evaluate(self, inputs: Inputs, target: Tensor) -> Tensor:
         """The loss of a batch without gradients, on all ranks; arguments as of step().
 
         Modules stay in the mode that they are in: call `pipe.module.eval()` before. Collective.
         """
-        self._check_unchanged()
-        return self._runner.evaluate(inputs, target)
+        batch, made = self._prepared(inputs, target)
+        num = self.plan.num_microbatches
+        chunks = [x.to(self.device).chunk(num) for x in batch] if self._has(0) else []
+        first = list(zip(*chunks, strict=True))
+        outputs = self._guarded(
+            forward_only,
+            *(self.plan, self._modules, made.boundaries, first, self.group, self.device),
+        )
+        self._losses = []
+        if self._has(-1):
+            for output, wanted in zip(outputs, target.to(self.device).chunk(num), strict=True):
+                self._guarded(self._loss_of, output, wanted)
+        return self._shared_loss()
 
     def timeline(self) -> Timeline:
         """What all ranks computed in the last step, which was recorded. Times are of one host.
@@ -255,26 +278,115 @@ class Pipeline:
         actions = [Action(rank, *entry) for rank, log in enumerate(everyone) for entry in log]
         return Timeline(self.group.size(), tuple(sorted(actions, key=lambda a: a.begin_us)))
 
-    def _check_unchanged(self) -> None:
-        given = None if self._given is None else self._given()
-        if given is None:
-            return
-        known = [name for stage in self.stages for name in stage]
-        is_same = all(given._modules.get(name) is block for name, block in self._own.items())
-        if list(given._modules) != known or not is_same:
+    def _has(self, stage: int) -> bool:
+        return stage % self.plan.num_stages in self._modules
+
+    def _guarded(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Other ranks shall not wait for what a failed one does not send."""
+        try:
+            return call(*args, **kwargs)
+        except RingcommError:
+            raise
+        except Exception:
+            self.group.abort()
+            raise
+
+    def _loss_of(self, output: Any, target: Tensor) -> Tensor:
+        loss = self._loss_fn(output, target)
+        if loss.dim() != 0:
             raise ValueError(
-                f"the model was cut when its blocks were {known}, and they have been changed: make"
-                " a new Pipeline of it"
+                f"loss_fn returns a tensor without dimensions, got {tuple(loss.shape)}: is it"
+                ' reduction="none"?'
+            )
+        self._losses.append(loss.detach())
+        return loss / self._divisor * self._loss_scale
+
+    def _shared_loss(self) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        losses, self._losses = self._losses, []
+        if self._has(-1):
+            total += torch.stack(losses).float().sum() / self._divisor
+        owner = self.plan.rank_of(self.plan.num_stages - 1)
+        dist.broadcast(total, group=self.group, group_src=owner)
+        return total
+
+    # ---- preparation
+
+    def _prepared(self, inputs: Inputs, target: Tensor) -> tuple[tuple[Tensor, ...], _Made]:
+        """The inputs, and the stages for them; TypeError or ValueError on all ranks."""
+        num, kind = self.plan.num_microbatches, self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        metas: Metas = ()
+        problem: Exception | None = None
+        try:
+            _check_rows(batch, target, num)
+            metas = tuple(meta_like(x[: len(x) // num], False) for x in batch)
+        except (TypeError, ValueError) as error:
+            problem = error
+        words = shown(metas) if problem is None else f"a {type(problem).__name__}"
+        key = (words, autocast)
+        if not self._is_alike(key):
+            try:
+                check_agreement(
+                    {"inputs of a micro-batch": words, "autocast": autocast}, self.group
+                )
+            except ValueError as error:
+                raise problem or error from None
+        if problem is not None:
+            raise problem
+        if key not in self._made:
+            self._made[key] = self._make(metas)
+            if len(self._made) > MAX_SHAPES:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return batch, self._made[key]
+
+    def _is_alike(self, key: Any) -> bool:
+        """Whether all ranks have the same; 8 bytes from each."""
+        device, num_ranks = device_of(self.group), self.group.size()
+        mine = torch.tensor([zlib.crc32(repr(key).encode())], device=device)
+        digests = mine.new_empty(num_ranks)
+        all_gather_single(digests, mine, group=self.group)
+        return len(set(digests.tolist())) == 1
+
+    def _make(self, inputs: Metas) -> _Made:
+        place = self.device, self.group
+        boundaries = find_boundaries(
+            self.plan, self._modules, inputs, *place, computes=not self._has_run
+        )
+        self._has_run = True
+        num = self.plan.num_stages
+        stages = [
+            Stage(m, idx, num, *place, boundaries[idx], boundaries[idx + 1], self._recompute)
+            for idx, m in self._wrapped.items()
+        ]
+        last = stages[-1]
+        schedule = self.plan.start(stages, lambda *args: last.extend_forward(self._loss_of, *args))
+        return _Made(boundaries, stages, schedule, self._trained())
+
+    def _trained(self) -> list[bool]:
+        return [p.requires_grad for m in self._modules.values() for p in m.parameters()]
+
+    def _check_trained(self, made: _Made) -> None:
+        if self._trained() != made.trained:
+            raise ValueError(
+                "weights were frozen, thawed or added after the first step, when stages agreed on"
+                " who gets gradients: make a new Pipeline of the same blocks"
             )
 
 
-def _problem_of(module: nn.Module) -> str:
-    """What keeps a rank from beginning, or "ready"."""
-    devices = {str(p.device) for p in module.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        return f"the blocks are on several devices, {', '.join(sorted(devices))}: move them"
-    try:
-        check_can_materialize(module)
-    except ValueError as error:
-        return str(error)
-    return "ready"
+def _check_rows(batch: tuple[Tensor, ...], target: Tensor, num: int) -> None:
+    for name, value in (*(("inputs", x) for x in batch), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} are tensors, got a {type(value).__name__}")
+        num_rows = value.shape[0] if value.dim() else 0
+        if num_rows == 0 or num_rows % num:
+            below = num_rows - num_rows % num
+            fit = f"{below} or {below + num}" if below else f"{num}"
+            raise ValueError(
+                f"{num_rows} rows of {name} do not divide into {num} micro-batches: take {fit}"
+                " rows, or another num_microbatches"
+            )
+        if num_rows != batch[0].shape[0]:
+            raise ValueError(f"the {name} have {num_rows} rows, and the inputs {batch[0].shape[0]}")

@@ -1,20 +1,24 @@
-"""Schedules: in which order each rank computes what, by torch's implementations of them."""
+"""Schedules: in which order each rank computes what, and how long that takes in theory."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from ringcomm.parallel.pipeline.blocks import stages_of_rank
-
-__all__ = ["SCHEDULES", "Plan", "Work", "make_plan"]
+__all__ = ["SCHEDULES", "Plan", "Timeline", "Work", "make_plan", "simulate"]
 
 Kind = Literal["F", "B", "I", "W"]
+Time = float | Fraction
+Times = Time | Sequence[Time]
 
 
 class Work(NamedTuple):
@@ -60,7 +64,7 @@ class Plan:
     num_ranks: int
     stages_per_rank: int
     num_microbatches: int
-    orders: tuple[tuple[Work, ...], ...]
+    orders: tuple[tuple[Work, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -68,9 +72,10 @@ class Plan:
         return self.num_ranks * self.stages_per_rank
 
     def stages_of(self, rank: int) -> list[int]:
-        """In the order of the model."""
-        is_v = SCHEDULES[self.schedule].is_v
-        return stages_of_rank(rank, self.num_ranks, self.num_stages, is_v)
+        """In turn (0, p, 2p, ... on rank 0), or in a V: down the ranks, and up again."""
+        p, is_v = self.num_ranks, SCHEDULES[self.schedule].is_v
+        rows = range(self.stages_per_rank)
+        return [row * p + (p - 1 - rank if is_v and row % 2 else rank) for row in rows]
 
     def rank_of(self, stage: int) -> int:
         """Which rank has a stage."""
@@ -96,84 +101,234 @@ def make_plan(
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
     own = SCHEDULES[schedule]
     per_rank = own.default_stages if stages_per_rank is None else stages_per_rank
-    _check_numbers(schedule, num_ranks, num_microbatches, per_rank)
+    plan = Plan(schedule, num_ranks, per_rank, num_microbatches)
+    _check_numbers(plan)
     if own.has_several:
-        orders = _orders_of_torch(own, num_ranks, num_microbatches, per_rank)
+        orders = _orders_of_torch(plan)
     else:
-        num_first = [
-            num_microbatches if schedule == "gpipe" else num_ranks - rank
-            for rank in range(num_ranks)
-        ]
-        orders = [_one_stage(rank, num_microbatches, num) for rank, num in enumerate(num_first)]
-    return Plan(schedule, num_ranks, per_rank, num_microbatches, tuple(map(tuple, orders)))
+        orders = [_one_stage(plan, rank) for rank in range(num_ranks)]
+    return replace(plan, orders=tuple(map(tuple, orders)))
 
 
-def _check_numbers(schedule: str, num_ranks: int, num_microbatches: int, per_rank: int) -> None:
+def _check_numbers(plan: Plan) -> None:
+    schedule, num, num_ranks = plan.schedule, plan.num_microbatches, plan.num_ranks
     for name, value in (
         ("num_ranks", num_ranks),
-        ("num_microbatches", num_microbatches),
-        ("num_stages_per_rank", per_rank),
+        ("num_microbatches", num),
+        ("num_stages_per_rank", plan.stages_per_rank),
     ):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is a whole number, 1 or more; got {value!r}")
-    if schedule in ("gpipe", "1f1b") and per_rank != 1:
+    wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(schedule, plan.stages_per_rank)
+    if plan.stages_per_rank != wanted:
         raise ValueError(
-            f"{schedule} has one stage per rank, got num_stages_per_rank={per_rank}: leave it out,"
-            ' or take schedule="interleaved"'
+            f"{schedule} has num_stages_per_rank={wanted}, got {plan.stages_per_rank}: leave it"
+            ' out, or take schedule="interleaved"'
         )
-    if schedule == "zbv" and per_rank != 2:
-        raise ValueError(f"zbv has two stages per rank, got num_stages_per_rank={per_rank}")
-    if schedule == "1f1b" and num_microbatches < num_ranks:
+    if schedule == "1f1b" and num < num_ranks:
         raise ValueError(
             f"1f1b wants as many micro-batches as ranks at least, {num_ranks}; got"
-            f" num_microbatches={num_microbatches}: take more, or"
-            ' schedule="gpipe", which is no slower then'
+            f' num_microbatches={num}: take more, or schedule="gpipe", which is no slower then'
         )
-    num_rounds = max(1, num_microbatches // num_ranks)
-    if schedule in ("interleaved", "zero-bubble") and num_microbatches % num_rounds:
-        fit = [m for m in range(1, 2 * num_microbatches) if m % max(1, m // num_ranks) == 0]
-        below = max(m for m in fit if m < num_microbatches)
-        above = min(m for m in fit if m > num_microbatches)
+    if schedule in ("interleaved", "zero-bubble") and num % max(1, num // num_ranks):
         raise ValueError(
             f"{schedule} over {num_ranks} ranks goes in rounds of equal size, and"
-            f" num_microbatches={num_microbatches} does not divide: take {below} or {above}"
+            f" num_microbatches={num} does not divide: take a multiple of {num_ranks}"
         )
 
 
-def _one_stage(rank: int, num_microbatches: int, num_first: int) -> list[Work]:
+def _one_stage(plan: Plan, rank: int) -> list[Work]:
     """Some forwards first; then, as long as there are any, a forward behind each backward."""
-    num_first = min(num_first, num_microbatches)
+    num = plan.num_microbatches
+    num_first = num if plan.schedule == "gpipe" else min(num, plan.num_ranks - rank)
     order = [Work("F", rank, i) for i in range(num_first)]
-    for i in range(num_microbatches):
+    for i in range(num):
         order.append(Work("B", rank, i))
-        if num_first + i < num_microbatches:
+        if num_first + i < num:
             order.append(Work("F", rank, num_first + i))
     return order
 
 
-def _orders_of_torch(
-    own: _Schedule, num_ranks: int, num_microbatches: int, per_rank: int
-) -> list[list[Work]]:
+def _orders_of_torch(plan: Plan) -> list[list[Work]]:
     """What torch's schedule has planned for all ranks, made for stages that compute nothing."""
-    num_stages = num_ranks * per_rank
     stages = [
         SimpleNamespace(
             stage_index=idx,
-            num_stages=num_stages,
-            group_size=num_ranks,
+            num_stages=plan.num_stages,
+            group_size=plan.num_ranks,
             group_rank=0,
             is_first=idx == 0,
-            is_last=idx == num_stages - 1,
+            is_last=idx == plan.num_stages - 1,
             submod=nn.Identity(),
         )
-        for idx in stages_of_rank(0, num_ranks, num_stages, own.is_v)
+        for idx in plan.stages_of(0)
     ]
-    plan = getattr(torch_schedules, own.torch_name)(stages, num_microbatches)
+    make = getattr(torch_schedules, SCHEDULES[plan.schedule].torch_name)
+    planned = make(stages, plan.num_microbatches).pipeline_order
     return [
         [
             Work(action.computation_type.value, action.stage_index, action.microbatch_index)
-            for action in plan.pipeline_order[rank]
+            for action in planned[rank]
             if action is not None
         ]
-        for rank in range(num_ranks)
+        for rank in range(plan.num_ranks)
     ]
+
+
+# ---- timelines
+
+
+class Action(NamedTuple):
+    """Work on a rank; microseconds, those of a simulation in the unit it was given, exact."""
+
+    rank: int
+    kind: Kind
+    stage: int
+    micro_batch: int
+    begin_us: Time
+    end_us: Time
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What was computed when in a step, on all ranks.
+
+    Attributes:
+        num_ranks: of the pipeline.
+        actions: of all ranks, by their begin: rank, kind ("F" forward, "B" backward, "I" and "W"
+            its halves, for inputs and for weights), stage, micro_batch, begin_us, end_us.
+    """
+
+    num_ranks: int
+    actions: tuple[Action, ...]
+
+    @property
+    def span_us(self) -> Time:
+        """From the first begin to the last end."""
+        return max(a.end_us for a in self.actions) - min(a.begin_us for a in self.actions)
+
+    def of_rank(self, rank: int) -> list[Action]:
+        """A rank's actions, in order."""
+        return [a for a in self.actions if a.rank == rank]
+
+    def busy_us(self, rank: int) -> Time:
+        """How long a rank computed."""
+        return sum((a.end_us - a.begin_us for a in self.of_rank(rank)), Fraction(0))
+
+    def bubble(self) -> Time:
+        """The share of all ranks' time in which they did not compute.
+
+        (p-1) / (m+p-1) for GPipe and 1F1B over p ranks with m micro-batches whose stages are alike,
+        and (p-1) / (v m+p-1) for interleaved 1F1B with v stages per rank (Narayanan et al. 2021).
+        """
+        busy = sum((self.busy_us(rank) for rank in range(self.num_ranks)), Fraction(0))
+        return 1 - busy / (self.num_ranks * self.span_us)
+
+    def max_live(self) -> dict[int, int]:
+        """By stage, how many micro-batches were forwarded and not through the backward, at most.
+
+        min(m, p-i) in stage i of 1F1B, m in GPipe: it is their activations that memory is for.
+        """
+        live: Counter[int] = Counter()
+        most: Counter[int] = Counter()
+        for action in self.actions:
+            live[action.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most[action.stage] = max(most[action.stage], live[action.stage])
+        return dict(sorted(most.items()))
+
+    def export_chrome_trace(self, path: str | Path) -> None:
+        """Writes Chrome's trace format, which Perfetto and chrome://tracing show: a row a rank."""
+        begin = min(action.begin_us for action in self.actions)
+        events = [
+            {
+                "name": f"{action.kind}{action.micro_batch}",
+                "ph": "X",
+                "pid": 0,
+                "tid": action.rank,
+                "ts": float(action.begin_us - begin),
+                "dur": float(action.end_us - action.begin_us),
+                "args": {"stage": action.stage},
+            }
+            for action in self.actions
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def simulate(
+    schedule: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    num_stages_per_rank: int | None = None,
+    forward_us: Times = 1,
+    backward_us: Times = 2,
+    weight_us: Times | None = None,
+) -> Timeline:
+    """Runs a schedule's order in no time but that of its stages; messages cost nothing.
+
+        pipeline.simulate("1f1b", num_ranks=4, num_microbatches=8).bubble()  # Fraction(3, 11)
+
+    Args:
+        schedule: as of a Pipeline.
+        num_ranks: of its group.
+        num_microbatches: as of a Pipeline.
+        num_stages_per_rank: as of a Pipeline.
+        forward_us: of one micro-batch in one stage, or a list by stage; in any unit.
+        backward_us: the same of its backward, both halves.
+        weight_us: of the half for weights, where the schedule has halves; default: half of it. The
+            first stage has nobody to give gradients of inputs to, and does all of its backward
+            then.
+
+    Returns:
+        The timeline, in exact fractions.
+
+    Raises:
+        ValueError: the schedule does not come with these numbers, or a list of times has not one
+            for each stage.
+    """
+    plan = make_plan(schedule, num_ranks, num_microbatches, num_stages_per_rank)
+    forward = _by_stage("forward_us", forward_us, plan.num_stages)
+    backward = _by_stage("backward_us", backward_us, plan.num_stages)
+    halves = [time / 2 for time in backward] if weight_us is None else weight_us
+    weight = _by_stage("weight_us", halves, plan.num_stages)
+    weight[0] = backward[0]
+    inputs = [both - own for both, own in zip(backward, weight, strict=True)]
+    times = {"F": forward, "B": backward, "I": inputs, "W": weight}
+    # Every action begins when its rank is free and what it needs is there.
+    ends: dict[tuple[str, int, int], Fraction] = {}
+    actions: list[Action] = []
+    free = [Fraction(0)] * plan.num_ranks
+    waiting = [list(order[::-1]) for order in plan.orders]
+    while any(waiting):
+        num_before = len(actions)
+        for rank, order in enumerate(waiting):
+            while order and all(need in ends for need in _needs(order[-1], plan.num_stages)):
+                work = order.pop()
+                needs = _needs(work, plan.num_stages)
+                begin = max([free[rank], *(ends[need] for need in needs)])
+                end = begin + times[work.kind][work.stage]
+                # What waits for either kind of backward looks in one place.
+                kind = "B" if work.kind == "I" else work.kind
+                ends[kind, work.stage, work.micro_batch] = free[rank] = end
+                actions.append(Action(rank, *work, begin, end))
+        if len(actions) == num_before:
+            raise RuntimeError(f"{plan.schedule} waits for itself: a bug of the schedule")
+    return Timeline(plan.num_ranks, tuple(sorted(actions, key=lambda a: (a.begin_us, a.end_us))))
+
+
+def _by_stage(name: str, times: Times, num_stages: int) -> list[Fraction]:
+    if not isinstance(times, Sequence):
+        return [Fraction(times)] * num_stages
+    if len(times) != num_stages:
+        raise ValueError(f"{name} has {len(times)} times for {num_stages} stages")
+    return [Fraction(time) for time in times]
+
+
+def _needs(work: Work, num_stages: int) -> list[tuple[str, int, int]]:
+    stage, micro_batch = work.stage, work.micro_batch
+    if work.kind == "F":
+        return [("F", stage - 1, micro_batch)] if stage else []
+    if work.kind == "W":
+        return [("B", stage, micro_batch)]
+    needs = [("F", stage, micro_batch)]
+    return needs if stage == num_stages - 1 else [*needs, ("B", stage + 1, micro_batch)]

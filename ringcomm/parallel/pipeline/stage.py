@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from ringcomm.parallel.pipeline.schedules import Kind
-from ringcomm.parallel.pipeline.shapes import Specs, specs_of
+from ringcomm.parallel.pipeline.schedules import Kind, Plan
+from ringcomm.parallel.pipeline.shapes import Metas, meta_like, shown, zeros
 
-__all__ = ["Log", "Stage"]
+__all__ = ["Log", "Stage", "forward_only"]
 
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
 Log = list[tuple[Kind, int, int, float, float]]
@@ -30,8 +30,8 @@ class Stage(PipelineStage):
 
     Args:
         recompute: whether the module has checkpoints. The half of a backward that is for inputs
-            then does the other one as well: there torch runs the graph once for each group of
-            weights, and would recompute a checkpoint once for each.
+            then does the other one as well: torch would recompute a checkpoint once for each group
+            of weights.
 
     Attributes:
         log: what it computed, if that is recorded.
@@ -44,46 +44,41 @@ class Stage(PipelineStage):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
-        inputs: Specs,
-        outputs: Specs,
+        inputs: Metas,
+        outputs: Metas,
         recompute: bool,
     ) -> None:
         # Behind frozen blocks torch's half for the weights finds none of them.
-        has_no_halves = recompute or not any(spec.requires_grad for spec in inputs)
+        has_no_halves = recompute or not any(meta.requires_grad for meta in inputs)
         super().__init__(
             module,
             stage_idx,
             num_stages,
             device,
-            input_args=tuple(spec.like("meta") for spec in inputs),
-            output_args=tuple(spec.like("meta") for spec in outputs),
+            input_args=inputs,
+            output_args=outputs,
             group=group,
-            dw_builder=(lambda: _nothing) if stage_idx > 0 and has_no_halves else None,
+            dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
         self.log: Log | None = None
         self._expected = outputs
-        self._expected_kinds = [(spec.shape, spec.dtype) for spec in outputs]
         self._without_memory: dict[Any, Tensor] = {}
 
     # ---- computing
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a micro-batch.
-
-        Raises:
-            ValueError: the module returns something else than it did when stages were made.
-        """
+        """Raises ValueError if the module returns another shape than when stages were made."""
         try:
             result = self._timed("F", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
         except RuntimeError as error:
             raise error.__cause__ or error  # noqa: B904  # torch tells of tensors only
         tensors = result if isinstance(result, tuple) else (result,)
-        if [(tuple(t.shape), t.dtype) for t in tensors] != self._expected_kinds:
-            found = specs_of(result)
+        kinds = [[(t.shape, t.dtype) for t in some] for some in (tensors, self._expected)]
+        if kinds[0] != kinds[1]:
             raise ValueError(
-                f"stage {self.stage_index} returned {', '.join(map(str, found))}, and the next one"
-                f" expects {', '.join(map(str, self._expected))}: was the model changed after it"
-                " was cut? Make a new Pipeline of it"
+                f"stage {self.stage_index} returned {shown(tensors)}, and the next one expects"
+                f" {shown(self._expected)}: was the model changed after it was cut? Make a new"
+                " Pipeline of it"
             )
         return result
 
@@ -180,9 +175,7 @@ class Stage(PipelineStage):
             if isinstance(buffer, Tensor) and not buffer.is_meta:
                 kind = (buffer.shape, buffer.dtype, buffer.requires_grad)
                 if kind not in self._without_memory:
-                    self._without_memory[kind] = torch.empty_like(
-                        buffer, device="meta", requires_grad=buffer.requires_grad
-                    )
+                    self._without_memory[kind] = meta_like(buffer, buffer.requires_grad)
                 info.buffer = self._without_memory[kind]
 
     def clear_runtime_states(self) -> None:
@@ -194,5 +187,38 @@ class Stage(PipelineStage):
             left.clear()
 
 
-def _nothing() -> None:
-    """The half of a backward that has been done."""
+def forward_only(
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    boundaries: Sequence[Metas],
+    inputs: Sequence[tuple[Tensor, ...]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Any]:
+    """All micro-batches through a stage, then through the next; what this rank's last one returns.
+
+    torch's own way without gradients does not run a V. Modules are this rank's, by stage, in the
+    order of the model; boundaries what each stage takes; inputs those of the first stage, by
+    micro-batch, where it is. Collective: sends and receives.
+    """
+    sent: list[dist.Work | None] = []
+    outputs: list[Any] = list(inputs)
+    for stage, module in modules.items():
+        values, outputs = outputs, []
+        for micro_batch in range(plan.num_microbatches):
+            if stage == 0 or stage - 1 in modules:
+                value = values[micro_batch]
+            else:
+                value = tuple(tensor.detach() for tensor in zeros(boundaries[stage], device))
+                for tensor in value:
+                    dist.recv(tensor, group=group, group_src=plan.rank_of(stage - 1))
+            result = module(*(value if isinstance(value, tuple) else (value,)))
+            outputs.append(result)
+            if stage + 1 < plan.num_stages and stage + 1 not in modules:
+                target = plan.rank_of(stage + 1)
+                for tensor in result if isinstance(result, tuple) else (result,):
+                    sent.append(dist.isend(tensor, group=group, group_dst=target))
+    for work in sent:
+        if work is not None:
+            work.wait()
+    return outputs

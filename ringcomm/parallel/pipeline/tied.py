@@ -14,11 +14,7 @@ __all__ = ["TiedWeights", "find_tied"]
 
 
 class TiedWeights:
-    """The weights that this rank has, and others have as well.
-
-    Args:
-        ranks_of: for each of them the group's ranks that have it, in order; this one among them.
-    """
+    """The weights that this rank has, and others as well: by weight the ranks that have it."""
 
     def __init__(
         self, ranks_of: Mapping[nn.Parameter, Sequence[int]], group: dist.ProcessGroup
@@ -48,10 +44,7 @@ class TiedWeights:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Gradients that are made inside become sums over all ranks, in the order of ranks.
-
-        Those of steps before are sums already, and set aside as long; also if what is inside fails.
-        """
+        """Gradients that are made inside become sums over all ranks; those before are sums."""
         before = {param: param.grad for param in self._ranks_of}
         for param in before:
             param.grad = None

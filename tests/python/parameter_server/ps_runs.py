@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ranks
 import torch
-from torch import nn
-from zero_models import Net, batch, loss_of, weights
+from torch import Tensor, nn
+from zero_models import Net, batch, loss_of, make_optimizer, weights
 
 import ringcomm
 from ringcomm.parallel import ParameterServer
@@ -65,29 +66,30 @@ def step_once(server: Any, model: nn.Module, step: int, place: int, num_workers:
 
 def train(
     rank: int,
+    device: str,
     world_size: int,
     layout: str,
-    kind: str = "sgd",
-    options: dict[str, Any] | None = None,
-    model_options: dict[str, Any] | None = None,
+    options: dict[str, Any],
+    model_options: dict[str, Any],
     num_micro_batches: int = 1,
 ) -> dict[str, Any]:
     """STEPS steps; every worker has rows of its own."""
-    model = Net(**(model_options or {}))
+    place = ranks.place(device, rank)
+    model = Net(**model_options).to(place)
     if rank != 0:
         nn.init.zeros_(model.last.weight)  # rank 0's count
     workers = workers_of(layout, world_size)
     losses: list[float] = []
     before = sent_bytes()  # others may pull as soon as there is a server
-    with make_server(model, layout, kind, **(options or {})) as server:
+    with make_server(model, layout, "momentum", **options) as server:
         if rank in workers:
-            place = workers.index(rank)
+            mine = workers.index(rank)
             for step in range(STEPS):
                 server.pull()
                 for part in range(num_micro_batches):
-                    rows = batch(num_micro_batches * step + part, place, len(workers))
-                    loss = loss_of(model, *rows)
-                    loss.backward()
+                    rows = batch(num_micro_batches * step + part, mine, len(workers))
+                    loss = loss_of(model, *(row.to(place) for row in rows))
+                    server.scale(loss).backward()
                     losses.append(float(loss.detach()))
                 server.push()
             server.pull(fresh=True)
@@ -95,26 +97,35 @@ def train(
             server.serve()
     return {
         "losses": losses,
-        "weights": weights(model) if rank in workers else None,
+        "weights": {name: value.cpu() for name, value in weights(model).items()},
         "version": server.version,
         "sent": sent_bytes() - before,
         "keys": server.keys,
         "staleness": dict(server.staleness_histogram),
+        "skipped": server.num_skipped_updates,
     }
+
+
+def train_alone(
+    kind: str, num_micro_batches: int = 1, **model_options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same steps in one process, on all rows."""
+    model = Net(**model_options)
+    optimizer = make_optimizer(model, kind)
+    losses = []
+    for step in range(STEPS):
+        for part in range(num_micro_batches):
+            loss = loss_of(model, *batch(num_micro_batches * step + part))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, weights(model)
 
 
 # ---- bytes
 
 WIDTH = {None: 4, torch.bfloat16: 2}
-
-
-def key_bytes(keys: dict[int, list[str]], wire_dtype: torch.dtype | None) -> dict[int, int]:
-    """By server."""
-    model = Net()
-    return {
-        server: sum(WIDTH[wire_dtype] * model.get_parameter(name).numel() for name in names)
-        for server, names in keys.items()
-    }
 
 
 def check_sent(
@@ -128,9 +139,12 @@ def check_sent(
 
     A pull that finds nothing new is headers alone.
     """
-    workers = workers_of(layout, world_size)
-    keys = key_bytes(results[0]["keys"], wire_dtype)
-    whole = sum(WIDTH[wire_dtype] * param.numel() for param in Net().parameters())
+    workers, model = workers_of(layout, world_size), Net()
+    keys = {
+        server: sum(WIDTH[wire_dtype] * model.get_parameter(name).numel() for name in names)
+        for server, names in results[0]["keys"].items()
+    }
+    whole = sum(WIDTH[wire_dtype] * param.numel() for param in model.parameters())
     assert sum(keys.values()) == whole
     num_pulls = num_steps + 1
     for rank, result in enumerate(results):

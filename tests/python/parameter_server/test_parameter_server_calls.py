@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ps_oracles import train_alone
-from ps_runs import STEPS, groups_of, make_of, make_server, step_once, workers_of
+from ps_runs import STEPS, groups_of, make_of, make_server, step_once, train_alone, workers_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
 from zero_models import Net, batch, loss_of, weights
 
 from ringcomm.parallel import ParameterServer, get_state_dict, set_state_dict
@@ -42,9 +42,9 @@ def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] |
     return (weights(model), saved[1]) if rank in workers else None
 
 
-@pytest.mark.parametrize("layout", ["all", "dedicated"])
-def test_a_state_resumes(layout: str, tmp_path: Path) -> None:
+def test_a_state_resumes(tmp_path: Path) -> None:
     """And is the one of torch's own optimizer, also through torch.distributed.checkpoint."""
+    layout = "dedicated"
     _, expected = train_alone("momentum")
     model = Net()
     optimizer = make_of("momentum")(groups_of(model))
@@ -108,13 +108,12 @@ def test_masters_are_kept() -> None:
 # ---- edges
 
 
-def train_small(rank: int, num_params: int) -> None:
+def train_small(rank: int) -> None:
     """Fewer parameters than ranks: some serve nothing."""
-    torch.manual_seed(0)
-    model = nn.ParameterList([torch.full((2,), float(i + rank)) for i in range(num_params)])
+    model = nn.ParameterList([torch.full((2,), float(i + rank)) for i in range(2)])
     groups = [{"params": []}, {"params": list(model)}, {"params": [], "lr": 3.0}]
     with ParameterServer(model, make_of("sgd"), param_groups=groups) as server:
-        assert len(server.servers) == num_params
+        assert len(server.servers) == 2
         for _ in range(2):
             server.pull()
             torch.stack([(param * rank).sum() for param in model]).sum().backward()
@@ -128,9 +127,8 @@ def train_small(rank: int, num_params: int) -> None:
         torch.testing.assert_close(param.detach(), torch.full((2,), value))
 
 
-@pytest.mark.parametrize("num_params", [1, 2])
-def test_fewer_parameters_than_ranks(num_params: int) -> None:
-    run_ranks(3, train_small, num_params)
+def test_fewer_parameters_than_ranks() -> None:
+    run_ranks(3, train_small)
 
 
 def train_odd(rank: int) -> None:
@@ -163,59 +161,29 @@ def test_odd_parameters() -> None:
 
 
 def train_in_subgroup(rank: int) -> None:
-    """Ranks 0 and 2 of three, twice, over Gloo's group; two servers at once."""
-    group = dist.new_group([0, 2], backend="gloo")
-    if rank != 1:
-        for _ in range(2):
-            models = [Net(), Net()]
-            servers = [
-                ParameterServer(
-                    model,
-                    make_of("sgd"),
-                    group=group,
-                    servers=[1],
-                    param_groups=groups_of(model),
-                )
-                for model in models
-            ]
-            assert servers[0].servers == [1]
-            for step in range(STEPS):
-                for server, model in zip(servers, models, strict=True):
-                    step_once(server, model, step, rank // 2, 2)
+    """Ranks 0 and 2 of four in a mesh over Gloo, twice; two servers at once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    for _ in range(2):
+        models = [Net(), Net()]
+        options: dict[str, Any] = {"mesh": mesh, "servers": [1]}
+        servers = [
+            ParameterServer(model, make_of("sgd"), param_groups=groups_of(model), **options)
+            for model in models
+        ]
+        assert servers[0].servers == [1]
+        for step in range(STEPS):
             for server, model in zip(servers, models, strict=True):
-                server.pull()
-                server.close()
-                server.close()
-                for name, value in train_alone("sgd")[1].items():
-                    torch.testing.assert_close(weights(model)[name], value, rtol=0, atol=1e-6)
-    dist.barrier()
+                step_once(server, model, step, rank // 2, 2)
+        for server, model in zip(servers, models, strict=True):
+            server.pull()
+            server.close()
+            server.close()
+            for name, value in train_alone("sgd")[1].items():
+                torch.testing.assert_close(weights(model)[name], value, rtol=0, atol=1e-6)
 
 
 def test_in_a_subgroup() -> None:
-    run_ranks(3, train_in_subgroup)
-
-
-def schedule_rate(rank: int) -> None:
-    """A scheduler of torch's, on a server, by a hook of the optimizer."""
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(groups, lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        optimizer.register_step_post_hook(lambda *_: scheduler.step())
-        return optimizer
-
-    model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
-    with ParameterServer(model, make) as server:
-        for _ in range(3):
-            server.pull()
-            (model[0].sum() + model[1].sum()).backward()
-            server.push()
-        server.pull()
-    assert torch.cat(list(model)).tolist() == [-1.75] * 6
-
-
-def test_a_schedule_of_learning_rates() -> None:
-    run_ranks(2, schedule_rate)
+    run_ranks(4, train_in_subgroup, backend="gloo")
 
 
 # ---- errors
@@ -229,6 +197,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "staleness": ({"staleness": -1}, "a number of steps >= 0, got -1"),
     "half a step": ({"staleness": 0.5}, "a number of steps >= 0, got 0.5"),
     "wire_dtype": ({"wire_dtype": torch.int8}, "a floating dtype"),
+    "loss_scale": ({"loss_scale": -1.0}, "loss_scale is None"),
 }
 
 
@@ -244,11 +213,15 @@ def raise_value_errors(rank: int) -> None:
         ParameterServer(Net(), make(groups_of(Net())))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no parameter requires grad"):
         ParameterServer(nn.ReLU(), make)
+    with pytest.raises(ValueError, match="other parameters than it was given"):
+        ParameterServer(Net(), lambda _: torch.optim.SGD(Net().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="returns a torch optimizer, got a list"):
+        ParameterServer(Net(), lambda groups: groups)  # type: ignore[arg-type,return-value]
     model = Net()
     for groups, text in (
         (groups_of(model)[:1], "in no parameter group"),
-        (groups_of(Net()), "another's"),
-        (groups_of(model) * 2, "there twice"),
+        ([*groups_of(model), *groups_of(Net())], "another's"),
+        ([{"params": [*model.parameters(), model.first.bias]}], "there twice"),
     ):
         with pytest.raises(ValueError, match=text):
             ParameterServer(model, make, param_groups=groups)
@@ -305,15 +278,3 @@ def change_models(rank: int) -> None:
 
 def test_changed_models() -> None:
     run_ranks(2, change_models)
-
-
-def make_others(rank: int) -> None:
-    model, strangers = Net(), list(Net().parameters())
-    with pytest.raises(ValueError, match="other parameters than it was given"):
-        ParameterServer(model, lambda _: torch.optim.SGD(strangers, lr=0.1))
-    with pytest.raises(TypeError, match="returns a torch optimizer, got a list"):
-        ParameterServer(model, lambda groups: groups)  # type: ignore[arg-type,return-value]
-
-
-def test_wrong_optimizers() -> None:
-    run_ranks(2, make_others)

