@@ -28,6 +28,10 @@ _STATES = {
     " what ringcomm.parallel.get_state_dict() has returned",
 }
 
+_FIND = "it was removed; ringcomm.planner.%s takes a name, or the path of a JSON file"
+
+_PLANNERS = "it was removed; it is not for users"
+
 _GONE = {
     "ringcomm": {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
@@ -75,6 +79,13 @@ _GONE = {
         "weight_intensity": _EFFICIENCY,
         "TiledLinear": "it was removed; write a layer larger than memory as several nn.Linear,"
         " each of which is a unit of zero.shard(units=...)",
+    },
+    "ringcomm.planner": {
+        "find_hardware": _FIND % "Cluster",
+        "find_model": _FIND % "plan",
+        "model_of_config": _FIND % "plan",
+        **dict.fromkeys(("HARDWARE", "MODELS", "SYSTEMS", "Mesh", "Refusal"), _PLANNERS),
+        "kept_bytes": "it was removed; use ringcomm.parallel.zero.predict_memory()",
     },
 }
 
