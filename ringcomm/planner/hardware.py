@@ -336,7 +336,7 @@ class Cluster:
     """
 
     num_gpus: int
-    hardware: Hardware = "h100"  # type: ignore[assignment]  # a name becomes what it names
+    hardware: Any = "h100"  # a Hardware once it is made
     memory_bytes: int = 0
     per_host: int = 0
     host_memory_bytes: int = 0
@@ -344,9 +344,9 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or min(self.memory_bytes, self.per_host, self.host_memory_bytes) < 0:
             raise ValueError("gpus, memory and gpus per host are positive")
-        hardware = self.hardware
-        if not isinstance(hardware, Hardware):
-            hardware = find_hardware(str(hardware))
+        hardware: Hardware = self.hardware
+        if isinstance(self.hardware, str):
+            hardware = find_hardware(self.hardware)
         values = {
             "hardware": hardware,
             "memory_bytes": self.memory_bytes or hardware.memory_bytes,
