@@ -23,6 +23,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     return status, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_bytes_and_memory(tmp_path: Path, world_size: int) -> None:
     plot = tmp_path / "systems.svg"
