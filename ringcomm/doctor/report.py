@@ -16,7 +16,7 @@ from ringcomm.doctor.facts import (
     telling_pairs,
     versions,
 )
-from ringcomm.doctor.group import Plan, examine_group
+from ringcomm.doctor.group import examine_group
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, variables
 from ringcomm.measure.ranks import RankError
 from ringcomm.measure.screen import byte_count, make_table, microseconds
@@ -125,7 +125,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     set_variables = variables("RINGCOMM_")
     missing = missing_features()
     try:
-        group = examine_group(Plan(world_size, telling_pairs(cpus), seconds))
+        group = examine_group(world_size, telling_pairs(cpus), seconds)
     except RankError as error:
         group = {"errors": [str(error)]}
     unknown = sorted(set_variables.keys() - known_variables())

@@ -16,8 +16,6 @@ from ringcomm.planner.hardware import Cluster, Group
 from ringcomm.planner.job import SYSTEMS, Job, Mesh, System, bubble
 from ringcomm.planner.models import ModelShape, Unit, Weight
 
-__all__ = ["Candidate", "Kept", "RankPart", "kept_by", "ring_elems", "sent_of_weights"]
-
 CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
 LOMO_REDUCE_BYTES = 4  # of an element: the default of Lomo's reduce_dtype
 NUM_CHUNKS = 3  # one comes, one is at work, one goes
@@ -179,23 +177,15 @@ def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of a rank.
-
-    Attributes:
-        parameters, gradients, states: on the device.
-        buffers: what gathers, reductions and updates go through.
-        elsewhere: what an offloading system keeps in host memory or on disks.
-        streamed: moved from and to there for an update.
-        streamed_each: moved for every micro-batch.
-    """
+    """Bytes of a rank, on the device where nothing else is said."""
 
     parameters: int = 0
     gradients: int = 0
     states: int = 0
-    buffers: int = 0
-    elsewhere: int = 0
-    streamed: int = 0
-    streamed_each: int = 0
+    buffers: int = 0  # what gathers, reductions and updates go through
+    elsewhere: int = 0  # in host memory or on disks
+    streamed: int = 0  # from and to there for an update
+    streamed_each: int = 0  # for every micro-batch
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(*map(operator.add, astuple(self), astuple(other)))

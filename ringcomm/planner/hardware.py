@@ -35,8 +35,6 @@ from typing import Any, Literal
 from ringcomm.measure.screen import in_gb
 from ringcomm.tuning import World
 
-__all__ = ["HARDWARE", "Cluster", "Group", "Hardware", "Link", "Precision", "find_hardware"]
-
 Precision = Literal["bf16", "fp32"]
 MIB = 1 << 20
 
@@ -234,30 +232,18 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, as many on every host.
-
-    Attributes:
-        per_host: ranks of the group on a host.
-        num_hosts: hosts that it spans.
-        inside, outside: links between ranks of a host, and of different hosts.
-        call_s: latency of every collective.
-    """
+    """Ranks that communicate, as many on every host."""
 
     per_host: int
     num_hosts: int
-    inside: Link
-    outside: Link
-    call_s: float = 0.0
+    inside: Link  # between ranks of a host
+    outside: Link  # between hosts
+    call_s: float = 0.0  # latency of every collective
 
     @property
     def num_ranks(self) -> int:
         """Ranks on all hosts."""
         return self.per_host * self.num_hosts
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the group is on one host."""
-        return self.num_hosts == 1
 
     def all_reduce(self, num_bytes: float) -> float:
         """Seconds, by the fastest of ring, levels and trees."""
@@ -276,7 +262,7 @@ class Group:
         """Seconds of half an all_reduce in one ring; between hosts all ranks carry a share."""
         steps = self.num_ranks - 1
         sent = num_bytes * steps / self.num_ranks
-        if self.is_inside:
+        if self.num_hosts == 1:
             return self.inside.seconds(steps, sent)
         # As many rings run as a host has network links, and one hop in each host leaves it.
         rate = min(self.inside.rate, self.outside.rate * self.per_host)
@@ -314,7 +300,7 @@ class Group:
 
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message to the neighbour, over the slowest link there is."""
-        link = self.inside if self.is_inside else self.outside
+        link = self.inside if self.num_hosts == 1 else self.outside
         return link.seconds(1, num_bytes) + self.call_s
 
 

@@ -15,19 +15,6 @@ from typing import Literal, get_args
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
-__all__ = [
-    "CHECKPOINTINGS",
-    "SCHEDULES",
-    "SYSTEMS",
-    "Job",
-    "Mesh",
-    "System",
-    "bubble",
-    "live_micro_batches",
-    "mesh_fault",
-    "schedule_fault",
-]
-
 CHECKPOINTINGS = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 Tier = Literal["device", "host", "disk"]
@@ -37,21 +24,13 @@ Attention = Literal["flash", "full"]
 
 @dataclass(frozen=True)
 class System:
-    """How data-parallel ranks keep a model.
-
-    Attributes:
-        name: as in docs/systems.md.
-        stage: of ZeRO; 0 where each rank has everything.
-        states: where the optimizer's states are.
-        weights: where shards of weights and gradients are.
-        is_lomo: whether an update inside the backward pass leaves no gradients and no states.
-    """
+    """How data-parallel ranks keep a model, by a name of docs/systems.md."""
 
     name: str
-    stage: int
-    states: Tier = "device"
-    weights: Tier = "device"
-    is_lomo: bool = False
+    stage: int  # of ZeRO; 0 where each rank has everything
+    states: Tier = "device"  # of the optimizer
+    weights: Tier = "device"  # their shards, and those of gradients
+    is_lomo: bool = False  # an update inside the backward pass leaves no gradients and no states
 
     def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
         """Why it does not go with a mesh, or on a device that is its host; None if it does."""
@@ -265,7 +244,7 @@ def live_micro_batches(
 
 
 def schedule_fault(
-    schedule: str, num_layers: int, num_stages: int, num_micro_batches: int, virtual: int = 2
+    schedule: str, num_layers: int, num_stages: int, num_micro_batches: int, virtual: int
 ) -> str | None:
     """Why a schedule cannot run so; None if it can."""
     parts = {"interleaved": virtual, "zbv": 2}.get(schedule, 1)

@@ -30,8 +30,6 @@ from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.job import Job, Mesh, live_micro_batches
 from ringcomm.planner.models import ModelShape
 
-__all__ = ["Activations", "RankMemory", "activations_of", "memory_of", "memory_of_stage"]
-
 _TOKEN_ID_BYTES = 8
 # Of a token in ringcomm's cross-entropy: its class, and six sums in float32.
 _LOSS_BYTES = 8 + 6 * 4
@@ -39,23 +37,14 @@ _LOSS_BYTES = 8 + 6 * 4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one rank.
+    """Bytes of one micro-batch on one rank."""
 
-    Attributes:
-        layer: that a layer keeps.
-        scores: of these the s × s matrices, which selective recomputation makes anew.
-        boundary: the layer's input alone, which full recomputation keeps.
-        embedding: in front of the layers.
-        head: behind them: the last norm, the logits, the loss.
-        logits: of these the logits, whose gradient comes in the backward pass.
-    """
-
-    layer: int
-    scores: int
-    boundary: int
-    embedding: int
-    head: int
-    logits: int
+    layer: int  # that a layer keeps
+    scores: int  # of these the s × s matrices, which selective recomputation makes anew
+    boundary: int  # the layer's input alone, which full recomputation keeps
+    embedding: int  # in front of the layers
+    head: int  # behind them: the last norm, the logits, the loss
+    logits: int  # of these the logits, whose gradient comes in the backward pass
 
     def kept(self, checkpointing: str) -> int:
         """What a layer keeps with such recomputation."""

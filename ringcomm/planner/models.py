@@ -9,8 +9,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["MODELS", "ModelShape", "Unit", "Weight", "find_model"]
-
 Bias = Literal["qkv", "out", "ffn", "norm"]
 # How tensor parallelism cuts a weight: the rows by heads or by groups of heads, all rows, or
 # columns. Columns of the projection behind attention go by heads, whose number ranks divide.
@@ -19,15 +17,10 @@ Split = Literal["heads", "kv_heads", "rows", "columns"]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter's shape; experts are stacked along the first dimension.
-
-    Attributes:
-        split: None where each rank of a tensor-parallel group has all of it.
-        is_expert: whether expert parallelism shards it along the first dimension.
-    """
+    """A parameter's shape; experts are stacked along the first dimension."""
 
     shape: tuple[int, ...]
-    split: Split | None = None
+    split: Split | None = None  # None where each tensor-parallel rank has all of it
     is_expert: bool = False
 
     @property

@@ -16,8 +16,6 @@ from ringcomm.planner.memory import RankMemory
 from ringcomm.planner.models import ModelShape
 from ringcomm.planner.step_time import StepTime, Traffic, offload_rate
 
-__all__ = ["DEVICE_PARTS", "Plan", "Plans", "Refusal"]
-
 SCHEMA = 2
 DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
@@ -179,7 +177,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
         size, group = getattr(c.mesh, axis), c.group(axis)
         if size > 1:
-            place = "inside a host" if group.is_inside else f"over {group.num_hosts} hosts"
+            place = "inside a host" if group.num_hosts == 1 else f"over {group.num_hosts} hosts"
             yield (
                 f"{axis} {size} {place}: {in_gb(getattr(plan.traffic, part))} a step,"
                 f" {in_seconds(getattr(time, part))}"

@@ -22,8 +22,6 @@ from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.plans import DEVICE_PARTS, Plan, Plans, Refusal
 from ringcomm.planner.step_time import time_of, traffic_of
 
-__all__ = ["by_rank", "plan"]
-
 SAME_TIME = 1.02  # steps that are longer by less count as equally long
 MUCH_MORE = 10  # times the bytes
 
@@ -54,7 +52,7 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
         if fault is not None:
             refused.append(Refusal("", str(mesh), fault))
             continue
-        ranked = inside if cluster.group(mesh.tp, 1).is_inside else outside
+        ranked = inside if cluster.group(mesh.tp, 1).num_hosts == 1 else outside
         for system in _systems(job, mesh, cluster):
             fault = system.fault(mesh, is_host=cluster.hardware.is_host)
             if fault is not None:

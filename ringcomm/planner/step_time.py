@@ -9,16 +9,6 @@ from ringcomm.planner.hardware import Hardware
 from ringcomm.planner.job import Job, System
 from ringcomm.planner.models import ModelShape, Unit
 
-__all__ = [
-    "StepTime",
-    "Traffic",
-    "compute_flops",
-    "offload_rate",
-    "time_of",
-    "traffic_of",
-    "traffic_of_stage",
-]
-
 BUCKET_BYTES = 25 << 20  # of gradients: DDP's and zero.shard's
 _STATS_BYTES = 24  # of a token in the vocabulary-parallel loss: ringcomm.ops.cross_entropy
 

@@ -200,7 +200,7 @@ def test_groups_of_a_mesh() -> None:
         "dp": (2, 2),
         "pp": (1, 2),
     }
-    assert not Cluster(32).group(16, 1).is_inside
+    assert Cluster(32).group(16, 1).num_hosts == 2
 
 
 def test_tuned_links() -> None:

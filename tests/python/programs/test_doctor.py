@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringcomm.doctor import facts, report
-from ringcomm.doctor.group import Plan, examine_group
+from ringcomm.doctor.group import examine_group
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -84,7 +84,7 @@ def test_the_variables_are_those_of_the_readme() -> None:
 
 
 def test_one_rank_has_no_pairs() -> None:
-    found = examine_group(Plan(1, [], 0.0))
+    found = examine_group(1, [], 0.0)
     assert (found["pairs"], found["hand_overs"]) == ([], [])
     assert found["memory"]["mapped_bytes_per_pair"] is None
 
