@@ -158,7 +158,7 @@ def _read(file: str, kind: Any, value: Any, place: str) -> Any:
     """
     name = place.rpartition(".")[2]
     expected = _expected(kind, name)
-    json_types = {int: int, float: (int, float), str: str, bool: bool, tuple: list}
+    json_types: dict[Any, Any] = {int: int, float: (int, float), str: str, bool: bool, tuple: list}
     is_fine = isinstance(value, json_types.get(get_origin(kind) or kind, dict))
     if is_fine and kind in (int, float):
         least, most = (2, 64) if name == "world_size" else (int(kind is int), (1 << 63) - 1)
@@ -168,6 +168,7 @@ def _read(file: str, kind: Any, value: Any, place: str) -> Any:
     if get_origin(kind) is tuple:
         one = get_args(kind)[0]
         return tuple(_read(file, one, entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    make: Any = kind
     if not is_dataclass(kind):
         return float(value) if kind is float else value
     found = {}
@@ -176,4 +177,4 @@ def _read(file: str, kind: Any, value: Any, place: str) -> Any:
         if field not in value:
             raise ValueError(f"{file}: there is no field {where}, {_expected(of, field)}")
         found[field] = _read(file, of, value[field], where)
-    return kind(**found)
+    return make(**found)

@@ -281,13 +281,13 @@ def _zero(
 
     from ringcomm.parallel import zero
 
-    if system.weights != "device":
-        itemsize, more = job.itemsize, {"offload_weights": True}
-    else:
-        itemsize, more = 4, {"param_dtype": torch.bfloat16 if job.itemsize == 2 else None}
-    model, optimizer = _model(part, itemsize, job.optimizer)
-    predict = getattr(zero, function)
-    return predict(model, optimizer, system.stage, world_size=world_size, **options, **more)
+    is_offloaded = system.weights != "device"
+    if is_offloaded:
+        options["offload_weights"] = True
+    elif job.itemsize == 2:
+        options["param_dtype"] = torch.bfloat16
+    model, optimizer = _model(part, job.itemsize if is_offloaded else 4, job.optimizer)
+    return getattr(zero, function)(model, optimizer, system.stage, world_size=world_size, **options)
 
 
 @lru_cache(maxsize=1024)

@@ -37,23 +37,24 @@ def plan_of(num_ranks: int, system: str, *, hardware: Hardware = CPU, **options:
     return found[0]
 
 
-def train(rank: int, stage: int, num_micro_batches: int) -> tuple[list[int], list[int]]:
-    """Bytes of a step, and of parameters, gradients and states at its end."""
+def train(
+    rank: int, stage: int, num_micro_batches: int = 1, precision: str = "fp32"
+) -> tuple[int, list[int]]:
+    """Bytes sent in a step, and those of parameters, gradients and states at its end."""
     model = Decoder()
-    adamw = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    optimizer: Any = zero.shard(model, adamw, stage) if stage else adamw
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3, fused=precision == "fp32")
+    dtype = {"param_dtype": torch.bfloat16} if precision == "bf16" else {}
+    optimizer: Any = zero.shard(model, adamw, stage, **dtype) if stage else adamw
     replica: Any = model if stage else DistributedDataParallel(model)
-    sent = []
     for step in range(3):  # the second one rebuilds the buckets of DDP
         before = sent_bytes()
         for i in range(num_micro_batches):
             replica(rows(2 * step + rank + 10 * i)).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        kept = grads if stage in (0, 3) else optimizer.gradient_tensors()
-        gradients = live_bytes(kept)
+        gradients = live_bytes(grads if stage in (0, 3) else optimizer.gradient_tensors())
         optimizer.step()
         optimizer.zero_grad()
-        sent.append(sent_bytes() - before)
+        sent = sent_bytes() - before
     states = (
         optimizer.state_tensors()
         if stage
@@ -63,18 +64,39 @@ def train(rank: int, stage: int, num_micro_batches: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize(
-    ("system", "world_size"), [*((system, 2) for system in SYSTEMS), ("ddp", 3), ("zero3", 3)]
+    ("system", "world_size", "precision"),
+    [
+        ("ddp", 3, "fp32"),
+        ("zero1", 2, "fp32"),
+        ("zero1", 2, "bf16"),
+        ("zero2", 2, "bf16"),
+        ("zero3", 2, "bf16"),
+        ("zero3", 3, "fp32"),
+    ],
 )
-def test_data_parallel(system: str, world_size: int) -> None:
-    found = plan_of(world_size, system)
+def test_data_parallel(system: str, world_size: int, precision: str) -> None:
+    found = plan_of(world_size, system, precision=precision)
     # Where no rank's shard is like another's, ZeRO's prediction is not the ring's, by an element.
     options = RING if system == "ddp" or world_size == 2 else None
-    results = run_ranks(world_size, train, SYSTEMS[system], 1, pg_options=options)
-    sent = [sent[-1] for sent, _ in results]
-    assert sent[0] == found.traffic.data
-    assert found.traffic.sent == found.traffic.data
-    for name, measured in zip(("parameters", "gradients", "states"), results[0][1], strict=True):
+    args = SYSTEMS[system], 1, precision
+    sent, kept = run_ranks(world_size, train, *args, pg_options=options)[0]
+    assert sent == found.traffic.data == found.traffic.sent
+    for name, measured in zip(("parameters", "gradients", "states"), kept, strict=True):
         assert measured == pytest.approx(getattr(found.memory, name), rel=0.05)
+
+
+@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
+def test_micro_batches(system: str) -> None:
+    """Stage 2 reduces each of them, stage 3 gathers besides; stage 1 neither."""
+    job = Job(4 * BATCH * SHAPE.context, precision="fp32", fused_norms=False, systems=(system,))
+    # As much memory as two micro-batches of half the rows take, and no more.
+    cluster = Cluster(2, CPU, memory_bytes=plan_of(2, system).memory.device)
+    best = next(p for p in plan(SHAPE, cluster, job).ranked if p.candidate.mesh.dp == 2)
+    if best.candidate.checkpointing == "none":
+        assert best.candidate.num_micro_batches == 2
+    num_micro_batches = best.candidate.num_micro_batches
+    measured = run_ranks(2, train, SYSTEMS[system], num_micro_batches, pg_options=RING)
+    assert measured[0][0] == best.traffic.data
 
 
 def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int, int]:
@@ -99,47 +121,6 @@ def test_lomo(is_sharded: bool) -> None:
     assert sent == found.traffic.sent + agreement
     if not is_sharded:
         assert kept == found.memory.parameters
-
-
-def train_bf16(rank: int, stage: int) -> list[int]:
-    model = Decoder()
-    sharded = zero.shard(
-        model, torch.optim.AdamW(model.parameters(), 1e-3), stage, param_dtype=torch.bfloat16
-    )
-    model(rows(rank)).backward()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    gradients = live_bytes(grads if stage == 3 else sharded.gradient_tensors())
-    sharded.step()
-    before = sent_bytes()
-    sharded.zero_grad()
-    model(rows(rank)).backward()
-    sharded.step()
-    sent = sent_bytes() - before
-    return [live_bytes(model.parameters()), gradients, live_bytes(sharded.state_tensors()), sent]
-
-
-@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
-def test_mixed_precision(system: str) -> None:
-    found = plan_of(2, system, precision="bf16")
-    *kept, sent = run_ranks(2, train_bf16, SYSTEMS[system], pg_options=RING)[0]
-    assert sent == found.traffic.data
-    for name, measured in zip(("parameters", "gradients", "states"), kept, strict=True):
-        assert measured == pytest.approx(getattr(found.memory, name), rel=0.05)
-
-
-@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
-def test_micro_batches(system: str) -> None:
-    """Stage 2 reduces each of them, stage 3 gathers besides; stage 1 neither."""
-    job = Job(4 * BATCH * SHAPE.context, precision="fp32", fused_norms=False, systems=(system,))
-    whole = plan_of(2, system).memory
-    # As much memory as two micro-batches of half the rows take, and no more.
-    cluster = Cluster(2, CPU, memory_bytes=whole.device)
-    best = next(p for p in plan(SHAPE, cluster, job).ranked if p.candidate.mesh.dp == 2)
-    if best.candidate.checkpointing == "none":
-        assert best.candidate.num_micro_batches == 2
-    num_micro_batches = best.candidate.num_micro_batches
-    measured = run_ranks(2, train, SYSTEMS[system], num_micro_batches, pg_options=RING)
-    assert measured[0][0][-1] == best.traffic.data
 
 
 def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
