@@ -39,10 +39,6 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Descriptions as they are written, and the defaults of options."""
-
-
 def modules_of(package: ModuleType) -> list[ModuleType]:
     """The modules in a package, by name."""
     found = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
@@ -62,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     for command in modules_of(commands):
         name = command.__name__.rpartition(".")[2]
         sub = choices.add_parser(name, help=command.HELP, description=command.__doc__)
-        sub.formatter_class = _Formatter
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
         sub.set_defaults(parser=sub, run=command.run)
         command.add_arguments(sub)
     return parser

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=max(2, min(MOST_BY_DEFAULT, usable)),
         help="ranks to start, 1 to 64 (default: one per CPU, 2 to 4)",
     )
-    add("--seconds", type=float, default=0.3, help="per size that is timed")
+    add("--seconds", type=float, default=0.3, help="per size that is timed (default: %(default)s)")
     add("--json", action="store_true", help="print the report as one JSON object")
 
 

@@ -26,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="such as llama-7b, or the path of a config.json")
     add("--gpus", type=int, default=0, help="devices of all hosts")
-    add("--tokens", default="4M", help="of a step, over all ranks")
+    add("--tokens", default="4M", help="of a step, over all ranks (default: %(default)s)")
     add("--sequence", default="0", help="tokens of a sequence (default: the model's context)")
     _add_machines(parser)
     _add_job(parser)
-    add("--top", type=int, default=10, help="lines of each kind; 0: all")
-    add("--why", type=int, default=1, help="whose reasons to show")
+    add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
+    add("--why", type=int, default=1, help="whose reasons to show (default: the first)")
     add("--json", action="store_true", help="print all plans as one JSON object")
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("machines").add_argument
-    add("--hardware", default="h100", help="a name of the table, or a JSON file")
+    add("--hardware", default="h100", help="a name of the table, or a JSON file (default: h100)")
     add("--tuning", type=Path, metavar="FILE", help="alpha and beta as `ringcomm tune` wrote them")
     add("--memory", help="of a device: 80GiB, 80GB (default: the hardware's)")
     add("--host-memory", help="of a host (default: the hardware's)")

@@ -23,11 +23,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
     path = Path("ringcomm-tuning.json")
-    add("--world-sizes", type=numbers, default="2,4", help="numbers of ranks, 2 to 64")
-    add("--sizes", type=sizes, default=DEFAULT_SIZES, help="bytes of the buffers")
-    add("--seconds", type=float, default=0.6, help="per size and number of ranks")
-    add("--repeats", type=int, default=2, help="of a size, while the machine is disturbed")
-    add("--json", type=Path, metavar="FILE", default=path, help="written anew")
+    add(
+        "--world-sizes",
+        type=numbers,
+        default="2,4",
+        help="numbers of ranks, 2 to 64 (default: %(default)s)",
+    )
+    add(
+        "--sizes",
+        type=sizes,
+        default=DEFAULT_SIZES,
+        help="bytes of the buffers (default: %(default)s)",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=0.6,
+        help="per size and number of ranks (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=int,
+        default=2,
+        help="of a size, while the machine is disturbed (default: %(default)s)",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=path,
+        help="written anew (default: %(default)s)",
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

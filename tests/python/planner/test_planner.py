@@ -78,7 +78,7 @@ def test_refusals_say_why() -> None:
     little = Cluster(8, host_memory_bytes=50 * GIGA)
     offloaded = plan("llama-7b", little, Job(1 << 20, systems=("offload-cpu",), tp=1, pp=1))
     assert "of the host's memory" in offloaded.refused[0].reason  # 8 ranks have 10 GB each
-    core = plan("llama-7b", Cluster(2, find_hardware("cpu-core")), JOB)
+    core = plan("llama-7b", Cluster(2, "cpu-core"), JOB)
     assert any("the device is the host" in refusal.reason for refusal in core.refused)
 
 
@@ -192,23 +192,16 @@ def test_computing_and_collectives() -> None:
     assert many.all_reduce(10**9) == 2 * many.ring(10**9)
 
 
-def test_groups_of_a_mesh() -> None:
-    candidate = plans_of("llama-7b", 32, dp=4, pp=2, tp=4).ranked[0].candidate
-    hosts = {axis: candidate.group(axis) for axis in ("tp", "dp", "pp")}
-    assert {k: (g.per_host, g.num_hosts) for k, g in hosts.items()} == {
-        "tp": (4, 1),
-        "dp": (2, 2),
-        "pp": (1, 2),
-    }
-    assert Cluster(32).group(16, 1).num_hosts == 2
-
-
 def test_tuned_links() -> None:
     worlds = tuple(World(n, 0.5, 100.0 * n, 3.0, 1.1, True, 1 << 18, ()) for n in (2, 4))
-    found = Cluster(4, find_hardware("cpu-core")).tuned(worlds)
+    found = Cluster(4, "cpu-core").tuned(worlds)
     expected = 3e-6 + 6 * 0.5e-6 + 1.5 * (1 << 20) * 400e-6 / (1 << 20)
     assert found.group(4, 1).all_reduce(1 << 20) == pytest.approx(expected)
     assert "tuned with 4 ranks" in found.hardware.name
+    # A group on two hosts: ranks of tensor parallelism are neighbours, those of data are not.
+    candidate = plans_of("llama-7b", 32, dp=4, pp=2, tp=4).ranked[0].candidate
+    groups = [candidate.group(axis) for axis in ("tp", "dp", "pp")]
+    assert [(g.per_host, g.num_hosts) for g in groups] == [(4, 1), (2, 2), (1, 2)]
 
 
 def test_dominating_parts() -> None:

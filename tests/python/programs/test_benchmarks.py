@@ -10,7 +10,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import groups
@@ -179,52 +178,6 @@ def test_a_store_passes_more_on_than_one_value_may_hold() -> None:
     assert receiver.poll(5.0)
     assert [receiver.recv(), receiver.recv()] == [times, "next"]
     assert server.num_keys() == num_keys
-
-
-def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a launcher has started agree through its store; here forked ones play them."""
-    store = tmp_path / "env store"
-    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, value)
-    found: list[list[int]] = []
-
-    def main(team: ranks.Team) -> None:
-        os.environ["RANK"] = str(team.rank)
-        file_store = dist.FileStore(str(store), 3)
-        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(file_store, team.rank, 3)]))
-
-        def joined(inner: ranks.Team) -> None:
-            assert inner.agree(inner.rank) == 0
-            everything = inner.share({"rank": inner.rank})
-            assert everything == [{"rank": rank} for rank in range(3)]
-            if inner.rank == 0:
-                inner.report([entry["rank"] for entry in everything])
-
-        groups.run_ranks(3, joined, team.report)
-
-    ranks.run_ranks(3, main, found.append)
-    assert found == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{"PMI_SIZE": "3"}, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}],
-)
-def test_a_launcher_of_another_size_is_refused_before_anyone_waits(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"started 3 rank\(s\), and 2 are asked for"):
-        groups.run_ranks(2, print, print)
-
-
-def test_ranks_that_mpi4py_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where mpi4py was built with another MPI than the one of mpiexec."""
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(groups, "Communicator", lambda: SimpleNamespace(rank=0, size=1))
-    with pytest.raises(ValueError, match="it belongs to another MPI"):
-        groups.run_ranks(2, print, print)
 
 
 @pytest.mark.parametrize(
