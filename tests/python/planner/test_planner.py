@@ -273,6 +273,18 @@ def test_offloaded_states_are_elsewhere() -> None:
     assert everything.streamed + everything.streamed_each == (22 + 18) * 10**8 // 4
 
 
+def test_offloading_takes_turns_with_computing() -> None:
+    """i·bw of i·bw + peak computes, i FLOP per byte of states (Rajbhandari et al. 2021)."""
+    options: Any = {"systems": ("offload-cpu",), "checkpointings": ("full",)}
+    found = plans_of(num_gpus=1, **options).ranked[0]
+    shape, hardware = find_model("llama-7b"), HARDWARE["h100"]
+    peak = hardware.peak_flops["bf16"] * hardware.utilisation
+    compute = 8 * (1 << 20) * shape.num_params / peak
+    moving = 8 * (1 << 20) / (2 * 12) * hardware.host_rate
+    share = compute / (compute + found.time.offload)
+    assert share == pytest.approx(moving / (moving + peak))
+
+
 # ---- activations
 
 
