@@ -112,6 +112,7 @@ def bench_losses(path: Path, *argv: str) -> tuple[int, list[dict[str, Any]]]:
     return code, read_records([path])
 
 
+@pytest.mark.slow
 def test_cross_entropy_of_one_rank_and_two(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     code, records = bench_losses(path, "--vocabularies", "100,1001")
@@ -180,6 +181,7 @@ def test_steps_of_lomo_that_are_not_sgds_are_seen(
     assert records["SGD"]["verified"]
 
 
+@pytest.mark.slow
 def test_fused_updates_and_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "records.jsonl"
     quick = ["--seconds", "0.02", "--sizes", "40006", "--json", str(path)]
