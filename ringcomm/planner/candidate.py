@@ -14,7 +14,7 @@ from typing import Any
 
 from ringcomm.planner.hardware import Cluster, Group
 from ringcomm.planner.job import SYSTEMS, Job, Mesh, System, bubble
-from ringcomm.planner.models import ModelShape, Unit, Weight
+from ringcomm.planner.models import ModelShape, Weight
 
 CHUNK_ELEMS = 1 << 20  # of an offloaded update: ringcomm.parallel.offload.AdamW's default
 LOMO_REDUCE_BYTES = 4  # of an element: the default of Lomo's reduce_dtype
@@ -87,10 +87,20 @@ class Candidate:
 
     def parts(self, stage: int) -> tuple[tuple[RankPart, int], tuple[RankPart, int]]:
         """The weights of a stage's first rank, and how many ranks have them: dense, and experts."""
-        mesh = self.mesh
-        layers = self.num_layers(stage)
-        dense, experts = rank_part(self.shape, mesh, stage, self.head_stage, layers)
-        return (dense, mesh.dp), (experts, mesh.dp // mesh.ep)
+        shape, mesh, is_end = self.shape, self.mesh, stage == self.head_stage
+        before = shape.embedding if stage == 0 else ()
+        after = shape.head if is_end else ()
+        if shape.tied and is_end and stage != 0:
+            after += shape.embedding[:1]  # a head that is the embedding is on both ends
+
+        def part(is_expert: bool) -> RankPart:
+            shapes = [
+                tuple(_cut(w, shape, mesh) for w in unit if w.is_expert == is_expert)
+                for unit in (before, shape.layer, after)
+            ]
+            return RankPart(shapes[0], shapes[1], self.num_layers(stage), shapes[2])
+
+        return (part(False), mesh.dp), (part(True), mesh.dp // mesh.ep)
 
     def kept(self, stage: int) -> Kept:
         """Weights, gradients and states of a stage's ranks."""
@@ -136,26 +146,6 @@ class RankPart:
         """Elements of all weights."""
         ends = sum(map(prod, (*self.before, *self.after)))
         return ends + self.num_layers * sum(map(prod, self.layer))
-
-
-def rank_part(
-    shape: ModelShape, mesh: Mesh, stage: int, head_stage: int, num_layers: int
-) -> tuple[RankPart, RankPart]:
-    """The weights of the first rank of a pipeline's stage: the dense ones, and its experts."""
-    before = shape.embedding if stage == 0 else ()
-    after = shape.head if stage == head_stage else ()
-    # A head that is the embedding is on both ends of a pipeline.
-    if shape.tied and stage == head_stage and stage != 0:
-        after += shape.embedding[:1]
-
-    def cut(unit: Unit, is_expert: bool) -> Shapes:
-        return tuple(_cut(w, shape, mesh) for w in unit if w.is_expert == is_expert)
-
-    dense, experts = (
-        RankPart(cut(before, which), cut(shape.layer, which), num_layers, cut(after, which))
-        for which in (False, True)
-    )
-    return dense, experts
 
 
 def _cut(weight: Weight, shape: ModelShape, mesh: Mesh) -> tuple[int, ...]:

@@ -241,17 +241,3 @@ def live_micro_batches(
     if schedule == "interleaved":
         return min(m, Fraction((virtual - 1) * p + 2 * (p - 1 - stage) + 1, virtual))
     return min(m, Fraction(p - stage))
-
-
-def schedule_fault(
-    schedule: str, num_layers: int, num_stages: int, num_micro_batches: int, virtual: int
-) -> str | None:
-    """Why a schedule cannot run so; None if it can."""
-    parts = {"interleaved": virtual, "zbv": 2}.get(schedule, 1)
-    if num_layers < num_stages * parts:
-        return f"{schedule}: {num_layers} layers make no {num_stages * parts} stages"
-    if schedule == "interleaved" and num_micro_batches % num_stages:
-        return f"interleaved: {num_micro_batches} micro-batches are no multiple of pp {num_stages}"
-    if schedule == "zbv" and num_micro_batches < 2 * num_stages:
-        return f"zbv: {num_micro_batches} micro-batches are less than 2 × pp {num_stages}"
-    return None

@@ -15,7 +15,6 @@ from ringcomm.planner.job import (
     Mesh,
     System,
     mesh_fault,
-    schedule_fault,
 )
 from ringcomm.planner.memory import RankMemory, memory_of
 from ringcomm.planner.models import ModelShape, find_model
@@ -146,10 +145,8 @@ def _best(
             fault = "selective recomputation: flash attention keeps no matrices to make anew"
             continue
         for m, b in _micro_batches(job, system, mesh):
-            why = schedule and schedule_fault(
-                schedule, shape.layers, mesh.pp, m, job.virtual_stages
-            )
-            if why:
+            why = _schedule_fault(shape, job, mesh.pp, schedule, m)
+            if why is not None:
                 fault = why
                 continue
             candidate = Candidate(shape, cluster, job, system, mesh, schedule, checkpointing, m, b)
@@ -181,6 +178,17 @@ def _micro_batches(job: Job, system: System, mesh: Mesh) -> Iterator[tuple[int, 
     if mesh.pp > 1:
         counts = [m for m in counts if m >= 2 * mesh.pp] or counts[-1:]
     yield from ((m, sequences // m) for m in counts)
+
+
+def _schedule_fault(shape: ModelShape, job: Job, pp: int, schedule: str, m: int) -> str | None:
+    parts = pp * {"interleaved": job.virtual_stages, "zbv": 2}.get(schedule, 1)
+    if shape.layers < parts:
+        return f"{schedule}: {shape.layers} layers make no {parts} stages"
+    if schedule == "interleaved" and m % pp:
+        return f"interleaved: {m} micro-batches are no multiple of pp {pp}"
+    if schedule == "zbv" and m < 2 * pp:
+        return f"zbv: {m} micro-batches are less than 2 × pp {pp}"
+    return None
 
 
 def _does_not_fit(candidate: Candidate, memory: RankMemory) -> str | None:
