@@ -124,7 +124,8 @@ def has_torch(found: dict[str, str]) -> bool:
 def make_venv() -> str:
     """The Python of .venv, which is made where it is missing or no longer runs."""
     python = VENV / "bin" / "python"
-    if python.exists() and subprocess.call([str(python), "-c", "import pip"]) == 0:
+    check = [str(python), "-c", "import pip"]
+    if python.exists() and subprocess.call(check, stderr=subprocess.DEVNULL) == 0:
         return str(python)
     try:
         import ensurepip  # noqa: F401
@@ -144,7 +145,8 @@ def install_requirements(python: str, groups: Iterable[str], needs_torch: bool) 
     pip = (python, "-m", "pip", "install", "--progress-bar", "off")
     if needs_torch and not has_torch(probe(python)[0]):
         index = os.environ.get("RINGCOMM_TORCH_INDEX", "")
-        say("torch", f"installing {TORCH} {'from RINGCOMM_TORCH_INDEX' * bool(index)}: minutes")
+        source = "from RINGCOMM_TORCH_INDEX" if index else "as pip finds it; a CPU build will do"
+        say("torch", f"installing {TORCH} ({source}); this takes a minute or more")
         run_step("torch", *pip, TORCH, *(("--extra-index-url", index) if index else ()))
     stamps = read_json(STAMPS)
     wanted = {g: digest([ROOT / "tools" / f"requirements-{g}.txt"]) for g in groups}
@@ -169,7 +171,7 @@ def use_active(groups: Iterable[str], needs_torch: bool, reason: str) -> str:
             f"{reason}, but {sys.executable} lacks {', '.join(needed)}: "
             f"{sys.executable} -m pip install {' '.join(needed)}"
         )
-    say("python", f"{reason}: using {sys.executable} with torch {found.get('torch')}")
+    say("python", f"{reason}: using {sys.executable}")
     if missing:
         say("python", f"goes without what is not installed there: {', '.join(missing)}")
     return sys.executable
