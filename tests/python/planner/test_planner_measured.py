@@ -43,7 +43,7 @@ def train(
     """Bytes sent in a step, and those of parameters, gradients and states at its end."""
     model = Decoder()
     adamw = torch.optim.AdamW(model.parameters(), 1e-3, fused=precision == "fp32")
-    dtype = {"param_dtype": torch.bfloat16} if precision == "bf16" else {}
+    dtype: Any = {"param_dtype": torch.bfloat16} if precision == "bf16" else {}
     optimizer: Any = zero.shard(model, adamw, stage, **dtype) if stage else adamw
     replica: Any = model if stage else DistributedDataParallel(model)
     for step in range(3):  # the second one rebuilds the buckets of DDP
