@@ -30,7 +30,7 @@ _STATES = {
 
 _FIND = "it was removed; ringcomm.planner.%s takes a name, or the path of a JSON file"
 
-_PLANNERS = "it was removed; it is not for users"
+_PLANNERS = "it was removed; the error of an unknown name lists the known ones"
 
 _GONE = {
     "ringcomm": {
@@ -84,7 +84,9 @@ _GONE = {
         "find_hardware": _FIND % "Cluster",
         "find_model": _FIND % "plan",
         "model_of_config": _FIND % "plan",
-        **dict.fromkeys(("HARDWARE", "MODELS", "SYSTEMS", "Mesh", "Refusal"), _PLANNERS),
+        **dict.fromkeys(("HARDWARE", "MODELS", "SYSTEMS"), _PLANNERS),
+        "Mesh": "it was removed; plans have it as candidate.mesh",
+        "Refusal": "it was removed; plan().refused has them",
         "kept_bytes": "it was removed; use ringcomm.parallel.zero.predict_memory()",
     },
 }

@@ -48,17 +48,11 @@ NEVER_BYTES = 1
 
 @dataclass(frozen=True)
 class SizeTimes:
-    """All algorithms at one size.
-
-    Attributes:
-        points: in the order of ``TUNED``.
-        ratio: two_shot's time over one_shot's: the median of neighbouring blocks' ratios.
-        others_percent: how much of the machine other programs used meanwhile.
-    """
+    """All algorithms at one size, in the order of ``TUNED``."""
 
     points: tuple[Point, ...]
-    ratio: float
-    others_percent: float
+    ratio: float  # two_shot's time over one_shot's: the median of neighbouring blocks' ratios
+    others_percent: float  # of the machine, used by other programs
 
     @property
     def is_quiet(self) -> bool:
@@ -81,14 +75,7 @@ def _measure_size(
     seconds: float,
     max_repeats: int,
 ) -> SizeTimes | None:
-    """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
-
-    Returns:
-        On rank 0 the times of the calmest attempt; None elsewhere.
-
-    Raises:
-        RankError: a result was wrong.
-    """
+    """Verifies, times and verifies again; the calmest times on rank 0. Collective."""
     num_elems = ALL_REDUCE.num_elems(num_bytes, torch.float32, team.world_size)
     place = Place(team.rank, team.world_size, num_elems, torch.float32, torch.device("cpu"))
     buffers = ALL_REDUCE.setup(place)

@@ -138,17 +138,11 @@ class FlagProbe:
 
 @dataclass(frozen=True)
 class Weather:
-    """What a measurement could do nothing about.
+    """What a measurement could do nothing about."""
 
-    Attributes:
-        others_percent: of all cores, what other programs used.
-        flag_us: hand-over between two cores, before and after; None where that is not known.
-        num_attempts: how often it was measured, of which the calmest time counts.
-    """
-
-    others_percent: float
-    flag_us: tuple[float | None, float | None] = (None, None)
-    num_attempts: int = 1
+    others_percent: float  # of all cores, what other programs used
+    flag_us: tuple[float | None, float | None] = (None, None)  # of a hand-over, before and after
+    num_attempts: int = 1  # of which the calmest counts
 
     @property
     def is_quiet(self) -> bool:

@@ -330,9 +330,9 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_gpus < 1 or min(self.memory_bytes, self.per_host, self.host_memory_bytes) < 0:
             raise ValueError("gpus, memory and gpus per host are positive")
-        hardware: Hardware = self.hardware
-        if isinstance(self.hardware, str):
-            hardware = find_hardware(self.hardware)
+        hardware = self.hardware
+        if not isinstance(hardware, Hardware):
+            hardware = find_hardware(str(hardware))
         values = {
             "hardware": hardware,
             "memory_bytes": self.memory_bytes or hardware.memory_bytes,

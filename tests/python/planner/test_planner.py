@@ -104,7 +104,7 @@ def test_bad_input(make: Any, message: str) -> None:
 def test_hardware_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"like": "a100", "memory_bytes": 40 << 30}), encoding="utf-8")
-    found = Cluster(8, str(path)).hardware
+    found = Cluster(8, path).hardware
     assert (found.name, found.memory_bytes) == ("mine", 40 << 30)
     assert found.inside_rate == HARDWARE["a100"].inside_rate
     for content, message in (
