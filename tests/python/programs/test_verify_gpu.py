@@ -72,6 +72,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     rows = [
         Row("build", "`echo $GPUS GPU; echo 12''34`", 4, ()),
         Row("bad", "`exit 3`", 4, ()),
+        Row("empty", "`exit 5`", 4, ()),  # as pytest without a test
         Row("two", "`true`", 4, ("2 GPUs",)),
         Row("module", "`true`", 4, ("no_such_module",)),
         Row("none", "not scripted: no reason", 0, ()),
@@ -82,6 +83,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         {
             "build": "passed",
             "bad": "failed",
+            "empty": "not run",
             "two": "one GPU here",
             "module": "no_such_module is not installed",
             "none": "not scripted: no reason",
@@ -91,6 +93,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     written = page.read_text().splitlines()
     assert written[0] == "| build | what | how | 1 | | passed, 2026-11-22 |"
     assert written[2].endswith("| not run |")
+    assert written[3].endswith("| not run |")
     assert "1 GPU\n1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
     # The budget ends a run. What is stopped before its own limit is the next one's first row.
     late = "the budget is spent"
