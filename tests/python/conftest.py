@@ -19,7 +19,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`device`: where a test's model is, "cpu", and "cuda" where there is a GPU; see ranks.place()."""
+    """`device`: where a test's model is, "cpu", and "cuda" if there is one; see ranks.place()."""
     if "device" in metafunc.fixturenames:
         import torch
 
