@@ -74,8 +74,8 @@ test-bare: check-python  ## some Python tests without the packages that ringcomm
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
 	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)
 
-test-gpu: check-python  ## GPU tests in each layout that the box allows (ARGS="--only one-2-mps")
-	@$(PREPARE) --need train --need test --extension -- tools/gpu_layouts.py $(ARGS)
+test-gpu: check-python  ## GPU tests in each layout that the box allows (LAYOUT=one-2-mps)
+	@$(PREPARE) --need train --need test --extension -- tools/verify_gpu.py --layout $(or $(LAYOUT),every) $(ARGS)
 
 test-torch: check-python  ## PyTorch's own distributed tests (ARGS="--mode gloo-2 --test 'test_all*'")
 	@$(PREPARE) --need train --need test --extension -- tests/torch/run.py $(ARGS)

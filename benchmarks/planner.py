@@ -37,7 +37,7 @@ from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import Contender, measure, open_default_group
 from ringcomm.measure.weather import WeatherWatch
-from ringcomm.planner.step_time import compute_seconds
+from ringcomm.planner.step_time import compute_flops
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"
 # More than an allocator keeps.
@@ -120,7 +120,7 @@ class Oracle:
             gated=False,
         )
         plain = dataclasses.replace(
-            planner.find_hardware("cpu-core").tuned(world),
+            planner.Cluster(WORLD_SIZE, "cpu-core").tuned([world]).hardware,
             name="measured",
             peak_flops={"bf16": 1.0, "fp32": 1.0},
             utilisation=1.0,
@@ -128,9 +128,7 @@ class Oracle:
             new_memory_rate=NEW_BYTES / times[NEW_MEMORY],
         )
         of_rank = planner.Job(systems.rows * systems.tokens, systems.tokens, "fp32")
-        one = planner.Cluster(1, plain)
-        flops = compute_seconds(self.shape, of_rank, one, 1, "none")
-        rate = flops / times[COMPUTE]
+        rate = compute_flops(self.shape, of_rank, "none") / times[COMPUTE]
         self.hardware = dataclasses.replace(plain, peak_flops={"bf16": rate, "fp32": rate})
 
     def step_us(self, case: Case) -> float:

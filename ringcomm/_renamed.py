@@ -36,6 +36,10 @@ _STATES = {
     " what ringcomm.parallel.get_state_dict() has returned",
 }
 
+_FIND = "it was removed; ringcomm.planner.%s takes a name, or the path of a JSON file"
+
+_PLANNERS = "it was removed; the error of an unknown name lists the known ones"
+
 _GONE = {
     "ringcomm": {
         "topology": "it was removed; `ringcomm plan` has the cost model of collectives",
@@ -122,6 +126,15 @@ _GONE = {
         "Transfer": "it is private; FileStore.put() and get() return it",
         "TiledLinear": "it was removed; write a layer larger than memory as several nn.Linear,"
         " each of which is a unit of zero.shard(units=...)",
+    },
+    "ringcomm.planner": {
+        "find_hardware": _FIND % "Cluster",
+        "find_model": _FIND % "plan",
+        "model_of_config": _FIND % "plan",
+        **dict.fromkeys(("HARDWARE", "MODELS", "SYSTEMS"), _PLANNERS),
+        "Mesh": "it was removed; plans have it as candidate.mesh",
+        "Refusal": "it was removed; plan().refused has them",
+        "kept_bytes": "it was removed; use ringcomm.parallel.zero.predict_memory()",
     },
 }
 

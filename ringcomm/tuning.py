@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
 SCHEMA = 1
+MAX_WORLD_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -120,101 +121,60 @@ def load(path: str | PathLike[str]) -> Tuning:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"tuning file {str(path)!r}: not JSON: {error}") from None
-    return _tuning(_Fields(str(path), "", content))
-
-
-class _Fields:
-    """A JSON object and where it stands; tells which field is wrong, and how."""
-
-    def __init__(self, file: str, place: str, content: Any) -> None:
-        self._file = file
-        self._place = place
-        if not isinstance(content, dict):
-            self.refuse("" if place else "the file", "an object", content)
-        self._content: dict[str, Any] = content
-
-    def refuse(self, field: str, expected: str, got: object) -> NoReturn:
-        where = ".".join(filter(None, (self._place, field)))
-        raise ValueError(f"tuning file {self._file!r}: {where} is {expected}, got {got!r:.80}")
-
-    def get(self, field: str, expected: str, *kinds: type) -> Any:
-        """The value if it is of one of the kinds; true and false are no numbers."""
-        if field not in self._content:
-            raise ValueError(
-                f"tuning file {self._file!r}: there is no field"
-                f" {'.'.join(filter(None, (self._place, field)))}, {expected}"
-            )
-        value = self._content[field]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            self.refuse(field, expected, value)
-        return value
-
-    def text(self, field: str) -> str:
-        return str(self.get(field, "a text", str))
-
-    def truth(self, field: str) -> bool:
-        return bool(self.get(field, "true or false", bool))
-
-    def whole(self, field: str, least: int, most: int) -> int:
-        expected = f"a whole number from {least} to {most}"
-        value = int(self.get(field, expected, int))
-        if not least <= value <= most:
-            self.refuse(field, expected, value)
-        return value
-
-    def number(self, field: str) -> float:
-        expected = "a number, not negative"
-        value = float(self.get(field, expected, int, float))
-        if not 0 <= value < float("inf"):
-            self.refuse(field, expected, value)
-        return value
-
-    def objects(self, field: str) -> list[_Fields]:
-        place = f"{self._place}.{field}" if self._place else field
-        entries = self.get(field, "a list of objects", list)
-        return [_Fields(self._file, f"{place}[{i}]", entry) for i, entry in enumerate(entries)]
-
-
-MAX_BYTES = (1 << 63) - 1
-MAX_WORLD_SIZE = 64
-
-
-def _tuning(fields: _Fields) -> Tuning:
-    schema = fields.whole("schema", 0, MAX_BYTES)
-    if schema != SCHEMA:
-        fields.refuse("schema", f"{SCHEMA} in files that this ringcomm reads", schema)
-    worlds = sorted(map(_world, fields.objects("worlds")), key=lambda world: world.world_size)
-    sizes = [world.world_size for world in worlds]
+    file = f"tuning file {str(path)!r}"
+    if isinstance(content, dict):
+        if "schema" not in content:
+            raise ValueError(f"{file}: there is no field schema, a whole number")
+        if content["schema"] != SCHEMA:
+            expected = f"{SCHEMA} in files that this ringcomm reads"
+            _refuse(file, "schema", expected, content["schema"])
+    found: Tuning = _read(file, Tuning, content, "")
+    sizes = [world.world_size for world in found.worlds]
     if not sizes or len(set(sizes)) < len(sizes):
-        fields.refuse("worlds", "a list with one entry for each of one or more world sizes", sizes)
-    return Tuning(
-        date=fields.text("date"),
-        machine=fields.get("machine", "an object", dict),
-        torch=fields.text("torch"),
-        ringcomm=fields.text("ringcomm"),
-        worlds=tuple(worlds),
-    )
+        expected = "a list with one entry for each of one or more world sizes"
+        _refuse(file, "worlds", expected, sizes)
+    return replace(found, worlds=tuple(sorted(found.worlds, key=lambda world: world.world_size)))
 
 
-def _world(fields: _Fields) -> World:
-    return World(
-        world_size=fields.whole("world_size", 2, MAX_WORLD_SIZE),
-        alpha_us=fields.number("alpha_us"),
-        beta_us_per_mib=fields.number("beta_us_per_mib"),
-        overhead_us=fields.number("overhead_us"),
-        worst_fit=fields.number("worst_fit"),
-        quiet=fields.truth("quiet"),
-        one_shot_max_bytes=fields.whole("one_shot_max_bytes", 1, MAX_BYTES),
-        points=tuple(map(_point, fields.objects("points"))),
-    )
+def _refuse(file: str, place: str, expected: str, got: object) -> NoReturn:
+    raise ValueError(f"{file}: {place or 'the file'} is {expected}, got {got!r:.80}")
 
 
-def _point(fields: _Fields) -> Point:
-    return Point(
-        bytes=fields.whole("bytes", 1, MAX_BYTES),
-        algorithm=fields.text("algorithm"),
-        p10_us=fields.number("p10_us"),
-        p50_us=fields.number("p50_us"),
-        p90_us=fields.number("p90_us"),
-        num_calls=fields.whole("num_calls", 1, MAX_BYTES),
-    )
+def _expected(kind: Any, name: str) -> str:
+    """In words, what a field of this type holds."""
+    if kind is int:
+        return "a whole number from 2 to 64" if name == "world_size" else "a whole number from 1"
+    if get_origin(kind) is tuple:
+        return "a list of objects"
+    words = {str: "a text", bool: "true or false", float: "a number, not negative"}
+    return words.get(kind, "an object")
+
+
+def _read(file: str, kind: Any, value: Any, place: str) -> Any:
+    """A value of JSON as a type that the dataclasses above have; true and false are no numbers.
+
+    Raises:
+        ValueError: it is something else; names the place.
+    """
+    name = place.rpartition(".")[2]
+    expected = _expected(kind, name)
+    json_types: dict[Any, Any] = {int: int, float: (int, float), str: str, bool: bool, tuple: list}
+    is_fine = isinstance(value, json_types.get(get_origin(kind) or kind, dict))
+    if is_fine and kind in (int, float):
+        least, most = (2, 64) if name == "world_size" else (int(kind is int), (1 << 63) - 1)
+        is_fine = not isinstance(value, bool) and least <= value <= most
+    if not is_fine:
+        _refuse(file, place, expected, value)
+    if get_origin(kind) is tuple:
+        one = get_args(kind)[0]
+        return tuple(_read(file, one, entry, f"{place}[{i}]") for i, entry in enumerate(value))
+    make: Any = kind
+    if not is_dataclass(kind):
+        return float(value) if kind is float else value
+    found = {}
+    for field, of in get_type_hints(kind).items():
+        where = f"{place}.{field}" if place else field
+        if field not in value:
+            raise ValueError(f"{file}: there is no field {where}, {_expected(of, field)}")
+        found[field] = _read(file, of, value[field], where)
+    return make(**found)

@@ -99,6 +99,11 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
+def _compiled(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [*compiler(), "-x", "c++", "-", *options]
+    return subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+
+
 def is_set(name: str) -> bool:
     """Tells whether an environment variable is set to anything but "0"."""
     return os.environ.get(name, "") not in ("", "0")
@@ -117,13 +122,7 @@ def openmp_flags() -> list[str]:
     For compiling only: the runtime is the one that torch has loaded, whose threads torch counts.
     Not for clang, whose code wants another one; there the operators run in one thread.
     """
-    done = subprocess.run(
-        [*compiler(), "-dM", "-E", "-x", "c++", "/dev/null"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [] if "__clang__" in done.stdout else ["-fopenmp"]
+    return [] if "__clang__" in _compiled("", "-dM", "-E").stdout else ["-fopenmp"]
 
 
 def find_nvcc() -> Path | None:
@@ -139,21 +138,7 @@ def find_nvcc() -> Path | None:
 def has_uring() -> bool:
     """Tells whether liburing is here to compile with; without it files are read by threads."""
     program = "#include <liburing.h>\nint main() { return io_uring_queue_init(1, nullptr, 0); }\n"
-    done = subprocess.run(
-        [*compiler(), "-x", "c++", "-", "-luring", "-o", "/dev/null"],
-        input=program,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode == 0
-
-
-def available_bytes() -> int:
-    """Returns the memory that can be had without swapping; page cache counts as such."""
-    text = Path("/proc/meminfo").read_text(encoding="ascii")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(match.group(1)) << 10 if match else BYTES_PER_JOB
+    return _compiled(program, "-luring", "-o", "/dev/null").returncode == 0
 
 
 def num_jobs() -> int:
@@ -164,8 +149,9 @@ def num_jobs() -> int:
             if not text.isdigit() or int(text) < 1:
                 raise BuildProblem(f"{name} must be a positive integer, got {text!r}")
             return int(text)
-    num_cpus = len(os.sched_getaffinity(0))
-    return max(1, min(num_cpus, available_bytes() // BYTES_PER_JOB))
+    text = Path("/proc/meminfo").read_text(encoding="ascii")
+    available = int(text.partition("MemAvailable:")[2].split()[0]) << 10
+    return max(1, min(len(os.sched_getaffinity(0)), available // BYTES_PER_JOB))
 
 
 def check_platform() -> None:
@@ -194,17 +180,12 @@ def check_compiler() -> None:
             f"no C++ compiler: {command[0]!r} is not on PATH. Install one: "
             "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora); or set CXX."
         )
-    probe = [*command, CXX_STANDARD, "-x", "c++", "-fsyntax-only", "-"]
-    done = subprocess.run(probe, input=_CXX20_PROBE, capture_output=True, text=True, check=False)
+    done = _compiled(_CXX20_PROBE, CXX_STANDARD, "-fsyntax-only")
     if done.returncode != 0:
-        version = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, check=False
-        ).stdout.splitlines()
         reason = (done.stderr.strip().splitlines() or ["no message"])[0]
         raise BuildProblem(
-            f"{' '.join(command)} ({version[0] if version else 'unknown version'}) cannot compile "
-            f"C++20: {reason}. g++ >= 11 or clang >= 14 can: apt-get install g++-12, "
-            "then CXX=g++-12."
+            f"{' '.join(command)} cannot compile C++20: {reason}. g++ >= 11 or clang >= 14 can: "
+            "apt-get install g++-12, then CXX=g++-12."
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks layout and types: ruff and clang-format, mypy with --types; --fix rewrites files.
+"""Checks layout and names with ruff and clang-format; with --types, runs mypy instead.
 
 Usage: python tools/lint.py [--fix | --types]
 """
@@ -6,70 +6,42 @@ Usage: python tools/lint.py [--fix | --types]
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON_FOLDERS = ("ringcomm", "kernels", "examples", "benchmarks", "tools", "tests")
-CPP_FOLDERS = ("csrc", "tests/cpp", "tests/emulator")
-CPP_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
+# Apart from examples, which have scripts of the same names as benchmarks.
+TYPED = ("ringcomm", "kernels", "benchmarks", "tools", "tests", "_ringcomm_autoload.py")
 
 
-def find_tool(name: str) -> str:
-    """Returns the path of a tool that stands beside the running Python, or on PATH."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        sys.exit(f"{name} is not installed: pip install -r tools/requirements-lint.txt")
-    return found
+def run(*command: str) -> bool:
+    """Whether a tool of this Python's folder, or of PATH, is content."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    tool = shutil.which(command[0], path=places)
+    if tool is None:
+        sys.exit(f"{command[0]} is not installed: pip install -r tools/requirements-lint.txt")
+    print("+", *command[:4], flush=True)
+    return subprocess.call([tool, *command[1:]], cwd=ROOT) == 0
 
 
-def cpp_files() -> list[str]:
-    """Returns our C++ and CUDA files; third_party stays as it came."""
-    found = [path for folder in CPP_FOLDERS for path in (ROOT / folder).rglob("*")]
-    ours = [p for p in found if p.suffix in CPP_SUFFIXES and "third_party" not in p.parts]
-    return sorted(str(path.relative_to(ROOT)) for path in ours)
-
-
-def check_cpp_layout() -> int:
-    """Names the C++ files that clang-format would change; returns how many there are."""
-    tool = find_tool("clang-format")
-    command = [tool, "--dry-run", "-Werror", "-ferror-limit=1"]
-    print(f"+ clang-format --dry-run on {len(cpp_files())} files", flush=True)
+def cpp_batches() -> list[list[str]]:
+    """Our C++ and CUDA files, a list for each core; third_party is left as it came."""
+    paths = [
+        path
+        for folder in ("csrc", "tests/cpp", "tests/emulator")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    ours = [
+        p
+        for p in paths
+        if p.suffix in (".h", ".cc", ".cu", ".cuh") and "third_party" not in p.parts
+    ]
     num_jobs = len(os.sched_getaffinity(0))
-    with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
-        done = pool.map(
-            lambda name: subprocess.run(
-                [*command, name], cwd=ROOT, capture_output=True, text=True, check=False
-            ),
-            cpp_files(),
-        )
-        wrong = [run for run in done if run.returncode != 0]
-    for run in wrong:
-        print((run.stderr.strip().splitlines() or ["clang-format failed"])[0])
-    if wrong:
-        print(f"clang-format would change {len(wrong)} files: make format")
-    return len(wrong)
-
-
-def commands(fix: bool, types: bool) -> list[list[str]]:
-    """Returns the commands to run, in order."""
-    if types:
-        # Apart: examples and benchmarks have scripts of the same names.
-        rest = [name for name in PYTHON_FOLDERS if name != "examples"]
-        return [
-            [find_tool("mypy"), *rest, "_ringcomm_autoload.py"],
-            [find_tool("mypy"), "examples"],
-        ]
-    ruff = find_tool("ruff")
-    if fix:
-        rewrite_cpp = [find_tool("clang-format"), "-i", *cpp_files()]
-        return [[ruff, "check", "--fix", "."], [ruff, "format", "."], rewrite_cpp]
-    return [[ruff, "check", "."], [ruff, "format", "--check", "-q", "."]]
+    return [[str(path) for path in ours[i::num_jobs]] for i in range(num_jobs)]
 
 
 def main() -> int:
@@ -79,13 +51,15 @@ def main() -> int:
     group.add_argument("--fix", action="store_true", help="rewrite files instead of complaining")
     group.add_argument("--types", action="store_true", help="run mypy instead")
     options = parser.parse_args()
-    num_failed = 0
-    for command in commands(options.fix, options.types):
-        print("+", " ".join([Path(command[0]).name, *command[1:4]]), flush=True)
-        num_failed += subprocess.run(command, cwd=ROOT, check=False).returncode != 0
-    if not options.fix and not options.types:
-        num_failed += check_cpp_layout() > 0
-    return int(num_failed > 0)
+    if options.types:
+        results = [run("mypy", *TYPED), run("mypy", "examples")]
+    else:
+        results = [run("ruff", "check", *["--fix"] * options.fix, ".")]
+        results.append(run("ruff", "format", "-q", *["--check"] * (not options.fix), "."))
+        how = ["-i"] if options.fix else ["--dry-run", "-Werror", "-ferror-limit=1"]
+        with ThreadPoolExecutor() as pool:
+            results += pool.map(lambda files: run("clang-format", *how, *files), cpp_batches())
+    return int(not all(results))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""The one command for a machine with a GPU: builds, tests and measures, and keeps what it found.
+"""Builds, tests and measures on a machine with a GPU, and keeps what it found.
 
-Usage: python tools/verify_gpu.py [--list] [--from NAME | --only NAME,...] [--budget-s S]
-           [--out FOLDER]
+Usage: python tools/verify_gpu.py [--from NAME | --only NAME,...] [--budget-s S] [--out FOLDER]
+       python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
 
-Entries (tools/gpu_entries.py, a row each of docs/gpu-verification.md) run one after the other in
-the order of what a minute tells, each within its own limit and what is left of the budget, which
-is that of a machine whose commands end after ten minutes: the last line is the command that goes
-on where this one ended. The active Python and its torch are used. The folder, $OUT by default,
-gets as they come: verify.log, records.jsonl, plots, and summary.json, which is whole after each
-entry, so that a run that is cut short keeps what it has. The status is 1 when an entry failed.
+The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
+of the budget: the last line printed is the command that goes on. The active Python and its torch
+are used. The folder, $OUT by default, gets verify.log, records, plots, and summary.json, which is
+complete after each row; the page gets each row's "last run".
+
+With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
+NVIDIA's Multi-Process Service or without. The status is 1 when something failed, and 0 without a
+GPU, where nothing runs.
 """
 
 from __future__ import annotations
@@ -16,274 +18,303 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import functools
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
-
-from gpu_entries import ENTRIES, Entry
-from gpu_facts import load_mps
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET_S = 540.0
-# Of an entry's limit: with less it is left to the next command.
-MIN_SHARE = 0.5
-# For a program to end what it has started, MPS too.
-END_S = 50.0
-TAIL_LINES = 12
-QUERY_TIMEOUT_S = 60.0
+PAGE = ROOT / "docs" / "gpu-verification.md"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from mps import Mps, find_control  # noqa: E402
+from placement import count_devices  # noqa: E402
+
+BUDGET_S = 540.0  # for machines whose commands end after ten minutes
+MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs it
+END_S = 45.0  # for a program to end what it has started, MPS too
+NO_TESTS = 5  # pytest's status where no test was selected
+# Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
+LAYOUTS: dict[str, tuple[int | None, str, bool]] = {
+    "kernels": (0, "one", False),
+    "one-2-mps": (2, "one", True),
+    "one-4-mps": (4, "one", True),
+    "one-8-mps": (8, "one", True),
+    "one-2": (2, "one", False),
+    "one-4": (4, "one", False),
+    "all": (None, "all", False),
+    "all-twice-mps": (None, "all", True),
+}
 
 
-def say(log: TextIO, text: str) -> None:
-    """To the terminal and to the log."""
-    print(text, flush=True)
-    log.write(text + "\n")
-    log.flush()
+@dataclass(frozen=True)
+class Row:
+    """A row of the page: a shell command, or why there is none; seconds; what it needs."""
+
+    name: str
+    how: str
+    limit_s: float
+    needs: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command, "" where there is none."""
+        return self.how.strip("`") if self.how.startswith("`") else ""
 
 
-def output_of(command: list[str]) -> str:
-    """What a command prints; nothing where it fails."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+def read_rows(page: Path = PAGE) -> list[Row]:
+    """The table of the page."""
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    rows = []
+    for line in lines[1:]:
+        name, _, how, limit, needs, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append(Row(name, how, float(limit or 0), tuple(needs.split(", ")) if needs else ()))
+    return rows
 
 
-def machine() -> dict[str, Any]:
-    """Commit, GPUs, driver and versions, asked of processes of their own."""
-    versions = (
-        "import torch, json; v = torch.cuda.nccl.version() if torch.cuda.is_available() else ();"
-        "print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda,"
-        "'nccl': '.'.join(map(str, v))}))"
-    )
-    query = "--query-gpu=name,driver_version,memory.total"
-    gpus = output_of(["nvidia-smi", query, "--format=csv,noheader"])
-    triton = importlib.util.find_spec("triton") is not None
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": output_of(["git", "rev-parse", "HEAD"]) or None,
-        "dirty": bool(output_of(["git", "status", "--porcelain"])),
-        "gpus": gpus.splitlines(),
-        "python": platform.python_version(),
-        "triton": importlib.metadata.version("triton") if triton else None,
-        **json.loads(output_of([sys.executable, "-c", versions]) or "{}"),
-    }
+def write_row(page: Path, name: str, found: str) -> None:
+    """Replaces a row's last cell."""
+    pattern = rf"^(\| {re.escape(name)} \|.*\| )[^|]*( \|)$"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(re.sub(pattern, rf"\g<1>{found}\g<2>", text, flags=re.M), encoding="utf-8")
 
 
-@functools.cache
-def own_archs() -> str:
-    """The architectures of the GPUs here, as RINGCOMM_CUDA_ARCHS has them: kernels for no other."""
-    said = output_of(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
-    found = {line.strip().replace(".", "") for line in said.splitlines()}
-    return " ".join(sorted(filter(str.isdigit, found), key=int))
-
-
-def why_not(entry: Entry, num_gpus: int) -> str | None:
-    """The need of an entry that this machine does not meet, or None."""
+def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
+    """What a machine with so many GPUs lacks; None if it has everything."""
     if num_gpus == 0:
         return "no GPU here"
-    for need in entry.needs:
-        if need == "mps":
-            mps = load_mps()
-            if mps.find_control() is None:
-                return f"MPS is missing: there is no {mps.CONTROL}"
-        elif need == "gpus":
+    for need in needs:
+        if need == "2 GPUs":
             if num_gpus < 2:
                 return "one GPU here"
+        elif need == "MPS":
+            if find_control() is None:
+                return "MPS is missing: there is no nvidia-cuda-mps-control"
         elif importlib.util.find_spec(need) is None:
             return f"{need} is not installed"
     return None
 
 
-def command_of(
-    entry: Entry, out: Path, nccl: Path | None, num_gpus: int, limit_s: float
-) -> list[str]:
-    """The command, of this Python but for make; with a limit where it has one for what it runs."""
-    library = f"--nccl-library {shlex.quote(str(nccl))}" if nccl else ""
-    words = entry.words(shlex.quote(str(out)), library)
-    option = "--world-size"
-    if option in words and words[words.index(option) + 1] == "0":
-        words[words.index(option) + 1] = str(num_gpus)
-    if words[0] == "tools/gpu_layouts.py":
-        num_layouts = len(words[words.index("--only") + 1].split(","))
-        words[1:1] = ["--limit-s", f"{max(1.0, (limit_s - END_S) / num_layouts):.0f}"]
-    return words if words[0] == "make" else [sys.executable, *words]
+def run(command: list[str], limit_s: float, **options: Any) -> int | None:
+    """A command's status, None where it was stopped at the limit; all it has started ends too.
 
-
-def run(command: list[str], limit_s: float, log: TextIO) -> tuple[int | None, str]:
-    """Runs a command, stopped with all it has started at the limit; its status and last lines.
-
-    What it writes goes to the log at once.
+    At the limit it is interrupted first: pytest says what has failed, and programs end their MPS.
     """
-    env = {
-        **os.environ,
-        "RINGCOMM_USE_ENV": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "PYTHON": sys.executable,
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "RINGCOMM_CUDA_ARCHS": os.environ.get("RINGCOMM_CUDA_ARCHS") or own_archs(),
-    }
-    begin = os.path.getsize(log.name)
     process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, **options
     )
-    status = None
     try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(limit_s)
-        if status is None:
-            # Programs that have started MPS end it before they end.
-            os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+            process.wait(END_S)
+        return None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    log.seek(0, os.SEEK_END)
-    text = Path(log.name).read_bytes()[begin:].decode(errors="replace")
-    return status, "\n".join(text.strip().splitlines()[-TAIL_LINES:])
 
 
-def run_entry(
-    entry: Entry, options: argparse.Namespace, num_gpus: int, left_s: float, log: TextIO
-) -> dict[str, Any]:
-    """Runs an entry's command; what is kept of it."""
-    limit_s = min(entry.limit_s, left_s)
-    command = command_of(entry, options.out, options.nccl_library, num_gpus, limit_s)
-    say(log, f"\n== {entry.name}: {shlex.join(command)}")
-    begin = time.monotonic()
-    code, tail = run(command, limit_s, log)
+def run_layout(name: str, num_gpus: int, arguments: list[str], limit_s: float) -> str:
+    """Runs pytest in a layout: "passed", "failed", "stopped", or "not run" and why."""
+    num_ranks, where, with_mps = LAYOUTS[name]
+    needs = [*(["2 GPUs"] if where == "all" else []), *(["MPS"] if with_mps else [])]
+    reason = lacks(tuple(needs), num_gpus)
+    if reason is not None:
+        return f"not run: {reason}"
+    if num_ranks is None:
+        num_ranks = num_gpus * (2 if with_mps else 1)
+    groups = sorted((ROOT / "tests/python/device").glob("test_gpu_*.py"))
+    if num_ranks == 0:
+        arguments = ["tests/python", *(f"--ignore={path}" for path in groups), *arguments]
+    elif not any((ROOT / word.partition("::")[0]).exists() for word in arguments):
+        arguments = [*map(str, groups), *arguments]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--maxfail=25", *arguments]
+    print(f"== {name}: {num_ranks} ranks", flush=True)
+    with Mps() if with_mps else contextlib.nullcontext():
+        ranks = {"GPU_TEST_RANKS": str(num_ranks or 2), "GPU_TEST_LAYOUT": where}
+        status = run(command, limit_s, env={**os.environ, **ranks})
+    if status is None:
+        return f"stopped after {limit_s:.0f} s"
+    return {0: "passed", NO_TESTS: "not run: no such tests"}.get(status, "failed")
+
+
+def run_layouts(names: list[str], arguments: list[str], limit_s: float) -> int:
+    """Runs the layouts in turn, within a limit each; the exit code."""
+    num_gpus = count_devices("cuda")
+    found = {}
+    for name in names:
+        try:
+            found[name] = run_layout(name, num_gpus, arguments, limit_s)
+        except RuntimeError as error:  # MPS that does not start
+            found[name] = f"failed: {error}"
+    print("\n".join(f"{name:<13}  {text}" for name, text in found.items()))
+    if num_gpus and all(text.startswith("not run") for text in found.values()):
+        return NO_TESTS
+    return int(any(text.startswith(("failed", "stopped")) for text in found.values()))
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; nothing where it fails."""
+    try:
+        return subprocess.check_output(command, cwd=ROOT, text=True, timeout=60).strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def machine() -> dict[str, Any]:
+    """Commit, GPUs, driver and torch, asked of processes of their own."""
+    query = ("nvidia-smi", "--format=csv,noheader")
+    facts = "import torch; print(torch.__version__, torch.version.cuda)"
+    archs = output_of(*query, "--query-gpu=compute_cap").replace(".", "").split()
     return {
-        "status": "stopped" if code is None else "passed" if code == 0 else "failed",
-        "code": code,
-        "seconds": round(time.monotonic() - begin, 1),
-        "limit_s": round(limit_s),
-        "command": shlex.join(command),
-        "tail": tail,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "gpus": output_of(*query, "--query-gpu=name,driver_version,memory.total").splitlines(),
+        "archs": " ".join(sorted(set(archs), key=int)),
+        "torch": output_of(sys.executable, "-c", facts),
     }
 
 
-def verify(entries: Iterable[Entry], options: argparse.Namespace, log: TextIO) -> dict[str, Any]:
-    """Runs entries in turn; the summary, which is on disk after each.
+def environment(facts: dict[str, Any], out: Path) -> dict[str, str]:
+    """For the rows: kernels for the GPUs that are here alone, and where results go."""
+    defaults = {"GLOO_SOCKET_IFNAME": "lo", "RINGCOMM_CUDA_ARCHS": facts.get("archs", "")}
+    return {
+        **defaults,
+        **os.environ,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
+        "PYTHONUNBUFFERED": "1",
+        "RINGCOMM_USE_ENV": "1",
+        "OUT": str(out),
+        "GPUS": str(len(facts["gpus"])),
+    }
 
-    Its "next" is the entry with which another command goes on: the first that had no time left, or
-    less than its limit and was stopped, unless it was the first one; None where all are done.
+
+def verify(rows: list[Row], out: Path, budget_s: float, page: Path) -> dict[str, Any]:
+    """Runs rows in turn; the summary, which is on disk after each.
+
+    Its "next" is the row with which another command goes on: the first one that had no time left,
+    or that was stopped with less than its limit; None where all are done.
     """
     facts = machine()
-    num_gpus = len(facts["gpus"])
-    summary: dict[str, Any] = {**facts, "budget_s": options.budget_s, "next": None, "entries": {}}
-    deadline = time.monotonic() + options.budget_s
-    say(log, json.dumps(facts))
+    summary: dict[str, Any] = {**facts, "next": None, "rows": {}}
+    env = environment(facts, out)
+    deadline = time.monotonic() + budget_s
     num_run = 0
-    for entry in entries:
+    for row in rows:
         left_s = deadline - time.monotonic()
-        reason = entry.not_scripted or why_not(entry, num_gpus)
-        # The first of a command is never too late, whatever the build has left of it.
-        is_late = summary["next"] is not None or (
-            num_run > 0 and left_s < MIN_SHARE * entry.limit_s
-        )
-        if reason is not None or is_late:
-            status = "not scripted" if entry.not_scripted else "not run"
-            found: dict[str, Any] = {"status": status, "why": reason or "the budget is spent"}
-        else:
-            found = run_entry(entry, options, num_gpus, left_s, log)
-            is_late = found["status"] == "stopped" and left_s < entry.limit_s and num_run > 0
-            num_run += entry.name != "build"
+        # The first of a command is never too late, whatever the build has left of the budget.
+        is_late = summary["next"] or (num_run > 0 and left_s < MIN_SHARE * row.limit_s)
+        reason = lacks(row.needs, len(facts["gpus"])) if row.command else row.how
         if reason is None and is_late:
-            summary["next"] = summary["next"] or entry.name
-        summary["entries"][entry.name] = found
-        say(log, f"{entry.name}: {found['status']} {found.get('seconds', found.get('why'))}")
-        draft = options.out / "summary.tmp"
+            reason = "the budget is spent"
+            summary["next"] = summary["next"] or row.name
+        if reason is not None:
+            found: dict[str, Any] = {"status": "not run", "why": reason}
+        else:
+            found = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
+            if found["status"] == "stopped" and left_s < row.limit_s and num_run > 0:
+                summary["next"] = row.name
+            elif found["status"] != "not run":
+                write_row(page, row.name, f"{found['status']}, {facts['date'][:10]}")
+            num_run += row.name != "build"
+        summary["rows"][row.name] = found
+        print(f"{row.name}: {found['status']} {found.get('why', found.get('seconds'))}", flush=True)
+        draft = out / "summary.tmp"
         draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        draft.replace(options.out / "summary.json")
-        if entry.name == "build" and found["status"] in ("failed", "stopped"):
-            say(log, found["tail"])
+        draft.replace(out / "summary.json")
+        if row.name == "build" and found["status"] in ("failed", "stopped"):
             break
     return summary
 
 
-def chosen_of(options: argparse.Namespace) -> list[Entry]:
-    """The entries that are asked for; those from one on have the build before them."""
-    names = [entry.name for entry in ENTRIES]
-    if options.only is not None:
-        return [entry for entry in ENTRIES if entry.name in options.only]
-    begin = names.index(options.begin)
-    before = [entry for entry in ENTRIES[:begin] if entry.name == "build"]
-    return [*before, *ENTRIES[begin:]]
+def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> dict[str, Any]:
+    """Runs a row's command; what is kept of it. Its output goes to the log as it comes."""
+    command = re.sub(r"(^|&& )python ", rf"\1{shlex.quote(sys.executable)} ", row.command)
+    if "--layout" in command and "verify_gpu.py" in command:
+        num_layouts = len(shlex.split(command)[3].split(","))
+        limit = f"verify_gpu.py --limit-s {max(1.0, (limit_s - END_S) / num_layouts):.0f}"
+        command = command.replace("verify_gpu.py", limit)
+    begin, size = time.monotonic(), log.stat().st_size if log.exists() else 0
+    with log.open("a", encoding="utf-8") as output:
+        print(f"\n== {row.name}: {command}", file=output, flush=True)
+        status = run(["bash", "-c", command], limit_s, env=env, stdout=output, stderr=output)
+    said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines()
+    return {
+        "status": {None: "stopped", 0: "passed", NO_TESTS: "not run"}.get(status, "failed"),
+        "code": status,
+        "seconds": round(time.monotonic() - begin, 1),
+        "tail": "\n".join(said[-12:]),
+    }
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; ends the process with a message when it makes no sense."""
+    """The command line, with the rows in `rows`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    names = [entry.name for entry in ENTRIES]
-    default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
-    add("--list", action="store_true", help="print the entries, and run nothing")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--from",
-        dest="begin",
-        default=names[0],
-        choices=names,
-        metavar="NAME",
-        help="build, then go on with this entry of --list",
-    )
-    which.add_argument("--only", metavar="NAME,...", help="these entries alone")
-    add("--budget-s", type=float, default=BUDGET_S, help="of all entries")
-    add("--out", type=Path, default=default, metavar="FOLDER", help="for results")
-    add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 of 2.30 or newer")
+    everything = read_rows()
+    names = [row.name for row in everything]
+    out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
+    add("--from", dest="begin", choices=names, metavar="NAME", help="build, then go on here")
+    add("--only", metavar="NAME,...", help="these rows alone")
+    add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
+    add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
+    add("--limit-s", type=float, default=420.0, help="of a layout")
+    add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
+    add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
-    options.only = options.only.split(",") if options.only is not None else None
-    unknown = set(options.only or ()) - set(names)
-    if unknown:
-        parser.error(f"--only: there is no entry {', '.join(sorted(unknown))}")
+    asked = {"row": options.only or "", "layout": options.layout or ""}
+    for kind, known in (("row", names), ("layout", [*LAYOUTS, "every"])):
+        unknown = {name for name in asked[kind].split(",") if name} - set(known)
+        if unknown:
+            parser.error(f"there is no {kind} {', '.join(sorted(unknown))}")
+    begin = names.index(options.begin) if options.begin else 0
+    options.rows = [
+        row
+        for i, row in enumerate(everything)
+        if (
+            row.name in asked["row"].split(",")
+            if options.only
+            else i >= begin or row.name == "build"
+        )
+    ]
     return options
 
 
 def main(argv: list[str]) -> int:
     """Runs what is asked for; returns the exit code."""
     options = parse(argv)
-    chosen = chosen_of(options)
-    if options.list:
-        for entry in chosen:
-            what = f"python {entry.command}" if entry.command else f"({entry.not_scripted})"
-            print(f"{entry.name:<22} {entry.limit_s:4.0f} s  {what.replace('python make', 'make')}")
-        return 0
-    options.out = options.out.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "verify.log").open("w", encoding="utf-8") as log:
-        summary = verify(chosen, options, log)
-        statuses = [found["status"] for found in summary["entries"].values()]
-        counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
-        say(log, f"\n{counts}; results: {options.out}")
-        if not summary["gpus"]:
-            say(log, "no GPU here: nothing ran")
-        if summary["next"] is not None:
-            again = f"--from {summary['next']}" if options.only is None else "--only ..."
-            say(log, f"go on with: python tools/verify_gpu.py {again}")
+    if options.layout:
+        chosen = list(LAYOUTS) if options.layout == "every" else options.layout.split(",")
+        return run_layouts(chosen, options.arguments, options.limit_s)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    summary = verify(options.rows, out, options.budget_s, PAGE)
+    statuses = [found["status"] for found in summary["rows"].values()]
+    counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
+    print(f"\n{counts}; results: {out}")
+    if summary["next"] is not None:
+        again = f"--from {summary['next']}" if options.only is None else "--only ..."
+        print(f"go on with: python tools/verify_gpu.py {again}")
     return int(any(status in ("failed", "stopped") for status in statuses))
 
 
+def exit_on_term(number: int, frame: object) -> None:
+    """SIGTERM ends what was started, and MPS, as an error does; a second one changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, exit_on_term)
     sys.exit(main(sys.argv[1:]))

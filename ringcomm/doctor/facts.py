@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,6 @@ from ringcomm import _C
 
 SYSFS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
-PROC_SELF = Path("/proc/self")
-# cgroup v1 writes the largest page-aligned number where memory has no limit.
-V1_NO_LIMIT_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -45,21 +42,16 @@ class Cpus:
         return any(set(cpus) <= set(cache) for cache in self.l3) if self.l3 else None
 
 
-def parse_list(text: str) -> tuple[int, ...]:
-    """`0-2,5` as (0, 1, 2, 5). Raises ValueError."""
-    numbers: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers += range(int(first), int(last or first) + 1)
-    return tuple(numbers)
-
-
 def _list_in(path: Path) -> tuple[int, ...]:
-    """The CPUs that a file of the kernel lists; none where there is no such file."""
+    """The CPUs in a file of the kernel, such as `0-2,5`; none where there is no such file."""
+    numbers: list[int] = []
     try:
-        return parse_list(path.read_text())
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
     except (OSError, ValueError):  # containers and some hypervisors show a part of it
         return ()
+    return tuple(numbers)
 
 
 def read_cpus(usable: Collection[int] | None = None, sysfs: Path = SYSFS) -> Cpus:
@@ -76,91 +68,45 @@ def telling_pairs(cpus: Cpus, most: int = 8) -> list[tuple[int, int]]:
 
     Hardware threads of one core are left out: they share everything.
     """
-    firsts = [core[0] for core in cpus.cores]
-    if len(firsts) < 2:
-        return []
-    start = firsts[0]
+    start, *others = [core[0] for core in cpus.cores]
     chosen: dict[Any, int] = {}  # the first other CPU of each L3
-    for cpu in sorted(firsts[1:], key=lambda cpu: not cpus.shares_l3((start, cpu))):
+    for cpu in sorted(others, key=lambda cpu: not cpus.shares_l3((start, cpu))):
         chosen.setdefault(next((cache for cache in cpus.l3 if cpu in cache), ()), cpu)
     return [(start, cpu) for cpu in chosen.values()][:most]
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A limit and the file that sets it."""
+def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
+    """The least limits of this process's cgroup (v2) and its ancestors.
 
-    value: float
-    file: str
-
-
-@dataclass(frozen=True)
-class Limits:
-    """None where there is no limit.
-
-    Attributes:
-        cpu_cores: CPU time per time: 1.5 is one and a half CPU.
-        memory_bytes: of all processes in the cgroup together; ringcomm's memory is charged there.
-        max_fds: open files of a process.
+    Returns:
+        `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
+        each as (value, file), or None without a limit; `max_fds`, open files of a process.
     """
+    cpu, memory = [], []
+    try:
+        path = (proc / "cgroup").read_text().partition("0::/")[2].strip()
+    except OSError:
+        path = ""
+    for folder in (cgroups / path, *(cgroups / path).parents):
+        if not folder.is_relative_to(cgroups):
+            break
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cpu.append((int(quota) / int(period), str(folder / "cpu.max")))
+        if _read(folder / "memory.max").isdigit():
+            memory.append((int(_read(folder / "memory.max")), str(folder / "memory.max")))
+    return {
+        "cpu_cores": min(cpu, default=None),
+        "memory_bytes": min(memory, default=None),
+        "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
 
-    cpu_cores: Limit | None
-    memory_bytes: Limit | None
-    max_fds: int
 
-
-def _folders(proc: Path, cgroups: Path, controller: str) -> Iterator[Path]:
-    """This process's folders that may hold a limit (cgroup v2, then v1), and their ancestors.
-
-    In a container a path of v1 may lie outside of what is mounted; its ancestors do not.
-    """
-    for line in (proc / "cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
-            continue
-        top = cgroups / controller if names else cgroups
-        below = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(below), -1, -1):
-            yield top.joinpath(*below[:depth])
-
-
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the root of a hierarchy has no limits
-        return None
-
-
-def _cpu_limit(folder: Path) -> Limit | None:
-    both, file = _read(folder / "cpu.max"), folder / "cpu.max"
-    if both is None:
-        file = folder / "cpu.cfs_quota_us"
-        both = f"{_read(file) or 'max'} {_read(folder / 'cpu.cfs_period_us') or 1}"
-    quota, _, period = both.partition(" ")
-    return None if quota in ("max", "-1") else Limit(int(quota) / int(period), str(file))
-
-
-def _memory_limit(folder: Path) -> Limit | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        text = _read(folder / name)
-        if text not in (None, "max") and int(text or 0) < V1_NO_LIMIT_BYTES:
-            return Limit(int(text or 0), str(folder / name))
-    return None
-
-
-def _least(limits: Iterator[Limit | None]) -> Limit | None:
-    return min(filter(None, limits), key=lambda limit: limit.value, default=None)
-
-
-def read_limits(proc: Path = PROC_SELF, cgroups: Path = CGROUPS) -> Limits:
-    """The least limit of this process and its ancestors; None where no cgroup can be read."""
-    cpu = memory = None
-    try:
-        cpu = _least(map(_cpu_limit, _folders(proc, cgroups, "cpu")))
-        memory = _least(map(_memory_limit, _folders(proc, cgroups, "memory")))
-    except (OSError, ValueError, ZeroDivisionError):  # no cgroups, or of an unknown form
-        pass
-    return Limits(cpu, memory, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    except OSError:  # the root of the hierarchy has no limits
+        return ""
 
 
 def missing_features() -> list[str]:
@@ -181,7 +127,8 @@ def memory_and_load() -> dict[str, Any]:
     """Of the whole machine, whatever the container is allowed: bytes, and runnable tasks."""
     memory = psutil.virtual_memory()
     return {
-        "memory": {"total_bytes": memory.total, "available_bytes": memory.available},
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
         "load": list(psutil.getloadavg()),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from typing import Any
@@ -37,47 +36,31 @@ MAX_WORLD_OF_ALL_PAIRS = 8
 MAX_BYTES_PER_PAIR = 8 << 20
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the ranks are to do.
-
-    Attributes:
-        cpu_pairs: CPUs between which hand-over is measured; empty for one rank.
-        seconds: per size of all_reduce.
-    """
-
-    world_size: int
-    cpu_pairs: list[tuple[int, int]]
-    seconds: float
-
-
-def _hand_overs(probe: FlagProbe, plan: Plan) -> list[dict[str, Any]]:
+def _hand_overs(probe: FlagProbe, cpu_pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """One-way latency of a flag between CPUs. Collective."""
     found = []
-    for cpus in plan.cpu_pairs if plan.world_size > 1 else []:
+    for cpus in cpu_pairs:
         us = probe.latency_us(cpus)
         shares = None if us is None else us <= SHARED_CACHE_MAX_US
         found.append({"cpus": list(cpus), "us": us, "looks_shared": shares})
     return found
 
 
-def _all_reduces(team: Team, plan: Plan) -> list[dict[str, Any]]:
+def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
     """Times of all_reduce with the algorithms that are chosen; on rank 0. Collective."""
-    operation = ALL_REDUCE
+    operation, world_size = ALL_REDUCE, team.world_size
     group = dist.group.WORLD
-    assert group is not None
     found = []
     for num_bytes in ALL_REDUCE_BYTES:
-        place = Place(
-            team.rank, plan.world_size, num_bytes // 4, torch.float32, torch.device("cpu")
-        )
+        kind = torch.float32, torch.device("cpu")
+        place = Place(team.rank, world_size, num_bytes // 4, *kind)
         before = num_calls(group)
         contender = make_contender(operation, operation.setup(place), group)
-        timings = measure(team, {"ringcomm": contender}, plan.seconds)
+        timings = measure(team, {"ringcomm": contender}, seconds)
         used = algorithms_used(before, num_calls(group))
         if timings is not None:
             us = timings["ringcomm"].summary_us()
-            gb_per_s = num_bytes / us["p50_us"] / 1e3 * operation.bus_factor(plan.world_size)
+            gb_per_s = num_bytes / us["p50_us"] / 1e3 * operation.bus_factor(world_size)
             times = {"p50_us": us["p50_us"], "p99_us": us["p99_us"], "busbw_gb_per_s": gb_per_s}
             found.append({"bytes": num_bytes, "algorithms": used, **times})
     return found
@@ -143,14 +126,14 @@ def _memory(team: Team) -> dict[str, Any]:
     }
 
 
-def _run_rank(team: Team, plan: Plan) -> None:
+def _run_rank(team: Team, cpu_pairs: list[tuple[int, int]], seconds: float) -> None:
     """Rank 0 reports what was found, piece by piece: what comes before a failure is kept."""
 
-    def tell(name: str, content: Any) -> None:
+    def tell(**parts: Any) -> None:
         if team.rank == 0:
-            team.report((name, content))
+            team.report(parts)
 
-    tell("hand_overs", _hand_overs(FlagProbe(team), plan))
+    tell(hand_overs=_hand_overs(FlagProbe(team), cpu_pairs if team.world_size > 1 else []))
     begin = time.perf_counter()
     error = None
     try:
@@ -160,27 +143,30 @@ def _run_rank(team: Team, plan: Plan) -> None:
     init_s = max(team.share(time.perf_counter() - begin))
     errors = [f"rank {rank}: {text}" for rank, text in enumerate(team.share(error)) if text]
     if errors:
-        tell("errors", errors)
+        tell(errors=errors)
         return
-    tell("init_s", init_s)
     own_pids = [os.getppid(), *team.share(os.getpid())]
     watch = OthersWatch(own_pids) if team.rank == 0 else None
-    tell("all_reduce", _all_reduces(team, plan))
-    tell("pairs", _pairs(team))
-    tell("memory", _memory(team))
+    tell(init_s=init_s, all_reduce=_all_reduces(team, seconds))
+    tell(pairs=_pairs(team), memory=_memory(team))
     if watch is not None:
-        tell("others_busy_percent", watch.percent())
+        tell(others_busy_percent=watch.percent())
     dist.destroy_process_group()
 
 
-def examine_group(plan: Plan) -> dict[str, Any]:
+def examine_group(
+    world_size: int, cpu_pairs: list[tuple[int, int]], seconds: float
+) -> dict[str, Any]:
     """Starts the ranks and gathers what they find: parts by name, `errors` where it failed.
+
+    Args:
+        world_size: ranks to start.
+        cpu_pairs: CPUs between which hand-over is measured.
+        seconds: per size of all_reduce.
 
     Raises:
         RankError: a rank ended or failed elsewhere than in making the group.
     """
     found: dict[str, Any] = {}
-    run_ranks(
-        plan.world_size, lambda team: _run_rank(team, plan), lambda part: found.update([part])
-    )
+    run_ranks(world_size, lambda team: _run_rank(team, cpu_pairs, seconds), found.update)
     return found

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ringcomm import tuning
 from ringcomm.doctor.facts import (
     Cpus,
-    Limits,
     memory_and_load,
     missing_features,
     read_cpus,
@@ -17,7 +16,7 @@ from ringcomm.doctor.facts import (
     telling_pairs,
     versions,
 )
-from ringcomm.doctor.group import Plan, examine_group
+from ringcomm.doctor.group import examine_group
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, variables
 from ringcomm.measure.ranks import RankError
 from ringcomm.measure.screen import byte_count, make_table, microseconds
@@ -78,16 +77,17 @@ def _cache_notes(cpus: Cpus, hand_overs: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _limit_notes(cpus: Cpus, limits: Limits, world_size: int) -> list[str]:
+def _limit_notes(cpus: Cpus, limits: dict[str, Any], world_size: int) -> list[str]:
     notes = []
     if world_size > len(cpus.cores):
         notes.append(
             f"{world_size} ranks on {len(cpus.cores)} core(s): ranks wait for each other's turns"
         )
-    if limits.cpu_cores is not None and limits.cpu_cores.value < min(world_size, len(cpus.usable)):
+    allowed, file = limits["cpu_cores"] or (float("inf"), "")
+    if allowed < min(world_size, len(cpus.usable)):
         notes.append(
-            f"the container may use {limits.cpu_cores.value:g} CPUs ({limits.cpu_cores.file}):"
-            f" {world_size} computing ranks are stopped for a part of the time"
+            f"the container may use {allowed:g} CPUs ({file}): {world_size} computing ranks are"
+            " stopped for a part of the time"
         )
     return notes
 
@@ -125,7 +125,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     set_variables = variables("RINGCOMM_")
     missing = missing_features()
     try:
-        group = examine_group(Plan(world_size, telling_pairs(cpus), seconds))
+        group = examine_group(world_size, telling_pairs(cpus), seconds)
     except RankError as error:
         group = {"errors": [str(error)]}
     unknown = sorted(set_variables.keys() - known_variables())
@@ -141,7 +141,7 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
         "versions": versions(),
         "machine": {**machine, **memory_and_load()},
         "cpus": asdict(cpus),
-        "limits": {**asdict(limits), "dev_shm": SHM_NOTE, "missing_features": missing},
+        "limits": {**limits, "dev_shm": SHM_NOTE, "missing_features": missing},
         "environment": set_variables,
         "world_size": world_size,
         "group": group,
@@ -153,33 +153,14 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
 # ---- for people
 
 
-def _limit(limit: dict[str, Any] | None, of_bytes: bool) -> str:
-    if limit is None:
-        return "no limit"
-    value = f"{limit['value'] / MIB:,.0f} MiB" if of_bytes else f"{limit['value']:g} CPUs"
-    return f"{value} ({limit['file']})"
-
-
-def _machine_rows(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    found, cpus, limits = dict(report["versions"]), report["cpus"], report["limits"]
-    caches, has_gloo = found.pop("caches"), found.pop("gloo")
-    yield "versions", ", ".join(f"{k} {v}" for k, v in found.items() if v is not None)
-    yield "peers", "gloo" if has_gloo else "torch has no Gloo"
-    usable = f"{len(cpus['usable'])} of {cpus['num_online']} CPUs on {len(cpus['cores'])} cores"
-    yield "cores", f"{report['machine']['cpu']}; {usable}"
-    yield "caches", "; ".join(caches) or "not known: there is no lscpu"
-    for cache in cpus["l3"]:
-        yield "one L3 cache", f"CPUs {', '.join(map(str, cache))}"
-    memory = report["machine"]["memory"]
-    yield "memory", ", ".join(f"{k.split('_')[0]} {v / MIB:,.0f} MiB" for k, v in memory.items())
-    load = " / ".join(f"{tasks:.1f}" for tasks in report["machine"]["load"])
-    yield "runnable tasks", f"{load} in the last 1 / 5 / 15 minutes"
-    yield "limit of CPU time", _limit(limits["cpu_cores"], of_bytes=False)
-    yield "limit of memory", _limit(limits["memory_bytes"], of_bytes=True)
-    yield "limit of open files", f"{limits['max_fds']:,}"
-    yield "/dev/shm", limits["dev_shm"]
-    variables = report["environment"]
-    yield "variables", ", ".join(f"{k}={v}" for k, v in variables.items()) or "no RINGCOMM_* is set"
+def _words(value: Any) -> str:
+    """A part of the report in a line."""
+    if isinstance(value, dict):
+        parts = [f"{name} {_words(part)}" for name, part in value.items() if part not in (None, [])]
+        return ", ".join(parts)
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_words, value))
+    return byte_count(value) if isinstance(value, int) and value > 1 << 20 else f"{value}"
 
 
 def _group_rows(group: dict[str, Any]) -> Iterable[tuple[str, str]]:
@@ -196,43 +177,32 @@ def _group_rows(group: dict[str, Any]) -> Iterable[tuple[str, str]]:
             f"p50 {microseconds(entry['p50_us'])} µs, p99 {microseconds(entry['p99_us'])} µs, busbw"
             f" {entry['busbw_gb_per_s']:.3g} GB/s, {'+'.join(entry['algorithms'])}",
         )
-    memory = group.get("memory")
-    if memory is not None:
-        for name in ("mapped", "resident"):
-            text = f"{memory[f'{name}_bytes'] / MIB:.2f} MiB for the group"
-            per_pair = memory[f"{name}_bytes_per_pair"]
-            if per_pair is not None:
-                text += f", {per_pair / MIB:.2f} MiB per pair"
-            yield f"shared memory, {name}", text
-        yield "", f"at most {memory['max_bytes_per_pair'] >> 20} MiB per pair by default options"
+    for pair in group.get("pairs", []):
+        times = "not timed"
+        if "latency_us" in pair:
+            times = (
+                f"1 KiB in {microseconds(pair['latency_us'])} µs one way, 4 MiB at"
+                f" {pair['gb_per_s']:.3g} GB/s"
+            )
+        name = f"ranks {'–'.join(map(str, pair['ranks']))}"
+        yield name, f"{pair['transport']}, {times}; {pair['why']}"
+    if "memory" in group:
+        memory = {name: f"{(size or 0) / MIB:.2f} MiB" for name, size in group["memory"].items()}
+        yield "shared memory", _words(memory).replace("_bytes", "").replace("_", " ")
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The machine, the group, its pairs, and what deserves attention."""
-    group = report["group"]
-    for title, rows in (
-        ("this machine", _machine_rows(report)),
-        (f"a group of {report['world_size']} rank(s)", _group_rows(group)),
-    ):
+    """The machine, the group, and what deserves attention."""
+    parts = ("versions", "machine", "cpus", "limits", "environment")
+    machine = [(name, _words(report[name]) or "nothing is set") for name in parts]
+    group = f"a group of {report['world_size']} rank(s)"
+    for title, rows in (("this machine", machine), (group, [*_group_rows(report["group"])])):
         table = make_table(["what", "found"], "", wraps=True)
         for row in rows:
             table.add_row(*row)
         if table.row_count:
             console.print(f"\n[bold]{title}[/bold]")
             console.print(table)
-    pairs = group.get("pairs", [])
-    if pairs:
-        table = make_table(["ranks", "transport", "why", "1 KiB, one way µs", "4 MiB, GB/s"], "")
-        for pair in pairs:
-            table.add_row(
-                "–".join(map(str, pair["ranks"])),
-                pair["transport"],
-                pair["why"],
-                microseconds(pair["latency_us"]) if "latency_us" in pair else "–",
-                f"{pair['gb_per_s']:.3g}" if "gb_per_s" in pair else "–",
-            )
-        console.print("\n[bold]pairs of ranks[/bold]")
-        console.print(table)
     console.print()
     for note in report["notes"] or ["nothing deserves attention"]:
         console.print(f"• {note}", markup=False)

@@ -8,7 +8,6 @@ times span five orders of magnitude; no coefficient is negative.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -49,17 +48,11 @@ NEVER_BYTES = 1
 
 @dataclass(frozen=True)
 class SizeTimes:
-    """All algorithms at one size.
-
-    Attributes:
-        points: in the order of ``TUNED``.
-        ratio: two_shot's time over one_shot's: the median of neighbouring blocks' ratios.
-        others_percent: how much of the machine other programs used meanwhile.
-    """
+    """All algorithms at one size, in the order of ``TUNED``."""
 
     points: tuple[Point, ...]
-    ratio: float
-    others_percent: float
+    ratio: float  # two_shot's time over one_shot's: the median of neighbouring blocks' ratios
+    others_percent: float  # of the machine, used by other programs
 
     @property
     def is_quiet(self) -> bool:
@@ -82,14 +75,7 @@ def _measure_size(
     seconds: float,
     max_repeats: int,
 ) -> SizeTimes | None:
-    """Verifies, times (again while the machine is disturbed) and verifies again. Collective.
-
-    Returns:
-        On rank 0 the times of the calmest attempt; None elsewhere.
-
-    Raises:
-        RankError: a result was wrong.
-    """
+    """Verifies, times and verifies again; the calmest times on rank 0. Collective."""
     num_elems = ALL_REDUCE.num_elems(num_bytes, torch.float32, team.world_size)
     place = Place(team.rank, team.world_size, num_elems, torch.float32, torch.device("cpu"))
     buffers = ALL_REDUCE.setup(place)
@@ -144,8 +130,7 @@ def measure_algorithms(
 def world_of(world_size: int, times: list[SizeTimes]) -> World:
     """What a tuning file holds of one number of ranks. Raises ValueError for too few sizes."""
     points = [point for size in times for point in size.points]
-    medians = [Median(p.algorithm, p.bytes, p.p50_us) for p in points if p.algorithm != "ring"]
-    cost = dataclasses.asdict(fit_cost(medians, world_size))
+    cost = fit_cost([point for point in points if point.algorithm != "ring"], world_size)
     return World(
         world_size=world_size,
         quiet=all(size.is_quiet for size in times),
@@ -153,32 +138,6 @@ def world_of(world_size: int, times: list[SizeTimes]) -> World:
         points=tuple(points),
         **rounded(cost),
     )
-
-
-@dataclass(frozen=True)
-class Median:
-    """The median time of an algorithm's calls at one size."""
-
-    algorithm: str
-    num_bytes: int
-    us: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A fitted model.
-
-    Attributes:
-        alpha_us: per hand-over.
-        beta_us_per_mib: per MiB sent.
-        overhead_us: per call.
-        worst_fit: the largest factor between a measured time and the model's, at least 1.
-    """
-
-    alpha_us: float
-    beta_us_per_mib: float
-    overhead_us: float
-    worst_fit: float
 
 
 def terms(algorithm: str, num_bytes: int, world_size: int) -> tuple[float, float]:
@@ -192,23 +151,27 @@ def terms(algorithm: str, num_bytes: int, world_size: int) -> tuple[float, float
     raise ValueError(f"no model of {algorithm!r}: there are one_shot and two_shot")
 
 
-def fit_cost(medians: Sequence[Median], world_size: int) -> Cost:
-    """The model with the least sum of squared relative errors.
+def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
+    """The model with the least sum of squared relative errors of the medians.
 
     Of the models that leave out some coefficients, that with the least error among those without a
     negative one: with three coefficients that is the non-negative least-squares solution.
 
+    Returns:
+        ``alpha_us`` per hand-over, ``beta_us_per_mib`` sent, ``overhead_us`` per call, and
+        ``worst_fit``, the largest factor between a measured time and the model's, at least 1.
+
     Raises:
         ValueError: there are fewer than three measurements.
     """
-    if len(medians) < 3:
-        raise ValueError(f"three measurements at least make a model, got {len(medians)}")
-    rows = [(*terms(m.algorithm, m.num_bytes, world_size), 1.0) for m in medians]
-    times = torch.tensor([m.us for m in medians], dtype=torch.float64)
+    if len(points) < 3:
+        raise ValueError(f"three measurements at least make a model, got {len(points)}")
+    rows = [(*terms(point.algorithm, point.bytes, world_size), 1.0) for point in points]
+    times = torch.tensor([point.p50_us for point in points], dtype=torch.float64)
     relative = torch.tensor(rows, dtype=torch.float64) / times.unsqueeze(1)
     ones = torch.ones_like(times)
     best = torch.zeros(3, dtype=torch.float64)
-    least = float(len(medians))  # the error of the model that is zero everywhere
+    least = float(len(points))  # the error of the model that is zero everywhere
     for count in (1, 2, 3):
         for kept in itertools.combinations(range(3), count):
             found = torch.linalg.lstsq(relative[:, kept], ones.unsqueeze(1), driver="gelsd")
@@ -219,8 +182,8 @@ def fit_cost(medians: Sequence[Median], world_size: int) -> Cost:
                 best, least = solution, error
     factors = relative @ best
     worst = float(torch.maximum(factors, 1 / factors.clamp_min(1e-9)).max())
-    alpha, beta, overhead = best.tolist()
-    return Cost(alpha, beta, overhead, worst)
+    names = ("alpha_us", "beta_us_per_mib", "overhead_us", "worst_fit")
+    return dict(zip(names, (*best.tolist(), worst), strict=True))
 
 
 def cross_over_bytes(ratios: dict[int, float]) -> int:

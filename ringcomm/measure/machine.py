@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,21 +23,11 @@ def utc_now() -> datetime.datetime:
     return datetime.datetime.now(datetime.timezone.utc).replace(microsecond=0)
 
 
-def cpu_model() -> str:
-    """The name of the CPU, as far as the kernel tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def identity() -> dict[str, Any]:
     """What must be equal for figures to be comparable: CPU, usable cores, kernel."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     return {
-        "cpu": cpu_model(),
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
     }
@@ -71,15 +62,6 @@ def mapped_memory() -> dict[str, int]:
     }
 
 
-def _busy_seconds() -> float:
-    """CPU seconds that all programs have used since boot, and that a hypervisor has taken.
-
-    Interrupts are left out: loopback traffic of our own runs there and is charged to no process.
-    """
-    times = psutil.cpu_times()
-    return times.user + times.nice + times.system + times.steal
-
-
 def _process_seconds(pid: int) -> float:
     """CPU seconds of a process and of its children that it has waited for.
 
@@ -106,7 +88,10 @@ class OthersWatch:
         self._start = self._read()
 
     def _read(self) -> tuple[float, float]:
-        return time.monotonic(), _busy_seconds() - sum(map(_process_seconds, self._pids))
+        # Interrupts are left out: loopback traffic of our own is charged to no process.
+        times = psutil.cpu_times()
+        busy_s = times.user + times.nice + times.system + times.steal
+        return time.monotonic(), busy_s - sum(map(_process_seconds, self._pids))
 
     def percent(self) -> float:
         """Percent of all cores that others used since the start, in [0, 100]."""

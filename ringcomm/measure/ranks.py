@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -85,19 +85,6 @@ def fork(main: Callable[[], int]) -> int:
         os._exit(code)  # no clean-up that belongs to the parent, no wait for foreign threads
 
 
-class Channel(Protocol):
-    """What a side channel takes of a ``Connection``."""
-
-    def send(self, value: Any) -> None:
-        """Passes a value on; never waits for the other end."""
-
-    def poll(self, timeout: float) -> bool:
-        """Whether a value came within ``timeout`` seconds."""
-
-    def recv(self) -> Any:
-        """The next value."""
-
-
 class Team:
     """One rank's view of all: a side channel that sleeps while it waits.
 
@@ -109,11 +96,14 @@ class Team:
         self,
         rank: int,
         world_size: int,
-        peers: Sequence[Channel],
+        peers: Sequence[Any],
         on_message: Callable[[Any], None],
         open_store: Callable[[str], dist.Store],
     ) -> None:
-        """``peers``: on rank 0 one channel per other rank, in order; elsewhere that to rank 0."""
+        """``peers``: on rank 0 one channel per other rank, in order; elsewhere that to rank 0.
+
+        A channel has ``send``, ``poll`` and ``recv``, as multiprocessing's connections do.
+        """
         self.rank = rank
         self.world_size = world_size
         self.open_store = open_store
@@ -145,14 +135,14 @@ class Team:
         self._on_message(message)
 
     @staticmethod
-    def _send(peer: Channel, value: Any) -> None:
+    def _send(peer: Any, value: Any) -> None:
         try:
             peer.send(value)
         except OSError:
             raise PeerLostError from None
 
     @staticmethod
-    def _receive(peer: Channel) -> Any:
+    def _receive(peer: Any) -> Any:
         try:
             if peer.poll(SIDE_CHANNEL_TIMEOUT_S):
                 return peer.recv()

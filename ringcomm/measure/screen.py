@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-UNIT_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 # Of tables that do not go to a terminal.
 FILE_COLUMNS = 140
@@ -53,16 +53,40 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def byte_counts(text: str) -> list[int]:
-    """``1k,16k,4m,1g`` in powers of 1024, or plain bytes. Raises ValueError."""
-    return [byte_count_of(part) for part in words(text)]
+    """The parts of a comma-separated option, as ``amount`` reads each. Raises ValueError."""
+    return [amount(part) for part in words(text)]
 
 
-def byte_count_of(text: str) -> int:
-    """One number of ``byte_counts``; at least 1."""
-    match = re.fullmatch(r"(\d+)([kmg]?)(i?b)?", text.lower())
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size: write 4096, 16k, 4m or 1g")
-    return int(match[1]) * UNIT_BYTES[match[2]]
+def amount(text: str) -> int:
+    """``80GiB``, ``16k``, ``4M`` in powers of 1024; ``80GB`` in powers of 1000; or all digits.
+
+    Raises:
+        ValueError: it is neither, or no whole positive number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    count = 0.0
+    if match is not None:
+        count = float(match[1]) * (1000 if match[3] == "b" else 1024) ** POWERS[match[2]]
+    if count < 1 or count != int(count):
+        raise ValueError(f"{text!r} is no amount: write 4096, 16k, 4M, 80GiB or 80GB")
+    return int(count)
+
+
+def in_gb(num_bytes: float) -> str:
+    """``31.4 GB`` in powers of 1000, or in MB or KB where it is less."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:,.{2 if value < 10 else 1}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def in_seconds(seconds: float) -> str:
+    """``1.25 s``, ``12.5 ms`` or ``8.1 µs``: three digits."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{factor(seconds / size)} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
 
 
 def microseconds(value: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import secrets
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +28,7 @@ SHARED_CACHE_MAX_US = 0.2
 
 FLAG_SOURCE = Path(__file__).with_name("flag_latency.c")
 FLAG_LINE_BYTES = 256  # two adjacent lines are fetched together: one flag per pair of lines
-FLAG_OFFSETS_BYTES = (FLAG_LINE_BYTES, 2 * FLAG_LINE_BYTES)  # behind the token
+FLAG_OFFSETS_BYTES = (0, FLAG_LINE_BYTES)
 # Short batches, so that most are whole even where another program takes a core now and then.
 FLAG_ROUND_TRIPS = 20
 FLAG_BATCHES = 200
@@ -49,13 +48,6 @@ def two_cores() -> tuple[int, int]:
         siblings = {cpus[0]}
     others = [cpu for cpu in cpus[1:] if cpu not in siblings] or cpus
     return cpus[0], others[0]
-
-
-def did_flags_change(before_us: float | None, after_us: float | None) -> bool:
-    """Whether the cores came to share a cache, or ceased to, between two measurements."""
-    if before_us is None or after_us is None:
-        return False
-    return max(before_us, after_us) > MAX_FLAG_CHANGE * min(before_us, after_us)
 
 
 def _compile(folder: str) -> str | None:
@@ -78,35 +70,24 @@ class FlagProbe:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._base = 0
-        self._memory: mmap.mmap | None = None
         with tempfile.TemporaryDirectory(prefix="ringcomm-flags-") as folder:
             library = _compile(folder) if team.rank == 0 and team.world_size > 1 else None
-            fd = os.memfd_create("ringcomm-flags") if library is not None else -1
-            token = secrets.token_bytes(16)
             if library is not None:
-                os.ftruncate(fd, mmap.PAGESIZE)
-                os.pwrite(fd, token, 0)
-            offer = team.agree((library, f"/proc/{os.getpid()}/fd/{fd}", token))
-            could = team.share(team.rank > 1 or self._accept(*offer))  # then rank 0 may clean up
-        if fd >= 0:
-            os.close(fd)
+                Path(folder, "flags").write_bytes(bytes(mmap.PAGESIZE))
+            library = team.agree(library)
+            could = team.share(team.rank > 1 or self._map(library))  # then rank 0 may clean up
         self.is_there: bool = all(could)
 
-    def _accept(self, library: str | None, memory: str, token: bytes) -> bool:
+    def _map(self, library: str | None) -> bool:
         """Loads the code and maps the flags; False where that cannot be, as on another host."""
         if library is None:
             return False
         try:
             self._round_trips = ctypes.CDLL(library).ringcomm_flag_round_trips
-            fd = os.open(memory, os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+            with Path(library).with_name("flags").open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
         except (OSError, ValueError):
             return False
-        finally:
-            os.close(fd)
         self._round_trips.restype = ctypes.c_int64
         self._round_trips.argtypes = [
             *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
@@ -114,7 +95,7 @@ class FlagProbe:
         ]
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._flags = [first + offset for offset in FLAG_OFFSETS_BYTES]
-        return self._memory[: len(token)] == token  # else the path led to a stranger's file
+        return True
 
     def latency_us(self, cpus: tuple[int, int] | None = None) -> float | None:
         """One-way hand-over between ranks 0 and 1, in µs. Collective; the others sleep.
@@ -157,17 +138,11 @@ class FlagProbe:
 
 @dataclass(frozen=True)
 class Weather:
-    """What a measurement could do nothing about.
+    """What a measurement could do nothing about."""
 
-    Attributes:
-        others_percent: of all cores, what other programs used.
-        flag_us: hand-over between two cores, before and after; None where that is not known.
-        num_attempts: how often it was measured, of which the calmest time counts.
-    """
-
-    others_percent: float
-    flag_us: tuple[float | None, float | None] = (None, None)
-    num_attempts: int = 1
+    others_percent: float  # of all cores, what other programs used
+    flag_us: tuple[float | None, float | None] = (None, None)  # of a hand-over, before and after
+    num_attempts: int = 1  # of which the calmest counts
 
     @property
     def is_quiet(self) -> bool:
@@ -177,7 +152,13 @@ class Weather:
     @property
     def is_steady(self) -> bool:
         """Whether the cores shared a cache at the end if and only if they did at the start."""
-        return not did_flags_change(*self.flag_us)
+        known = [us for us in self.flag_us if us is not None]
+        return len(known) < 2 or max(known) <= MAX_FLAG_CHANGE * min(known)
+
+    @property
+    def disturbance(self) -> tuple[bool, bool, float]:
+        """Less is calmer."""
+        return not self.is_quiet, not self.is_steady, self.others_percent
 
     def record(self) -> dict[str, Any]:
         """The fields of a record."""
@@ -222,11 +203,6 @@ class WeatherWatch:
         """
         best, num_attempts = self._attempt(measure), 1
         while not (best[1].is_quiet and best[1].is_steady) and num_attempts <= max_repeats:
-            best = min(best, self._attempt(measure), key=_disturbance)
+            best = min(best, self._attempt(measure), key=lambda attempt: attempt[1].disturbance)
             num_attempts += 1
         return best[0], replace(best[1], num_attempts=num_attempts)
-
-
-def _disturbance(attempt: tuple[Any, Weather]) -> tuple[bool, bool, float]:
-    weather = attempt[1]
-    return not weather.is_quiet, not weather.is_steady, weather.others_percent

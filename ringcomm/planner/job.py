@@ -1,72 +1,76 @@
-"""What is to be trained: tokens of a step, and the amounts that its options are written in."""
+"""What is to be trained, and the systems, meshes and schedules that may train it.
+
+Schedules: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved (Narayanan et al. 2021,
+arXiv 2104.04473), and the zero-bubble schedule in V form, ZB-V (Qi et al. 2023, arXiv 2401.10241),
+by the names of ringcomm.parallel.pipeline.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Literal
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
 
 from ringcomm.planner.hardware import Precision
-from ringcomm.planner.mesh import SCHEDULES, SYSTEMS
+from ringcomm.planner.models import ModelShape
 
-__all__ = ["CHECKPOINTINGS", "Job", "bytes_of", "count_of", "in_gb", "in_seconds"]
-
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def bytes_of(text: str) -> int:
-    """``80GiB`` in powers of 1024, ``80GB`` in powers of 1000, or plain bytes.
-
-    Raises:
-        ValueError: it is neither, or not positive.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b?)", text.strip().lower())
-    size = 0.0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        size = float(match[1]) * base ** _POWERS[match[2] or ""]
-    if size < 1:
-        raise ValueError(f"{text!r} is no amount of memory: write 80GiB, 80GB or bytes")
-    return int(size)
+CHECKPOINTINGS = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+Tier = Literal["device", "host", "disk"]
+Optimizer = Literal["adamw", "sgd"]
+Attention = Literal["flash", "full"]
 
 
-def count_of(text: str) -> int:
-    """``4M`` tokens in powers of 1024, or plain.
+@dataclass(frozen=True)
+class System:
+    """How data-parallel ranks keep a model, by a name of docs/systems.md."""
 
-    Raises:
-        ValueError: it is no whole positive number.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)", text.strip().lower())
-    count = float(match[1]) * 1024 ** _POWERS[match[2]] if match is not None else 0.0
-    if count < 1 or count != int(count):
-        raise ValueError(f"{text!r} is no number of tokens: write 4194304, 512k or 4M")
-    return int(count)
+    name: str
+    stage: int  # of ZeRO; 0 where each rank has everything
+    states: Tier = "device"  # of the optimizer
+    weights: Tier = "device"  # their shards, and those of gradients
+    is_lomo: bool = False  # an update inside the backward pass leaves no gradients and no states
 
-
-def in_gb(num_bytes: float) -> str:
-    """``31.4 GB`` in powers of 1000, or in MB or KB where it is less."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if num_bytes >= size:
-            value = num_bytes / size
-            return f"{value:,.{2 if value < 10 else 1}f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def in_seconds(seconds: float) -> str:
-    """``1.25 s``, ``12.5 ms`` or ``8.1 µs``: three digits."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            value = seconds / size
-            return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-Checkpointing = Literal["none", "selective", "full"]
-CHECKPOINTINGS: tuple[Checkpointing, ...] = ("none", "selective", "full")
-_AXES = ("dp", "pp", "tp", "ep")
+    def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
+        """Why it does not go with a mesh, or on a device that is its host; None if it does."""
+        dp, pp, tp = mesh.dp, mesh.pp, mesh.tp
+        if self.name == "single":
+            return None if mesh.num_ranks == 1 else "single is one rank"
+        if self.name == "ddp" and mesh.num_ranks == 1:
+            return "one rank has no replicas: it is single"
+        if "host" in (self.states, self.weights) and is_host:
+            return "the device is the host: there is no other memory to offload to"
+        if self.stage in (2, 3) and pp > 1:
+            return (
+                f"{self.name} with a pipeline would communicate for every micro-batch in place of"
+                " once a step: zero1 does not"
+            )
+        if (self.is_lomo or self.weights != "device") and (pp > 1 or tp > 1):
+            return f"{self.name} is for data-parallel ranks alone"
+        if self.name.startswith("zero") and dp == 1:
+            return f"{self.name} shares over data-parallel ranks: it needs dp > 1"
+        return None
 
 
-@dataclasses.dataclass(frozen=True)
+_KNOWN = (
+    System("single", 0),
+    System("ddp", 0),
+    System("zero1", 1),
+    System("zero2", 2),
+    System("zero3", 3),
+    System("offload-cpu", 2, "host"),
+    System("offload-nvme", 2, "disk"),
+    System("infinity-cpu", 3, "host", "host"),
+    System("infinity-nvme", 3, "disk", "disk"),
+    System("lomo", 0, is_lomo=True),
+    System("lomo-shards", 3, is_lomo=True),
+)
+# In the order of their complexity, which decides among equally fast plans.
+SYSTEMS = {system.name: system for system in _KNOWN}
+
+
+@dataclass(frozen=True)
 class Job:
     """A step of training, and restrictions of the search.
 
@@ -74,19 +78,14 @@ class Job:
         tokens: of a step, over all ranks.
         sequence: tokens of a sequence; 0 for the model's context, or the tokens if they are fewer.
         precision: "bf16" for 16-bit weights and gradients beside float32 masters, or "fp32".
-        optimizer: "adamw" or "sgd", which has momentum.
+        optimizer: "adamw", or "sgd" with momentum.
         attention: "flash" keeps a number per token and head, "full" the s × s matrices.
         is_sequence_split: whether tensor-parallel ranks share the tokens between layers; None where
             they can.
-        regathers: whether what sequence parallelism has gathered is gathered again in the backward
-            pass (Korthikanti et al. 2022); ringcomm.nn keeps it.
         fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two
             float32 numbers per element.
-        loads_whole: whether every rank reads all weights of its part of the model into host memory
-            first, as torch.load does, in place of one at a time.
-        utilisation: share of the peak that layers reach; 0 for the hardware's.
         dp, pp, tp, ep: sizes to look at; 0 for all.
-        systems, schedules, checkpointings: to look at; empty for all.
+        systems, schedules, checkpointings: names to look at; empty for all.
         virtual_stages: parts of the model on a rank with the interleaved schedule.
 
     Raises:
@@ -96,13 +95,10 @@ class Job:
     tokens: int
     sequence: int = 0
     precision: Precision = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    attention: Literal["flash", "full"] = "flash"
+    optimizer: Optimizer = "adamw"
+    attention: Attention = "flash"
     is_sequence_split: bool | None = None
-    regathers: bool = False
     fused_norms: bool = True
-    loads_whole: bool = False
-    utilisation: float = 0.0
     dp: int = 0
     pp: int = 0
     tp: int = 0
@@ -119,16 +115,12 @@ class Job:
             raise ValueError(
                 f"{self.tokens} tokens are no whole number of sequences of {self.sequence}"
             )
-        if not 0 <= self.utilisation <= 1:
-            raise ValueError(f"utilisation is a share up to 1, got {self.utilisation}")
         if self.virtual_stages < 2:
-            raise ValueError(
-                f"an interleaved rank has 2 stages at least, got {self.virtual_stages}"
-            )
+            raise ValueError(f"interleaved ranks have 2 stages or more, got {self.virtual_stages}")
         known: dict[str, tuple[str, ...]] = {
-            "precision": ("bf16", "fp32"),
-            "optimizer": ("adamw", "sgd"),
-            "attention": ("flash", "full"),
+            "precision": get_args(Precision),
+            "optimizer": get_args(Optimizer),
+            "attention": get_args(Attention),
             "systems": tuple(SYSTEMS),
             "schedules": SCHEDULES,
             "checkpointings": CHECKPOINTINGS,
@@ -138,7 +130,7 @@ class Job:
             for one in (value,) if isinstance(value, str) else value:
                 if one not in names:
                     raise ValueError(f"{name}: known are {', '.join(names)}, got {one!r}")
-        for name in _AXES:
+        for name in ("dp", "pp", "tp", "ep"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is positive, or 0 for all, got {getattr(self, name)}")
 
@@ -148,26 +140,104 @@ class Job:
         return 2 if self.precision == "bf16" else 4
 
     @property
-    def num_states(self) -> int:
-        """Numbers in float32 that the optimizer keeps of a weight, masters left out."""
-        return 2 if self.optimizer == "adamw" else 1
-
-    @property
     def state_bytes(self) -> int:
-        """Of a weight: the optimizer's numbers, and a master beside 16-bit weights."""
-        return 4 * self.num_states + (4 if self.itemsize == 2 else 0)
+        """Bytes per weight: the optimizer's numbers, and a master beside 16-bit weights."""
+        return (8 if self.optimizer == "adamw" else 4) + (4 if self.itemsize == 2 else 0)
 
     def with_sequence(self, context: int) -> Job:
-        """The same with a sequence length.
+        """The same with a sequence length. Raises ValueError if that does not divide the tokens."""
+        return dataclasses.replace(self, sequence=self.sequence or min(context, self.tokens))
 
-        Raises:
-            ValueError: the model's context does not divide the tokens.
-        """
-        if self.sequence:
-            return self
-        return dataclasses.replace(self, sequence=min(context, self.tokens))
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes; their product is the number of ranks.
+
+    Ranks are numbered with tensor parallelism innermost, then data, then pipeline parallelism, so
+    that what communicates most stays inside a host.
+
+    Attributes:
+        dp: data-parallel replicas, or shards of them.
+        pp: stages of a pipeline.
+        tp: ranks that share every layer.
+        ep: ranks of the data-parallel ones that share experts.
+        is_sequence_split: whether tensor-parallel ranks share the tokens between layers.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    ep: int = 1
+    is_sequence_split: bool = False
 
     @property
-    def num_sequences(self) -> int:
-        """Of a step, over all ranks."""
-        return self.tokens // self.sequence
+    def num_ranks(self) -> int:
+        """Ranks of all axes; experts are shared among the data-parallel ranks."""
+        return self.dp * self.pp * self.tp
+
+    def __str__(self) -> str:
+        parts = [f"dp {self.dp}"]
+        parts += [f"{name} {size}" for name, size in (("pp", self.pp), ("tp", self.tp)) if size > 1]
+        if self.is_sequence_split:
+            parts.append("sp")
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
+        return " × ".join(parts)
+
+
+def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
+    """Why a model cannot be arranged so; None if it can."""
+    tp, ep, kv = mesh.tp, mesh.ep, shape.kv_heads
+    faults = (
+        (shape.heads % tp, f"tp {tp} does not divide {shape.heads} heads"),
+        (
+            kv % tp and tp % kv,
+            f"tp {tp} neither divides {kv} query groups nor is a multiple of them",
+        ),
+        (min(shape.ffn, shape.vocab) < tp, f"tp {tp} is more than there are rows to share"),
+        (
+            mesh.is_sequence_split and tp == 1,
+            "sequence parallelism shares tokens among tensor-parallel ranks: it needs tp > 1",
+        ),
+        (
+            mesh.is_sequence_split and sequence % tp,
+            f"sequence parallelism: tp {tp} does not divide sequences of {sequence} tokens",
+        ),
+        (mesh.pp > shape.layers, f"pp {mesh.pp} is more than {shape.layers} layers"),
+        (ep > 1 and not shape.experts, f"ep {ep}: {shape.name} has no experts"),
+        (
+            ep > 1 and mesh.dp == 1,
+            "expert parallelism shares experts among data-parallel ranks: it needs dp > 1",
+        ),
+        (mesh.dp % ep, f"ep {ep} does not divide dp {mesh.dp}"),
+        (shape.experts % ep, f"ep {ep} does not divide {shape.experts} experts"),
+    )
+    return next((fault for is_fault, fault in faults if is_fault), None)
+
+
+def bubble(schedule: str, num_stages: int, num_micro_batches: int, virtual: int = 2) -> Fraction:
+    """The share of a step in which a rank waits.
+
+    (p - 1) / (m + p - 1), of an interleaved one (p - 1) / (v m + p - 1); of ZB-V, where weights'
+    gradients take what was idle, (p - 1) / (6 m + p - 1) from m = 2p on.
+    """
+    busy = num_micro_batches * {"interleaved": virtual, "zbv": 6}.get(schedule, 1)
+    return Fraction(num_stages - 1, busy + num_stages - 1)
+
+
+def live_micro_batches(
+    schedule: str, num_stages: int, num_micro_batches: int, stage: int, virtual: int = 2
+) -> Fraction:
+    """How many micro-batches' activations a rank has at most, of all its layers.
+
+    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / v more than that on rank 0;
+    ZB-V min(m, p) on every rank.
+    """
+    p, m = num_stages, Fraction(num_micro_batches)
+    if schedule == "gpipe":
+        return m
+    if schedule == "zbv":
+        return min(m, Fraction(p))
+    if schedule == "interleaved":
+        return min(m, Fraction((virtual - 1) * p + 2 * (p - 1 - stage) + 1, virtual))
+    return min(m, Fraction(p - stage))

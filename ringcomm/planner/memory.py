@@ -18,27 +18,17 @@ A layer of Llama has no dropout and no GELU, g = kv_heads / heads, f = ffn:
 
 so sbh (12 + 4g + 8 f/h), and 2 a s / h more without flash attention, which keeps 4 bytes per token
 and head (log-sum-exp) in place of s × s matrices; norms keep 4 per token. t ranks of tensor
-parallelism share the second part, those of sequence parallelism both, but for what the norms give
-where ringcomm.nn keeps it as it was gathered. A token's experts count top_k times.
+parallelism share the second part, those of sequence parallelism both, but for what the norms give,
+which ringcomm.nn keeps as it was gathered. A token's experts count top_k times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ringcomm.planner.job import Job
-from ringcomm.planner.mesh import Candidate, Mesh, live_micro_batches
+from ringcomm.planner.candidate import Candidate
+from ringcomm.planner.job import Job, Mesh, live_micro_batches
 from ringcomm.planner.models import ModelShape
-from ringcomm.planner.rank_weights import Kept, kept_by, layers_of, rank_part
-
-__all__ = [
-    "Activations",
-    "RankMemory",
-    "activations_of",
-    "memory_of",
-    "memory_of_stage",
-    "weights_of_stage",
-]
 
 _TOKEN_ID_BYTES = 8
 # Of a token in ringcomm's cross-entropy: its class, and six sums in float32.
@@ -47,60 +37,42 @@ _LOSS_BYTES = 8 + 6 * 4
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on one rank.
+    """Bytes of one micro-batch on one rank."""
 
-    Attributes:
-        layer: that a layer keeps.
-        scores: of these the s × s matrices, which selective recomputation makes anew.
-        boundary: the layer's input alone, which full recomputation keeps.
-        embedding: in front of the layers.
-        head: behind them: the last norm, the logits, the loss.
-        logits: of these the logits, whose gradient comes in the backward pass.
-        message: what a stage of a pipeline sends to the next one.
-    """
-
-    layer: int
-    scores: int
-    boundary: int
-    embedding: int
-    head: int
-    logits: int
-    message: int
+    layer: int  # that a layer keeps
+    scores: int  # of these the s × s matrices, which selective recomputation makes anew
+    boundary: int  # the layer's input alone, which full recomputation keeps
+    embedding: int  # in front of the layers
+    head: int  # behind them: the last norm, the logits, the loss
+    logits: int  # of these the logits, whose gradient comes in the backward pass
 
     def kept(self, checkpointing: str) -> int:
-        """Of a layer, with such recomputation."""
+        """What a layer keeps with such recomputation."""
         if checkpointing == "full":
             return self.boundary
         return self.layer - (self.scores if checkpointing == "selective" else 0)
 
-    def recomputed(self, checkpointing: str) -> int:
-        """What comes back of a layer in the backward pass."""
-        return self.layer - self.kept(checkpointing)
-
 
 def activations_of(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) -> Activations:
-    """Of so many sequences at a time.
-
-    Args:
-        shape: of the model.
-        job: with a sequence length.
-        mesh: that mesh_fault() has nothing against.
-        micro_batch: sequences.
-    """
-    e, t, h = job.itemsize, mesh.tp, shape.hidden
+    """Activations of so many sequences at a time; the job has a sequence length."""
+    e, t = job.itemsize, mesh.tp
     tokens = micro_batch * job.sequence
     outside = t if mesh.is_sequence_split else 1  # ranks that share what is between layers
-    gathered = outside if job.regathers else 1
-    width = tokens * h
-    norm = _norm_bytes(job) * width // outside + 4 * tokens // outside
-    normed = e * width // gathered
+    width = tokens * shape.hidden
+    # A norm keeps its input, or what torch's operators for CPUs keep in float32; and a number.
+    norm = (e if job.fused_norms else 8) * width // outside + 4 * tokens // outside
+    normed = e * width
     masks = width // outside if shape.dropout else 0
-    scores = _score_bytes(shape, job, mesh, micro_batch)
-    attention = 2 * e * tokens * shape.query_width // t
-    attention += 2 * e * tokens * _kv_width(shape, t)
+    scores = 0
+    if job.attention == "full":  # softmax's result, and with dropout its mask and what that leaves
+        per_pair = 2 * e + 1 if shape.dropout else e
+        scores = per_pair * shape.heads * micro_batch * job.sequence**2 // t
+    # Ranks that are more than groups of heads have one each.
+    kv_width = max(1, shape.kv_heads // t) * shape.head_dim
+    attention = 2 * e * tokens * shape.query_width // t + 2 * e * tokens * kv_width
     if job.attention == "flash":
         attention += 4 * tokens * shape.heads // t
-    layer = 2 * (norm + normed + masks) + attention + scores + _ffn_bytes(shape, job, mesh, tokens)
+    layer = 2 * (norm + normed + masks) + attention + scores + _ffn_bytes(shape, job, t, tokens)
     logits = e * tokens * -(-shape.vocab // t)
     return Activations(
         layer=layer,
@@ -109,36 +81,16 @@ def activations_of(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) ->
         embedding=_TOKEN_ID_BYTES * tokens + masks,
         head=norm + normed + logits + _LOSS_BYTES * tokens,
         logits=logits,
-        message=e * width,
     )
 
 
-def _norm_bytes(job: Job) -> int:
-    """Of an element: the input, or what torch's operators for CPUs keep in float32."""
-    return job.itemsize if job.fused_norms else 8
-
-
-def _kv_width(shape: ModelShape, tp: int) -> int:
-    """Of a rank's keys; ranks that are more than groups have one each."""
-    return max(1, shape.kv_heads // tp) * shape.head_dim
-
-
-def _score_bytes(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) -> int:
-    """Softmax's result, and with dropout its mask and what that leaves."""
-    if job.attention == "flash":
-        return 0
-    per_pair = 2 * job.itemsize + 1 if shape.dropout else job.itemsize
-    return per_pair * shape.heads * micro_batch * job.sequence**2 // mesh.tp
-
-
-def _ffn_bytes(shape: ModelShape, job: Job, mesh: Mesh, tokens: int) -> int:
+def _ffn_bytes(shape: ModelShape, job: Job, tp: int, tokens: int) -> int:
     """What the feed-forward layer keeps besides its input."""
-    e, t = job.itemsize, mesh.tp
-    inner = (4 if shape.gated else 2) * e * shape.ffn
+    inner = (4 if shape.gated else 2) * job.itemsize * shape.ffn
     if not shape.experts:
-        return tokens * inner // t
+        return tokens * inner // tp
     # The router's probabilities; of each of a token's experts what it was sent and what it returns.
-    routed = shape.top_k * (inner // t + 2 * e * shape.hidden)
+    routed = shape.top_k * (inner // tp + 2 * job.itemsize * shape.hidden)
     return tokens * (4 * shape.experts + routed)
 
 
@@ -148,10 +100,9 @@ class RankMemory:
 
     Attributes:
         parameters, gradients, states, activations, buffers: on the device. Activations are those
-            of all micro-batches that are alive; buffers what gathers, reductions, recomputation,
-            the logits' gradient and messages go through.
-        host: in host memory: what is offloaded there, or what loading takes, if that is more.
-        disk: on disks.
+            of all live micro-batches; buffers what gathers, reductions, recomputation, the logits'
+            gradient and messages go through.
+        host, disk: what is offloaded there.
     """
 
     parameters: int
@@ -164,75 +115,46 @@ class RankMemory:
 
     @property
     def device(self) -> int:
-        """Of all parts on the device."""
+        """All parts on the device."""
         return sum(getattr(self, field.name) for field in fields(self)[:5])
 
 
-def memory_of(shape: ModelShape, job: Job, candidate: Candidate) -> RankMemory:
-    """Of the fullest rank: the first stage of a pipeline, or the last, which has the logits."""
+def memory_of(candidate: Candidate) -> RankMemory:
+    """Memory of the fullest rank: of the first stage, or of the last, which has the logits."""
     stages = sorted({0, candidate.head_stage})
-    found = [memory_of_stage(shape, job, candidate, stage) for stage in stages]
+    found = [memory_of_stage(candidate, stage) for stage in stages]
     return max(found, key=lambda memory: memory.device)
 
 
-def weights_of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> Kept:
-    """Weights, gradients and states of a stage's ranks."""
-    mesh, system = candidate.mesh, candidate.system
-    dense, experts = rank_part(shape, mesh, stage, candidate.head_stage)
-    owners = mesh.dp // mesh.ep
-    return kept_by(dense, system, job, mesh.dp) + kept_by(experts, system, job, owners)
-
-
-def memory_of_stage(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> RankMemory:
-    """Of the ranks that one stage of the pipeline has."""
-    kept = weights_of_stage(shape, job, candidate, stage)
-    acts = activations_of(shape, job, candidate.mesh, candidate.micro_batch)
-    system = candidate.system
-    host = kept.elsewhere if system.states == "host" else 0
-    disk = kept.elsewhere if system.states == "disk" else 0
+def memory_of_stage(candidate: Candidate, stage: int) -> RankMemory:
+    """Memory of a rank of one stage of the pipeline."""
+    kept = candidate.kept(stage)
+    acts = activations_of(candidate.shape, candidate.job, candidate.mesh, candidate.micro_batch)
+    # What comes and goes: a layer's recomputation or the logits' gradient, and messages.
+    logits = acts.logits if stage == candidate.head_stage else 0
+    passing = max(logits, acts.layer - acts.kept(candidate.checkpointing))
+    if candidate.mesh.pp > 1:
+        passing += 2 * candidate.message_bytes
     return RankMemory(
         parameters=kept.parameters,
         gradients=kept.gradients,
         states=kept.states,
-        activations=_alive(shape, job, candidate, acts, stage),
-        buffers=kept.buffers + _passing(candidate, acts, stage),
-        host=max(host, _loading(shape, job, candidate, stage)),
-        disk=disk,
+        activations=_alive(candidate, acts, stage),
+        buffers=kept.buffers + passing,
+        host=kept.elsewhere if candidate.system.states == "host" else 0,
+        disk=kept.elsewhere if candidate.system.states == "disk" else 0,
     )
 
 
-def _alive(shape: ModelShape, job: Job, candidate: Candidate, acts: Activations, stage: int) -> int:
-    """What all micro-batches have that a stage has begun and not ended."""
-    mesh = candidate.mesh
-    num_layers = layers_of(shape.layers, mesh.pp, stage)
-    of_one = num_layers * acts.kept(candidate.checkpointing)
-    if stage == 0:
-        of_one += acts.embedding
-    live = live_micro_batches(
-        candidate.schedule or "1f1b",
-        mesh.pp,
-        candidate.num_micro_batches if mesh.pp > 1 else 1,
-        stage,
-        job.virtual_stages,
-    )
+def _alive(candidate: Candidate, acts: Activations, stage: int) -> int:
+    """Activations of all micro-batches that a stage has begun and not ended."""
+    pp, schedule = candidate.mesh.pp, candidate.schedule
+    of_one = candidate.num_layers(stage) * acts.kept(candidate.checkpointing)
+    of_one += acts.embedding if stage == 0 else 0
+    m = candidate.num_micro_batches if pp > 1 else 1
+    live = live_micro_batches(schedule, pp, m, stage, candidate.job.virtual_stages)
     # The head's backward pass follows its forward pass: one micro-batch's is alive, of GPipe's all.
     of_head = acts.head if stage == candidate.head_stage else 0
-    if candidate.schedule == "gpipe":
+    if schedule == "gpipe":
         return int(live * (of_one + of_head))
     return int(live * of_one) + of_head
-
-
-def _passing(candidate: Candidate, acts: Activations, stage: int) -> int:
-    """What comes and goes: a layer's recomputation or the logits' gradient, and messages."""
-    logits = acts.logits if stage == candidate.head_stage else 0
-    recomputed = acts.recomputed(candidate.checkpointing)
-    messages = 2 * acts.message if candidate.mesh.pp > 1 else 0
-    return max(logits, recomputed) + messages
-
-
-def _loading(shape: ModelShape, job: Job, candidate: Candidate, stage: int) -> int:
-    """Host memory of reading weights: of all that the rank begins with, or of the largest."""
-    parts = rank_part(shape, candidate.mesh, stage, candidate.head_stage)
-    if job.loads_whole:
-        return job.itemsize * sum(part.num_elems for part in parts)
-    return job.itemsize * max(part.largest_elems for part in parts)

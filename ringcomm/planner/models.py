@@ -9,49 +9,27 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["MODELS", "Bias", "ModelShape", "Unit", "Weight", "find_model", "model_of_config"]
-
 Bias = Literal["qkv", "out", "ffn", "norm"]
-"""Which layers have one: the projections to queries, keys and values, the one behind attention, the
-feed-forward layers, and the norms (a LayerNorm has one, an RMSNorm does not)."""
-
+# How tensor parallelism cuts a weight: the rows by heads or by groups of heads, all rows, or
+# columns. Columns of the projection behind attention go by heads, whose number ranks divide.
 Split = Literal["heads", "kv_heads", "rows", "columns"]
-"""How tensor parallelism cuts a weight: the rows by heads or groups of heads, all rows, or columns.
-Columns of the projection behind attention go by heads, too, whose number ranks divide."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter.
+    """A parameter's shape; experts are stacked along the first dimension."""
 
-    Attributes:
-        shape: as torch.nn.Linear and Embedding have it; experts are stacked along the first.
-        split: None where each rank of a tensor-parallel group has all of it.
-        is_expert: whether expert parallelism shares it out along the first dimension.
-    """
-
-    name: str
     shape: tuple[int, ...]
-    split: Split | None = None
+    split: Split | None = None  # None where each tensor-parallel rank has all of it
     is_expert: bool = False
 
     @property
     def num_elems(self) -> int:
-        """Of the whole."""
+        """Elements of the unsharded weight."""
         return prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """Parameters that a sharded model gathers together."""
-
-    name: str
-    weights: tuple[Weight, ...]
-
-    @property
-    def num_elems(self) -> int:
-        """Of all of them."""
-        return sum(weight.num_elems for weight in self.weights)
+Unit = tuple[Weight, ...]  # what a sharded model gathers together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +38,21 @@ class ModelShape:
 
     Attributes:
         name: for people.
-        layers: how many.
-        hidden: width of what goes from layer to layer.
+        layers: number of layers.
+        hidden: width of the residual stream.
         heads: of queries.
-        kv_heads: of keys and values: as many as heads, or fewer (grouped queries).
-        ffn: inner width of the feed-forward layer, of an expert's where there are experts.
-        vocab: rows of the embedding, and of the head.
-        context: tokens of a sequence that it was made for.
-        head_dim: of a head; 0 for hidden / heads.
-        gated: whether the feed-forward layer has a gate beside its first matrix (SwiGLU).
+        kv_heads: of keys and values; fewer than heads for grouped queries.
+        ffn: inner width of the feed-forward layer, or of one expert.
+        vocab: rows of the embedding and of the head.
+        context: tokens of a sequence that the model was made for.
+        head_dim: 0 for hidden / heads.
+        gated: whether the feed-forward layer has a gate (SwiGLU).
         tied: whether the head is the embedding.
-        biases: what has one.
+        biases: which layers have one: "qkv", "out" (behind attention), "ffn", "norm" (LayerNorm).
         positions: rows of an embedding of positions; 0 where there is none (rotary).
-        dropout: whether masks of dropout are kept, as in GPT.
-        experts: feed-forward layers side by side; 0 for one that all tokens take.
-        top_k: experts that a token takes.
+        dropout: whether the masks of dropout are kept, as in GPT.
+        experts: per layer; 0 for a dense feed-forward layer.
+        top_k: experts per token.
 
     Raises:
         ValueError: a number is not positive, or heads do not divide.
@@ -119,90 +97,71 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Of all heads' queries."""
+        """Width of all heads' queries."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Of all heads' keys."""
+        """Width of all heads' keys."""
         return self.kv_heads * self.head_dim
 
     @cached_property
     def embedding(self) -> Unit:
-        """What tokens begin with."""
-        weights = [Weight("embed_tokens.weight", (self.vocab, self.hidden), "rows")]
-        if self.positions:
-            weights.append(Weight("positions.weight", (self.positions, self.hidden)))
-        return Unit("embedding", tuple(weights))
+        """In front of the layers."""
+        positions = (Weight((self.positions, self.hidden)),) if self.positions else ()
+        return (Weight((self.vocab, self.hidden), "rows"), *positions)
 
     @cached_property
     def layer(self) -> Unit:
-        """One of the layers, in the order of transformers' Llama."""
-        return Unit("layer", (*self._attention(), *self._feed_forward(), *self._norms()))
+        """One layer, in the order of transformers' Llama."""
+        h, q, kv = self.hidden, self.query_width, self.kv_width
+        attention = [
+            *self._linear(q, h, "heads", "qkv"),
+            *self._linear(kv, h, "kv_heads", "qkv"),
+            *self._linear(kv, h, "kv_heads", "qkv"),
+            *self._linear(h, q, "columns", "out"),
+        ]
+        return (*attention, *self._feed_forward(), *self._norm(), *self._norm())
 
     @cached_property
     def head(self) -> Unit:
-        """The last norm, and the head where it is not the embedding."""
-        weights = list(self._norm("norm"))
-        if not self.tied:
-            weights.append(Weight("lm_head.weight", (self.vocab, self.hidden), "rows"))
-        return Unit("head", tuple(weights))
+        """The last norm, and the head unless it is the embedding."""
+        own = () if self.tied else (Weight((self.vocab, self.hidden), "rows"),)
+        return (*self._norm(), *own)
 
     @cached_property
     def num_params(self) -> int:
-        """All of them, a tied one once."""
-        ends = self.embedding.num_elems + self.head.num_elems
-        return ends + self.layers * self.layer.num_elems
+        """Parameters; a tied one counts once."""
+        ends = sum(weight.num_elems for weight in (*self.embedding, *self.head))
+        return ends + self.layers * sum(weight.num_elems for weight in self.layer)
 
     @cached_property
     def num_active_params(self) -> int:
-        """Those that one token meets: of the experts its own."""
-        of_experts = sum(w.num_elems for w in self.layer.weights if w.is_expert)
+        """Parameters that one token uses."""
+        of_experts = sum(w.num_elems for w in self.layer if w.is_expert)
         idle = of_experts // self.experts * (self.experts - self.top_k) if self.experts else 0
         return self.num_params - self.layers * idle
 
-    def _attention(self) -> list[Weight]:
-        q, kv, h = self.query_width, self.kv_width, self.hidden
-        found: list[Weight] = []
-        splits: tuple[tuple[str, int, Split], ...] = (
-            ("q", q, "heads"),
-            ("k", kv, "kv_heads"),
-            ("v", kv, "kv_heads"),
-        )
-        for name, width, split in splits:
-            found.append(Weight(f"{name}_proj.weight", (width, h), split))
-            if "qkv" in self.biases:
-                found.append(Weight(f"{name}_proj.bias", (width,), split))
-        found.append(Weight("o_proj.weight", (h, q), "columns"))
-        if "out" in self.biases:
-            found.append(Weight("o_proj.bias", (h,)))
-        return found
+    def _linear(self, rows: int, columns: int, split: Split, bias: Bias) -> Unit:
+        """A weight, and its bias if the model has that; a bias behind a sum is not cut."""
+        weight = Weight((rows, columns), split)
+        if bias not in self.biases:
+            return (weight,)
+        return weight, Weight((rows,), None if split == "columns" else split)
 
-    def _feed_forward(self) -> list[Weight]:
-        h, f = self.hidden, self.ffn
-        inner = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+    def _feed_forward(self) -> Unit:
+        h, f, num_inner = self.hidden, self.ffn, 2 if self.gated else 1
         if self.experts:
-            stacked = [Weight(name, (self.experts, f, h), "rows", True) for name in inner]
-            router = Weight("router.weight", (self.experts, h))
-            return [router, *stacked, Weight("down_proj", (self.experts, h, f), "columns", True)]
-        found = []
-        for name in inner:
-            found.append(Weight(f"{name}.weight", (f, h), "rows"))
-            if "ffn" in self.biases:
-                found.append(Weight(f"{name}.bias", (f,), "rows"))
-        found.append(Weight("down_proj.weight", (h, f), "columns"))
-        if "ffn" in self.biases:
-            found.append(Weight("down_proj.bias", (h,)))
-        return found
+            inner = Weight((self.experts, f, h), "rows", is_expert=True)
+            down = Weight((self.experts, h, f), "columns", is_expert=True)
+            return (Weight((self.experts, h)), *[inner] * num_inner, down)
+        return (
+            *self._linear(f, h, "rows", "ffn") * num_inner,
+            *self._linear(h, f, "columns", "ffn"),
+        )
 
-    def _norms(self) -> list[Weight]:
-        return [*self._norm("input_layernorm"), *self._norm("post_attention_layernorm")]
-
-    def _norm(self, name: str) -> list[Weight]:
-        found = [Weight(f"{name}.weight", (self.hidden,))]
-        if "norm" in self.biases:
-            found.append(Weight(f"{name}.bias", (self.hidden,)))
-        return found
+    def _norm(self) -> Unit:
+        return (Weight((self.hidden,)),) * (2 if "norm" in self.biases else 1)
 
 
 _GPT_BIASES: frozenset[Bias] = frozenset(("qkv", "out", "ffn", "norm"))
@@ -215,22 +174,12 @@ def _llama(
     return ModelShape(name, layers, hidden, heads, kv_heads, ffn, **sizes)
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, context: int) -> ModelShape:
-    return ModelShape(
-        name,
-        layers,
-        hidden,
-        heads,
-        heads,
-        4 * hidden,
-        vocab,
-        context=context,
-        gated=False,
-        tied=True,
-        biases=_GPT_BIASES,
-        positions=context,
-        dropout=True,
-    )
+def _gpt(
+    name: str, layers: int, hidden: int, heads: int, vocab: int, context: int, **more: Any
+) -> ModelShape:
+    options = {"ffn": 4 * hidden, "tied": True, "dropout": True, **more}
+    options |= {"context": context, "positions": context, "gated": False, "biases": _GPT_BIASES}
+    return ModelShape(name, layers, hidden, heads, heads, vocab=vocab, **options)
 
 
 _LLAMA3 = {"vocab": 128256, "context": 8192}
@@ -259,10 +208,10 @@ MODELS = {shape.name: shape for shape in _KNOWN}
 
 
 def find_model(name: str) -> ModelShape:
-    """A model by its name in MODELS, or by the path of a config.json or of the folder it is in.
+    """A model by its name in MODELS, or by the path of a config.json or of its folder.
 
     Raises:
-        ValueError: there is neither; or the file does not describe a model that is known here.
+        ValueError: there is neither; or the file does not describe a known kind of model.
     """
     if name in MODELS:
         return MODELS[name]
@@ -276,42 +225,32 @@ def find_model(name: str) -> ModelShape:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path}: a config.json holds an object, got {config!r:.40}")
-    return model_of_config(config, path.parent.name or name)
-
-
-def model_of_config(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape that a config.json of transformers describes.
-
-    Raises:
-        ValueError: model_type is none of those known here, or a field is missing.
-    """
     kind = config.get("model_type")
-    readers = {"llama": _of_llama, "mistral": _of_llama, "qwen2": _of_llama, "mixtral": _of_llama}
-    readers["gpt2"] = _of_gpt2
-    if kind not in readers:
-        raise ValueError(f"{name}: model_type is one of {', '.join(sorted(readers))}, got {kind!r}")
+    if kind not in ("gpt2", "llama", "mistral", "mixtral", "qwen2"):
+        raise ValueError(
+            f"{path}: model_type is one of gpt2, llama, mistral, mixtral, qwen2, got {kind!r}"
+        )
+    read = _of_gpt2 if kind == "gpt2" else _of_llama
     try:
-        return readers[kind](config, name)
+        return read(config, path.parent.name or name)
     except KeyError as error:
-        raise ValueError(f"{name}: config.json has no field {error}") from None
+        raise ValueError(f"{path}: config.json has no field {error}") from None
 
 
 def _of_llama(config: dict[str, Any], name: str) -> ModelShape:
-    biases: set[Bias] = set()
+    biases: set[Bias] = {"qkv"} if config["model_type"] == "qwen2" else set()
     if config.get("attention_bias"):
         biases |= {"qkv", "out"}
-    if config["model_type"] == "qwen2":
-        biases |= {"qkv"}
     if config.get("mlp_bias"):
         biases |= {"ffn"}
     has_experts = config["model_type"] == "mixtral"
-    return ModelShape(
+    return _llama(
         name,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        ffn=config["intermediate_size"],
+        config["num_hidden_layers"],
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config.get("num_key_value_heads") or config["num_attention_heads"],
+        config["intermediate_size"],
         vocab=config["vocab_size"],
         context=config.get("max_position_embeddings", 2048),
         head_dim=config.get("head_dim") or 0,
@@ -323,19 +262,14 @@ def _of_llama(config: dict[str, Any], name: str) -> ModelShape:
 
 
 def _of_gpt2(config: dict[str, Any], name: str) -> ModelShape:
-    width = config["n_embd"]
-    return ModelShape(
+    return _gpt(
         name,
-        layers=config["n_layer"],
-        hidden=width,
-        heads=config["n_head"],
-        kv_heads=config["n_head"],
-        ffn=config.get("n_inner") or 4 * width,
-        vocab=config["vocab_size"],
-        context=config.get("n_positions", 1024),
-        gated=False,
+        config["n_layer"],
+        config["n_embd"],
+        config["n_head"],
+        config["vocab_size"],
+        config.get("n_positions", 1024),
+        ffn=config.get("n_inner") or 4 * config["n_embd"],
         tied=bool(config.get("tie_word_embeddings", True)),
-        biases=_GPT_BIASES,
-        positions=config.get("n_positions", 1024),
         dropout=bool(config.get("attn_pdrop", 0.1)),
     )

@@ -1,20 +1,131 @@
-"""How long a step takes: computing, communication that nothing hides, and the pipeline's bubble."""
+"""The bytes that a rank sends in a step, and how long the step takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ringcomm.planner.cluster import Cluster
+from ringcomm.planner.candidate import Candidate, RankPart, kept_by, ring_elems, sent_of_weights
 from ringcomm.planner.hardware import Hardware
-from ringcomm.planner.job import Job
-from ringcomm.planner.mesh import Candidate, System, bubble
-from ringcomm.planner.models import ModelShape
-from ringcomm.planner.rank_weights import RankPart, kept_by, layers_of, rank_part
-from ringcomm.planner.traffic import Traffic, calls_of_tensor_parallelism
-
-__all__ = ["StepTime", "compute_seconds", "time_of"]
+from ringcomm.planner.job import Job, System
+from ringcomm.planner.models import ModelShape, Unit
 
 BUCKET_BYTES = 25 << 20  # of gradients: DDP's and zero.shard's
+_STATS_BYTES = 24  # of a token in the vocabulary-parallel loss: ringcomm.ops.cross_entropy
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank and step.
+
+    Attributes:
+        data: weights and gradients among data-parallel ranks.
+        tensor: activations among tensor-parallel ranks, the loss's sums, norms' gradients.
+        pipeline: activations and their gradients to the neighbours.
+        expert: tokens to and from the experts of other ranks.
+        offloaded: to and from host memory or disks.
+    """
+
+    data: int = 0
+    tensor: int = 0
+    pipeline: int = 0
+    expert: int = 0
+    offloaded: int = 0
+
+    @property
+    def sent(self) -> int:
+        """To other ranks."""
+        return self.data + self.tensor + self.pipeline + self.expert
+
+
+def traffic_of(candidate: Candidate) -> Traffic:
+    """Of the rank that sends most: of a pipeline's first or last stage, or of one between them."""
+    pp = candidate.mesh.pp
+    found = [traffic_of_stage(candidate, stage) for stage in sorted({0, min(1, pp - 1), pp - 1})]
+    return max(found, key=lambda traffic: (traffic.sent, traffic.offloaded))
+
+
+def traffic_of_stage(candidate: Candidate, stage: int) -> Traffic:
+    """Of the first rank that one stage of the pipeline has."""
+    c, mesh, m = candidate, candidate.mesh, candidate.num_micro_batches
+    data = sum(sent_of_weights(part, c.system, c.job, n, m) for part, n in c.parts(stage))
+    if c.shape.tied and c.head_stage != 0 and stage in (0, c.head_stage):
+        # A head that is the embedding, on two stages: an all_reduce of two.
+        data += c.job.itemsize * -(-c.shape.vocab // mesh.tp) * c.shape.hidden
+    expert = _calls_of_experts(c, stage) * c.routed_bytes * (mesh.ep - 1) // mesh.ep
+    kept = c.kept(stage)
+    return Traffic(
+        data=data,
+        tensor=m * _tensor_bytes(c, stage),
+        pipeline=m * c.message_bytes * _messages(c, stage),
+        expert=m * expert,
+        offloaded=kept.streamed + m * kept.streamed_each,
+    )
+
+
+def _calls_of_tensor_parallelism(candidate: Candidate, stage: int) -> int:
+    """Halves of all_reduces, of b·s·h each, in a micro-batch's passes on a stage.
+
+    A layer has two all_reduces forward and two backward, or as many reduce-scatters and
+    all-gathers; recomputation repeats what comes before its last one. The embedding has one, and
+    the head's input has one.
+    """
+    mesh = candidate.mesh
+    if mesh.tp == 1:
+        return 0
+    per_layer = 8
+    if candidate.checkpointing == "full":
+        per_layer += 3 if mesh.is_sequence_split else 2
+    ends = 2 * ((stage == 0) + (stage == candidate.head_stage))
+    return per_layer * candidate.num_layers(stage) + ends
+
+
+def _calls_of_experts(candidate: Candidate, stage: int) -> int:
+    """all_to_alls of a micro-batch: tokens go and come back, and so do their gradients."""
+    if candidate.mesh.ep == 1:
+        return 0
+    per_layer = 6 if candidate.checkpointing == "full" else 4
+    return per_layer * candidate.num_layers(stage)
+
+
+def _tensor_bytes(candidate: Candidate, stage: int) -> int:
+    """Of a micro-batch."""
+    shape, job, mesh = candidate.shape, candidate.job, candidate.mesh
+    t, num_layers = mesh.tp, candidate.num_layers(stage)
+    if t == 1:
+        return 0
+    halves = _calls_of_tensor_parallelism(candidate, stage)
+    is_head = stage == candidate.head_stage
+    e, tokens = job.itemsize, candidate.micro_batch * job.sequence
+    if mesh.is_sequence_split:
+        sent = halves * (t - 1) * e * tokens // t * shape.hidden
+        sent += num_layers * e * _summed_elems(shape.layer, t)
+        sent += e * _summed_elems(shape.head, t) if is_head else 0
+    else:
+        sent = halves // 2 * e * ring_elems(tokens * shape.hidden, t)
+    if is_head:
+        sent += _STATS_BYTES * ring_elems(tokens + 1, t)
+    copies = t // shape.kv_heads
+    if copies > 1:  # gradients of heads that several ranks have
+        elems = 2 * shape.head_dim * (shape.hidden + ("qkv" in shape.biases)) * num_layers
+        sent += e * ring_elems(elems, copies)
+    return sent
+
+
+def _summed_elems(unit: Unit, tp: int) -> int:
+    """Sent of gradients of what every rank uses on its own tokens: norms, biases behind sums."""
+    alike = [w for w in unit if w.split is None and len(w.shape) == 1]
+    return sum(ring_elems(weight.num_elems, tp) for weight in alike)
+
+
+def _messages(candidate: Candidate, stage: int) -> int:
+    """Of a micro-batch: forward to the next stage, and back to the one before.
+
+    Interleaved stages are a ring of v rounds; the V form has two of each.
+    """
+    ends = (stage == 0) + (stage == candidate.mesh.pp - 1)
+    if candidate.schedule == "interleaved":
+        return 2 * candidate.job.virtual_stages - ends
+    return 2 * (2 - ends) if candidate.schedule == "zbv" else 2 - ends
 
 
 @dataclass(frozen=True)
@@ -25,7 +136,7 @@ class StepTime:
         compute: forward, backward and recomputation.
         tensor, expert, pipeline: communication of activations, which is not hidden but for a
             pipeline's between its first and last micro-batch.
-        data: of weights and gradients, what computing does not hide.
+        data: communication of weights and gradients that computing does not hide.
         data_hidden: what it does hide; no part of the step.
         offload: to and from host memory or disks, which takes turns with computing.
         update: of weights and states, by the device's memory.
@@ -43,131 +154,99 @@ class StepTime:
     bubble: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The parts of the step, by name."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        del parts["data_hidden"]
+        return parts
+
+    @property
     def step(self) -> float:
-        """All of it."""
-        return sum(getattr(self, f.name) for f in fields(self)) - self.data_hidden
+        """The whole step."""
+        return sum(self.parts.values())
 
     @property
     def largest(self) -> str:
         """The part that takes longest."""
-        parts = [field.name for field in fields(self) if field.name != "data_hidden"]
-        return max(parts, key=lambda name: getattr(self, name))
+        return max(self.parts, key=self.parts.__getitem__)
 
 
-def compute_seconds(
-    shape: ModelShape, job: Job, cluster: Cluster, num_ranks: int, checkpointing: str
-) -> float:
-    """6 FLOP per token and weight, and 6 s h a layer for causal attention, shared by the ranks.
+def compute_flops(shape: ModelShape, job: Job, checkpointing: str) -> float:
+    """6 FLOP per token and weight, and 6 s h a layer for causal attention, of all ranks.
 
     A third more with full recomputation; with selective one that of attention alone.
     """
-    hardware = cluster.hardware
     of_weights = 6.0 * job.tokens * shape.num_active_params
     of_attention = 6.0 * job.tokens * job.sequence * shape.query_width * shape.layers
-    if checkpointing == "full":
-        of_weights, of_attention = of_weights * 4 / 3, of_attention * 4 / 3
-    elif checkpointing == "selective":
+    if checkpointing != "none":
         of_attention *= 4 / 3
-    rate = hardware.peak_flops[job.precision] * (job.utilisation or hardware.utilisation)
-    return (of_weights + of_attention) / (num_ranks * rate)
+    if checkpointing == "full":
+        of_weights *= 4 / 3
+    return of_weights + of_attention
 
 
-def time_of(
-    shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate, traffic: Traffic
-) -> StepTime:
-    """Of a step, by the rank that the first stage has."""
-    mesh, hardware = candidate.mesh, cluster.hardware
-    m = candidate.num_micro_batches
-    compute = compute_seconds(shape, job, cluster, mesh.num_ranks, candidate.checkpointing)
-    tensor = m * _tensor_seconds(shape, job, cluster, candidate)
-    expert = m * _expert_seconds(shape, job, cluster, candidate)
-    pipeline = _pipeline_seconds(shape, job, cluster, candidate)
-    data, may_hide = _data_seconds(shape, job, cluster, candidate, traffic, compute)
+def time_of(candidate: Candidate, traffic: Traffic) -> StepTime:
+    """The time of a step, of a rank of the first stage."""
+    c, hardware, m = candidate, candidate.cluster.hardware, candidate.num_micro_batches
+    rate = hardware.peak_flops[c.job.precision] * hardware.utilisation
+    compute = compute_flops(c.shape, c.job, c.checkpointing) / (c.mesh.num_ranks * rate)
+    tensor = m * _tensor_seconds(c)
+    routed = c.routed_bytes * (c.mesh.ep - 1) / c.mesh.ep
+    expert = m * _calls_of_experts(c, 0) * c.group("ep").all_to_all(routed)
+    data, may_hide = _data_seconds(c, compute)
     hidden = min(may_hide, data) * hardware.overlap
-    offload = _offload_seconds(candidate, cluster, traffic)
-    share = float(bubble(candidate.schedule or "1f1b", mesh.pp, m, job.virtual_stages))
-    busy = compute + tensor + expert
     return StepTime(
         compute=compute,
         tensor=tensor,
         expert=expert,
-        pipeline=pipeline,
+        pipeline=_pipeline_seconds(c),
         data=data - hidden,
         data_hidden=hidden,
-        offload=offload,
-        update=_update_seconds(shape, job, cluster, candidate),
-        bubble=busy * share / (1 - share),
+        offload=traffic.offloaded / offload_rate(c) if c.system.states != "device" else 0.0,
+        update=_update_seconds(c),
+        bubble=(compute + tensor + expert) * c.bubble / (1 - c.bubble),
     )
 
 
-def _message(shape: ModelShape, job: Job, candidate: Candidate) -> int:
-    return job.itemsize * candidate.micro_batch * job.sequence * shape.hidden
-
-
-def _tensor_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
-    """Of a micro-batch on the first stage."""
-    halves = calls_of_tensor_parallelism(shape, job, candidate, 0)
-    if not halves:
-        return 0.0
-    group, num_bytes = cluster.tensor_group(candidate.mesh), _message(shape, job, candidate)
+def _tensor_seconds(candidate: Candidate) -> float:
+    """Of a micro-batch."""
+    halves = _calls_of_tensor_parallelism(candidate, 0)
+    group, num_bytes = candidate.group("tp"), candidate.message_bytes
     if candidate.mesh.is_sequence_split:
         return halves * group.half(num_bytes)
     return halves / 2 * group.all_reduce(num_bytes)
 
 
-def _expert_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
-    """Of a micro-batch: two all_to_alls a layer each way."""
-    mesh = candidate.mesh
-    if mesh.ep == 1:
-        return 0.0
-    routed = shape.top_k * _message(shape, job, candidate)
-    routed //= mesh.tp if mesh.is_sequence_split else 1
-    passes = 6 if candidate.checkpointing == "full" else 4
-    calls = passes * layers_of(shape.layers, mesh.pp, 0)
-    return calls * cluster.expert_group(mesh).all_to_all(routed * (mesh.ep - 1) / mesh.ep)
-
-
-def _pipeline_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
+def _pipeline_seconds(candidate: Candidate) -> float:
     """The way through all stages and back; what micro-batches send between may be hidden."""
-    pp = candidate.mesh.pp
+    pp, job = candidate.mesh.pp, candidate.job
     if pp == 1:
         return 0.0
-    hop = cluster.pipeline_group(candidate.mesh).hop(_message(shape, job, candidate))
+    hop = candidate.group("pp").hop(candidate.message_bytes)
     rounds = {"interleaved": job.virtual_stages, "zbv": 2}.get(candidate.schedule, 1)
     between = 2 * rounds * (candidate.num_micro_batches - 1)
-    return hop * (2 * (pp * rounds - 1) + (1 - cluster.hardware.overlap) * between)
+    overlap = candidate.cluster.hardware.overlap
+    return hop * (2 * (pp * rounds - 1) + (1 - overlap) * between)
 
 
-def _data_seconds(
-    shape: ModelShape,
-    job: Job,
-    cluster: Cluster,
-    candidate: Candidate,
-    traffic: Traffic,
-    compute: float,
-) -> tuple[float, float]:
+def _data_seconds(candidate: Candidate, compute: float) -> tuple[float, float]:
     """Of weights and gradients, and how much of it computing may hide.
 
     DistributedDataParallel hides gradients behind the last micro-batch's backward pass, and
     fully_shard gathers and reductions behind all computing. Stages 1 and 2, LOMO and offloaded
-    weights communicate where they stand.
+    weights block while they communicate.
     """
-    mesh, system, m = candidate.mesh, candidate.system, candidate.num_micro_batches
-    if mesh.dp == 1:
-        return 0.0, 0.0
-    dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)
-    once = 0.0
-    copies = 0.0
-    groups = ((dense, cluster.data_group(mesh)), (experts, cluster.replica_group(mesh)))
-    for part, group in groups:
-        num_bytes = job.itemsize * part.num_elems
-        if not num_bytes or group.num_ranks == 1:
+    system, m = candidate.system, candidate.num_micro_batches
+    once = copies = 0.0
+    for (part, num_ranks), axis in zip(candidate.parts(0), ("dp", "replicas"), strict=True):
+        num_bytes = candidate.job.itemsize * part.num_elems
+        if not num_bytes or num_ranks == 1:
             continue
-        calls = _num_calls(part, system, num_bytes)
+        calls, group = _num_calls(part, system, num_bytes), candidate.group(axis)
         collective = group.half if system.stage else group.all_reduce
         once += calls * collective(num_bytes / calls)
         if system.stage == 3:
-            copies += m * num_bytes * _copy_seconds_per_byte(system, cluster.hardware)
+            copies += m * num_bytes * _copy_seconds_per_byte(system, candidate.cluster.hardware)
     halves = {0: 1, 1: 2, 2: m + 1, 3: 3 * m}[system.stage]
     blocks = system.is_lomo or system.weights != "device" or system.stage in (1, 2)
     hiding = compute if system.stage == 3 else compute * 2 / 3 / m
@@ -193,26 +272,20 @@ def _num_calls(part: RankPart, system: System, num_bytes: int) -> int:
     return -(-num_bytes // BUCKET_BYTES)
 
 
-def _offload_seconds(candidate: Candidate, cluster: Cluster, traffic: Traffic) -> float:
-    """Each rank has its own way to the host; disks are the host's, and its ranks share them."""
-    hardware = cluster.hardware
-    tier = candidate.system.states
-    if tier == "device":
-        return 0.0
-    if tier == "host":
-        return traffic.offloaded / hardware.host_rate
-    sharers = min(candidate.mesh.num_ranks, cluster.per_host)
-    return traffic.offloaded * sharers / hardware.disk_rate
+def offload_rate(candidate: Candidate) -> float:
+    """Bytes per second: each rank has its own link to the host; a host's ranks share its disks."""
+    hardware, cluster = candidate.cluster.hardware, candidate.cluster
+    if candidate.system.states == "host":
+        return hardware.host_rate
+    return hardware.disk_rate / min(candidate.mesh.num_ranks, cluster.per_host)
 
 
-def _update_seconds(shape: ModelShape, job: Job, cluster: Cluster, candidate: Candidate) -> float:
+def _update_seconds(candidate: Candidate) -> float:
     """States and masters are read and written, gradients read, weights written."""
-    mesh, system = candidate.mesh, candidate.system
-    dense, experts = rank_part(shape, mesh, 0, candidate.head_stage)
-    owners = mesh.dp // mesh.ep
+    job, system = candidate.job, candidate.system
     moved = 0.0
-    for part, sharers in ((dense, mesh.dp), (experts, owners)):
-        kept = kept_by(part, system, job, sharers)
-        share = sharers if system.stage else 1
+    for part, num_ranks in candidate.parts(0):
+        kept = kept_by(part, system, job, num_ranks)
+        share = num_ranks if system.stage else 1
         moved += 2 * kept.states + 2 * job.itemsize * part.num_elems / share
-    return moved / cluster.hardware.memory_rate
+    return moved / candidate.cluster.hardware.memory_rate

@@ -11,6 +11,9 @@ import argparse
 import json
 import os
 
+from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size
+from ringcomm.measure.screen import make_console
+
 HELP = "examine this machine and a group on it"
 MOST_BY_DEFAULT = 4
 
@@ -31,8 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the report."""
-    from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size
-
     if not 1 <= options.world_size <= MAX_WORLD_SIZE:
         options.parser.error(f"--world-size is 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
     if options.seconds < 0:
@@ -41,13 +42,10 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error("it starts its own ranks: run it without torchrun")
     from ringcomm.doctor.report import examine, print_report
 
-    if options.json:
-        report = examine(options.world_size, options.seconds)
+    console = None if options.json else make_console()  # before it measures
+    report = examine(options.world_size, options.seconds)
+    if console is None:
         print(json.dumps(report, allow_nan=False))
     else:
-        from ringcomm.measure.screen import make_console
-
-        console = make_console()
-        report = examine(options.world_size, options.seconds)
         print_report(console, report)
     return 1 if "errors" in report["group"] else 0

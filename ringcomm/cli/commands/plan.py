@@ -8,8 +8,15 @@ docs/design/planner.md.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ringcomm import tuning
+from ringcomm.measure.screen import amount, as_option, make_console, words
+
+if TYPE_CHECKING:
+    from ringcomm.planner import Plans
 
 HELP = "rank systems and meshes for a model by predicted memory and time"
 
@@ -24,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_machines(parser)
     _add_job(parser)
     add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
-    add(
-        "--why", type=int, default=1, help="whose reasons to show (default: %(default)s, the first)"
-    )
+    add("--why", type=int, default=1, help="whose reasons to show (default: the first)")
     add("--json", action="store_true", help="print all plans as one JSON object")
 
 
@@ -37,12 +42,10 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     add("--memory", help="of a device: 80GiB, 80GB (default: the hardware's)")
     add("--host-memory", help="of a host (default: the hardware's)")
     add("--per-host", type=int, default=0, help="devices of a host (default: the hardware's)")
-    add("--utilisation", type=float, default=0.0, help="share of the peak (default: hardware's)")
+    add("--utilisation", type=float, help="share of the peak (default: the hardware's)")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    from ringcomm.measure.screen import as_option, words
-
     add = parser.add_argument_group("what to look at").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
@@ -58,17 +61,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="among tensor-parallel ranks (default: where they divide sequences)",
     )
-    add("--regather", action="store_true", help="gather again in the backward pass what that has")
     add("--virtual-stages", type=int, default=2, help="of interleaved ranks")
-    add("--load-whole", action="store_true", help="count a rank's weights in host memory at start")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plans; the status is 1 when none fits."""
-    from ringcomm.planner.job import bytes_of
-
     try:
-        plans = _plans(options, bytes_of)
+        plans = _plans(options)
     except (ValueError, OSError) as error:
         options.parser.error(str(error))
     if options.json:
@@ -78,9 +77,8 @@ def run(options: argparse.Namespace) -> int:
     return 0 if plans.best is not None else 1
 
 
-def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
-    from ringcomm import planner, tuning
-    from ringcomm.planner.job import count_of
+def _plans(options: argparse.Namespace) -> Plans:
+    from ringcomm.planner import Cluster, Job, plan
 
     if options.model is None or options.gpus < 1:
         raise ValueError("--model and --gpus are wanted: --model llama-7b --gpus 8")
@@ -88,52 +86,43 @@ def _plans(options: argparse.Namespace, bytes_of: Any) -> Any:
         raise ValueError(f"--top is not negative, got {options.top}")
     if options.why < 1:
         raise ValueError(f"--why counts from 1, got {options.why}")
-    cluster = planner.Cluster(
+    cluster = Cluster(
         options.gpus,
-        planner.find_hardware(options.hardware),
-        memory_bytes=bytes_of(options.memory) if options.memory else 0,
+        options.hardware,
+        memory_bytes=amount(options.memory) if options.memory else 0,
         per_host=options.per_host,
-        host_memory_bytes=bytes_of(options.host_memory) if options.host_memory else 0,
+        host_memory_bytes=amount(options.host_memory) if options.host_memory else 0,
     )
+    if options.utilisation is not None:
+        hardware = replace(cluster.hardware, utilisation=options.utilisation)
+        cluster = replace(cluster, hardware=hardware)
     if options.tuning is not None:
-        cluster = cluster.tuned(tuning.load(options.tuning))
-    job = planner.Job(
-        tokens=count_of(options.tokens),
-        sequence=0 if options.sequence == "0" else count_of(options.sequence),
-        precision=options.precision,
-        optimizer=options.optimizer,
-        attention=options.attention,
+        cluster = cluster.tuned(tuning.load(options.tuning).worlds)
+    names = ("precision", "optimizer", "attention", "dp", "pp", "tp", "ep", "virtual_stages")
+    job = Job(
+        tokens=amount(options.tokens),
+        sequence=0 if options.sequence == "0" else amount(options.sequence),
         is_sequence_split=options.sequence_parallel,
-        regathers=options.regather,
         fused_norms=not cluster.hardware.is_host,
-        loads_whole=options.load_whole,
-        utilisation=options.utilisation,
-        dp=options.dp,
-        pp=options.pp,
-        tp=options.tp,
-        ep=options.ep,
         systems=tuple(options.systems),
         schedules=tuple(options.schedules),
         checkpointings=tuple(options.checkpointing),
-        virtual_stages=options.virtual_stages,
+        **{name: getattr(options, name) for name in names},
     )
-    return planner.plan(planner.find_model(options.model), cluster, job)
+    return plan(options.model, cluster, job)
 
 
-def _print(plans: Any, top: int, why: int) -> None:
-    from ringcomm.measure.screen import make_console
-    from ringcomm.planner.plans import headline, refusal_lines, table_of_plans
-
+def _print(plans: Plans, top: int, why: int) -> None:
     console = make_console()
     if not console.is_terminal:
         console.width = 220
-    console.print(headline(plans), soft_wrap=True)
+    console.print(plans.headline(), soft_wrap=True)
     if plans.best is not None:
-        console.print(table_of_plans(plans, top))
-        chosen = plans.ranked[min(why, len(plans)) - 1]
+        console.print(plans.table(top))
+        chosen = plans.ranked[min(why, len(plans.ranked)) - 1]
         console.print(f"Why {chosen.candidate.name}:", soft_wrap=True)
         for reason in chosen.reasons:
             console.print(f"- {reason}", soft_wrap=True)
     console.print("What does not fit, or does not go:")
-    for line in refusal_lines(plans, top):
+    for line in plans.refusal_lines(top):
         console.print(f"- {line}", soft_wrap=True)

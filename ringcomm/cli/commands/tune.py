@@ -10,7 +10,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ringcomm.measure.screen import as_option, byte_counts, whole_numbers
+from ringcomm.measure.ranks import joined_world_size
+from ringcomm.measure.screen import (
+    as_option,
+    byte_count,
+    byte_counts,
+    factor,
+    make_console,
+    make_table,
+    microseconds,
+    whole_numbers,
+)
+from ringcomm.tuning import MAX_WORLD_SIZE, Tuning, World, save
 
 HELP = "measure where all_reduce's algorithms cross, and write it to a file"
 DEFAULT_SIZES = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
@@ -21,15 +32,17 @@ MIN_SIZES = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which numbers of ranks and sizes, how long, and where to."""
     add = parser.add_argument
+    numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
+    path = Path("ringcomm-tuning.json")
     add(
         "--world-sizes",
-        type=as_option(whole_numbers),
+        type=numbers,
         default="2,4",
         help="numbers of ranks, 2 to 64 (default: %(default)s)",
     )
     add(
         "--sizes",
-        type=as_option(byte_counts),
+        type=sizes,
         default=DEFAULT_SIZES,
         help="bytes of the buffers (default: %(default)s)",
     )
@@ -43,21 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats",
         type=int,
         default=2,
-        help="of a size, at most, while the machine is disturbed (default: %(default)s)",
+        help="of a size, while the machine is disturbed (default: %(default)s)",
     )
     add(
         "--json",
         type=Path,
         metavar="FILE",
-        default=Path("ringcomm-tuning.json"),
+        default=path,
         help="written anew (default: %(default)s)",
     )
 
 
 def _check(options: argparse.Namespace) -> None:
-    from ringcomm.measure.ranks import joined_world_size
-    from ringcomm.tuning import MAX_WORLD_SIZE
-
     error = options.parser.error
     for world_size in options.world_sizes:
         if not 2 <= world_size <= MAX_WORLD_SIZE:
@@ -72,12 +82,9 @@ def _check(options: argparse.Namespace) -> None:
         error("it starts its own ranks: run it without torchrun")
 
 
-def _print_world(console: Any, world: Any, times: list[Any]) -> None:
-    from ringcomm.measure.algorithms import NEVER_BYTES
-    from ringcomm.measure.screen import byte_count, factor, make_table, microseconds
-
+def _table(world: World, times: list[Any]) -> Any:
     chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
-    if world.one_shot_max_bytes == NEVER_BYTES:
+    if world.one_shot_max_bytes == 1:
         chosen = "one_shot never wins"
     names = [point.algorithm for point in times[0].points]
     table = make_table(
@@ -87,14 +94,10 @@ def _print_world(console: Any, world: Any, times: list[Any]) -> None:
         f" call; the model is off by a factor of {world.worst_fit:.2f} at worst.",
     )
     for size in times:
-        table.add_row(
-            byte_count(size.points[0].bytes),
-            *(microseconds(point.p50_us) for point in size.points),
-            factor(size.ratio),
-            f"{size.others_percent:.0f}",
-        )
-    console.print(f"{world.world_size} ranks, float32; medians, the slowest rank counts")
-    console.print(table)
+        medians = [microseconds(point.p50_us) for point in size.points]
+        ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
+        table.add_row(byte_count(size.points[0].bytes), *medians, ratio, others)
+    return table
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,8 +108,6 @@ def run(options: argparse.Namespace) -> int:
     import ringcomm
     from ringcomm.measure.algorithms import measure_algorithms, world_of
     from ringcomm.measure.machine import identity, utc_now
-    from ringcomm.measure.screen import make_console
-    from ringcomm.tuning import Tuning, save
 
     console = make_console()
     worlds = []
@@ -114,15 +115,10 @@ def run(options: argparse.Namespace) -> int:
         sizes = sorted(set(options.sizes))
         times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
         worlds.append(world_of(world_size, times))
-        _print_world(console, worlds[-1], times)
-    tuning = Tuning(
-        date=utc_now().isoformat(),
-        machine=identity(),
-        torch=torch.__version__,
-        ringcomm=ringcomm.__version__,
-        worlds=tuple(worlds),
-    )
-    save(tuning, options.json)
+        console.print(f"{world_size} ranks, float32; medians, the slowest rank counts")
+        console.print(_table(worlds[-1], times))
+    date, versions = utc_now().isoformat(), (torch.__version__, ringcomm.__version__)
+    save(Tuning(date, identity(), *versions, tuple(worlds)), options.json)
     if not all(world.quiet for world in worlds):
         console.print("other programs disturbed this: tune again on a quiet machine")
     console.print(f"written: {options.json}")

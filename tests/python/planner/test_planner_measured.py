@@ -10,52 +10,51 @@ import pytest
 import torch
 from planner_models import BATCH, SHAPE, Decoder, rows, saved_bytes, sent_bytes, split
 from ranks import run_ranks
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import live_bytes
 
 import ringcomm
-from ringcomm import planner
 from ringcomm.optim import Lomo
 from ringcomm.parallel import WeightShards, offload, zero
-from ringcomm.planner import Cluster, Job, Plan
+from ringcomm.planner import Cluster, Hardware, Job, Plan, plan
 
-CPU = planner.find_hardware("cpu-core")
+CPU = Cluster(2, "cpu-core").hardware
 SYSTEMS = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 RING = ringcomm.Options(algorithm="ring")
 
 
-def plan_of(
-    num_ranks: int, system: str, *, hardware: planner.Hardware = CPU, **options: Any
-) -> Plan:
+def plan_of(num_ranks: int, system: str, *, hardware: Hardware = CPU, **options: Any) -> Plan:
     """Of the decoder; a replica's batch is BATCH rows."""
     replicas = num_ranks // options.get("tp", 1)
     options = {"precision": "fp32", "fused_norms": False, "checkpointings": ("none",), **options}
     job = Job(BATCH * SHAPE.context * replicas, systems=(system,), **options)
-    plans = planner.plan(SHAPE, Cluster(num_ranks, hardware), job)
-    found = [p for p in plans if p.candidate.mesh.pp == 1 and p.candidate.mesh.dp == replicas]
+    plans = plan(SHAPE, Cluster(num_ranks, hardware), job)
+    found = [
+        p for p in plans.ranked if p.candidate.mesh.pp == 1 and p.candidate.mesh.dp == replicas
+    ]
     assert len(found) == 1
     assert found[0].candidate.num_micro_batches == 1
     return found[0]
 
 
-def train(rank: int, stage: int, num_micro_batches: int) -> tuple[list[int], list[int]]:
-    """Bytes of a step, and of parameters, gradients and states at its end."""
+def train(
+    rank: int, stage: int, num_micro_batches: int = 1, precision: str = "fp32"
+) -> tuple[int, list[int]]:
+    """Bytes sent in a step, and those of parameters, gradients and states at its end."""
     model = Decoder()
-    adamw = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    optimizer: Any = zero.shard(model, adamw, stage) if stage else adamw
+    adamw = torch.optim.AdamW(model.parameters(), 1e-3, fused=precision == "fp32")
+    dtype: Any = {"param_dtype": torch.bfloat16} if precision == "bf16" else {}
+    optimizer: Any = zero.shard(model, adamw, stage, **dtype) if stage else adamw
     replica: Any = model if stage else DistributedDataParallel(model)
-    sent = []
     for step in range(3):  # the second one rebuilds the buckets of DDP
         before = sent_bytes()
         for i in range(num_micro_batches):
             replica(rows(2 * step + rank + 10 * i)).backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        kept = grads if stage in (0, 3) else optimizer.gradient_tensors()
-        gradients = live_bytes(kept)
+        gradients = live_bytes(grads if stage in (0, 3) else optimizer.gradient_tensors())
         optimizer.step()
         optimizer.zero_grad()
-        sent.append(sent_bytes() - before)
+        sent = sent_bytes() - before
     states = (
         optimizer.state_tensors()
         if stage
@@ -64,18 +63,40 @@ def train(rank: int, stage: int, num_micro_batches: int) -> tuple[list[int], lis
     return sent, [live_bytes(model.parameters()), gradients, live_bytes(states)]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_data_parallel(system: str, world_size: int) -> None:
-    found = plan_of(world_size, system)
+@pytest.mark.parametrize(
+    ("system", "world_size", "precision"),
+    [
+        ("ddp", 3, "fp32"),
+        ("zero1", 2, "fp32"),
+        ("zero1", 2, "bf16"),
+        ("zero2", 2, "bf16"),
+        ("zero3", 2, "bf16"),
+        ("zero3", 3, "fp32"),
+    ],
+)
+def test_data_parallel(system: str, world_size: int, precision: str) -> None:
+    found = plan_of(world_size, system, precision=precision)
     # Where no rank's shard is like another's, ZeRO's prediction is not the ring's, by an element.
     options = RING if system == "ddp" or world_size == 2 else None
-    results = run_ranks(world_size, train, SYSTEMS[system], 1, pg_options=options)
-    sent = [sent[-1] for sent, _ in results]
-    assert sent[0] == found.traffic.data
-    assert found.traffic.sent == found.traffic.data
-    for name, measured in zip(("parameters", "gradients", "states"), results[0][1], strict=True):
+    args = SYSTEMS[system], 1, precision
+    sent, kept = run_ranks(world_size, train, *args, pg_options=options)[0]
+    assert sent == found.traffic.data == found.traffic.sent
+    for name, measured in zip(("parameters", "gradients", "states"), kept, strict=True):
         assert measured == pytest.approx(getattr(found.memory, name), rel=0.05)
+
+
+@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
+def test_micro_batches(system: str) -> None:
+    """Stage 2 reduces each of them, stage 3 gathers besides; stage 1 neither."""
+    job = Job(4 * BATCH * SHAPE.context, precision="fp32", fused_norms=False, systems=(system,))
+    # As much memory as two micro-batches of half the rows take, and no more.
+    cluster = Cluster(2, CPU, memory_bytes=plan_of(2, system).memory.device)
+    best = next(p for p in plan(SHAPE, cluster, job).ranked if p.candidate.mesh.dp == 2)
+    if best.candidate.checkpointing == "none":
+        assert best.candidate.num_micro_batches == 2
+    num_micro_batches = best.candidate.num_micro_batches
+    measured = run_ranks(2, train, SYSTEMS[system], num_micro_batches, pg_options=RING)
+    assert measured[0][0] == best.traffic.data
 
 
 def train_lomo(rank: int, is_sharded: bool) -> tuple[int, int, int]:
@@ -100,67 +121,6 @@ def test_lomo(is_sharded: bool) -> None:
     assert sent == found.traffic.sent + agreement
     if not is_sharded:
         assert kept == found.memory.parameters
-
-
-def test_lomo_beside_memtracker() -> None:
-    found = plan_of(1, "lomo").memory
-    model = Decoder()
-    optimizer = Lomo(model, lr=1e-3)
-    tracker = MemTracker()
-    tracker.track_external(model, optimizer)
-    with tracker:
-        for step in range(2):
-            tracker.reset_mod_stats()
-            loss = model(rows(step))
-            kept = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    parts = {str(getattr(part, "value", part)): num_bytes for part, num_bytes in kept.items()}
-    assert parts["Parameter"] == found.parameters
-    assert parts["Optstate"] == found.states == 0
-    assert parts["Activation"] == pytest.approx(found.activations, rel=0.05)
-
-
-def train_bf16(rank: int, stage: int) -> list[int]:
-    model = Decoder()
-    sharded = zero.shard(
-        model, torch.optim.AdamW(model.parameters(), 1e-3), stage, param_dtype=torch.bfloat16
-    )
-    model(rows(rank)).backward()
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    gradients = live_bytes(grads if stage == 3 else sharded.gradient_tensors())
-    sharded.step()
-    before = sent_bytes()
-    sharded.zero_grad()
-    model(rows(rank)).backward()
-    sharded.step()
-    sent = sent_bytes() - before
-    return [live_bytes(model.parameters()), gradients, live_bytes(sharded.state_tensors()), sent]
-
-
-@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
-def test_mixed_precision(system: str) -> None:
-    found = plan_of(2, system, precision="bf16")
-    *kept, sent = run_ranks(2, train_bf16, SYSTEMS[system], pg_options=RING)[0]
-    assert sent == found.traffic.data
-    for name, measured in zip(("parameters", "gradients", "states"), kept, strict=True):
-        assert measured == pytest.approx(getattr(found.memory, name), rel=0.05)
-
-
-@pytest.mark.parametrize("system", ["zero1", "zero2", "zero3"])
-def test_micro_batches(system: str) -> None:
-    """Stage 2 reduces each of them, stage 3 gathers besides; stage 1 neither."""
-    job = Job(4 * BATCH * SHAPE.context, precision="fp32", fused_norms=False, systems=(system,))
-    whole = plan_of(2, system).memory
-    # As much memory as two micro-batches of half the rows take, and no more.
-    cluster = Cluster(2, CPU, memory_bytes=whole.device)
-    best = next(plan for plan in planner.plan(SHAPE, cluster, job) if plan.candidate.mesh.dp == 2)
-    if best.candidate.checkpointing == "none":
-        assert best.candidate.num_micro_batches == 2
-    num_micro_batches = best.candidate.num_micro_batches
-    measured = run_ranks(2, train, SYSTEMS[system], num_micro_batches, pg_options=RING)
-    assert measured[0][0][-1] == best.traffic.data
 
 
 def train_offloaded(rank: int, to: Any, folder: Path) -> dict[str, int]:
@@ -209,9 +169,10 @@ def count_split(rank: int, is_sequence_split: bool, is_checkpointed: bool) -> li
     return [sent, kept, live_bytes(model.parameters())]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("is_sequence_split", [False, True])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "is_sequence_split", "checkpointing"),
+    [(2, False, "none"), (2, True, "full"), (4, True, "none"), (4, False, "full")],
+)
 def test_tensor_parallel(world_size: int, is_sequence_split: bool, checkpointing: str) -> None:
     found = plan_of(
         world_size,

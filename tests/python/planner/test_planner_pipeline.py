@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ringcomm import planner
-from ringcomm.planner import Cluster, Job
+from ringcomm.planner import Cluster, Job, plan
 from ringcomm.planner.memory import memory_of_stage
-from ringcomm.planner.traffic import traffic_of_stage
+from ringcomm.planner.step_time import traffic_of_stage
 
 NUM_STAGES, NUM_MICRO_BATCHES = 2, 4
 DEEP = dataclasses.replace(SHAPE, layers=4)
@@ -29,48 +29,39 @@ class Stage(nn.Module):
         super().__init__()
         whole = Decoder(DEEP)
         per_stage = DEEP.layers // NUM_STAGES
-        self.layers = whole.layers[stage * per_stage : (stage + 1) * per_stage]
-        self.tok = whole.tok if stage == 0 else None
-        self.end: Any = nn.Sequential(whole.norm, whole.head) if stage == NUM_STAGES - 1 else None
+        layers = list(whole.layers)[stage * per_stage : (stage + 1) * per_stage]
+        before = [whole.tok] if stage == 0 else []
+        behind = [whole.norm, whole.head] if stage == NUM_STAGES - 1 else []
+        self.all = nn.Sequential(*before, *layers, *behind)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x if self.tok is None else self.tok(x)
-        layers: Any = self.layers
-        for layer in layers:
-            x = layer(x)
-        return x if self.end is None else self.end(x)
+        found: Tensor = self.all(x)
+        return found
+
+
+class Held:
+    """What autograd has saved, until it lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class Watch:
-    """What autograd keeps: live storages, each once, without weights, and the most of them."""
+    """The most bytes that autograd keeps: live storages, each once, without weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = {param.untyped_storage().data_ptr() for param in module.parameters()}
-        self.alive: dict[int, tuple[int, int]] = {}  # by address: how often, and bytes
+        self.alive: weakref.WeakSet[Held] = weakref.WeakSet()
         self.peak = 0
 
-    def hold(self, tensor: Tensor) -> tuple[Tensor, object]:
-        """The tensor, and what tells when it is let go."""
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        if key in self.weights:
-            return tensor, None
-        count, _ = self.alive.get(key, (0, 0))
-        self.alive[key] = count + 1, storage.nbytes()
-        self.peak = max(self.peak, sum(size for count, size in self.alive.values() if count))
-        return tensor, _Held(self, key)
-
-    def let_go(self, key: int) -> None:
-        count, size = self.alive[key]
-        self.alive[key] = count - 1, size
-
-
-class _Held:
-    def __init__(self, watch: Watch, key: int) -> None:
-        self.watch, self.key = watch, key
-
-    def __del__(self) -> None:
-        self.watch.let_go(self.key)
+    def hold(self, tensor: Tensor) -> Held:
+        held = Held(tensor)
+        self.alive.add(held)
+        storages = [held.tensor.untyped_storage() for held in self.alive]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        kept = sum(size for key, size in sizes.items() if key not in self.weights)
+        self.peak = max(self.peak, kept)
+        return held
 
 
 def run_stage(rank: int, schedule: str) -> tuple[int, int]:
@@ -90,7 +81,7 @@ def run_stage(rank: int, schedule: str) -> tuple[int, int]:
     # The first one exchanges shapes, for which torch runs, and keeps, one forward pass more.
     steps.step(*given, **wanted)
     watch, before = Watch(module), sent_bytes()
-    with torch.autograd.graph.saved_tensors_hooks(watch.hold, lambda held: held[0]):
+    with torch.autograd.graph.saved_tensors_hooks(watch.hold, lambda held: held.tensor):
         steps.step(*given, **wanted)
     return sent_bytes() - before, watch.peak
 
@@ -106,14 +97,13 @@ def test_stages_of_torch(schedule: str) -> None:
         checkpointings=("none",),
         pp=NUM_STAGES,
     )
-    plans = planner.plan(DEEP, Cluster(NUM_STAGES, planner.find_hardware("cpu-core")), job)
-    candidate = plans.ranked[0].candidate
+    best = plan(DEEP, Cluster(NUM_STAGES, "cpu-core"), job).ranked[0]
+    candidate = best.candidate
     assert (candidate.num_micro_batches, candidate.micro_batch) == (NUM_MICRO_BATCHES, 1)
+    activations = []
     for stage, (sent, kept) in enumerate(run_ranks(NUM_STAGES, run_stage, schedule)):
-        traffic = traffic_of_stage(DEEP, plans.job, candidate, stage)
+        traffic = traffic_of_stage(candidate, stage)
         assert sent == traffic.pipeline == traffic.sent
-        memory = memory_of_stage(DEEP, plans.job, candidate, stage)
-        assert kept == pytest.approx(memory.activations, rel=0.05)
-    assert plans.ranked[0].memory.activations in {
-        memory_of_stage(DEEP, plans.job, candidate, stage).activations for stage in range(2)
-    }
+        activations.append(memory_of_stage(candidate, stage).activations)
+        assert kept == pytest.approx(activations[-1], rel=0.05)
+    assert best.memory.activations in activations

@@ -23,6 +23,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     return status, [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_bytes_and_memory(tmp_path: Path, world_size: int) -> None:
     plot = tmp_path / "systems.svg"
@@ -71,18 +72,3 @@ def test_wrong_losses_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     status, records = run(tmp_path, "--systems", "ddp")
     assert status == EXIT_WRONG_RESULTS
     assert records[0]["wrong_elems"] > 0
-
-
-def test_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, text in (
-        (["--systems", "ddp,zero-9"], "zero-9"),
-        (["--systems", "ddp on mpi"], "ddp is measured over gloo and fake, not over 'mpi'"),
-        (["--systems", "zero-3 in files on gloo"], "over ringcomm alone"),
-        (["--width", "33"], "multiple of 32"),
-        (["--rows", "0"], "a row"),
-        (["--width", "32", "--systems", "tensor"], "for each of 2 ranks"),
-        (["--world-size", "5", "--layers", "1", "--systems", "pipeline"], "too few stages"),
-    ):
-        with pytest.raises(SystemExit):
-            cli.run(["bench", "systems", *options])
-        assert text in capsys.readouterr().err

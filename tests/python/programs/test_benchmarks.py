@@ -10,7 +10,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import groups
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from ringcomm import cli
 from ringcomm.measure import machine, ranks, weather
-from ringcomm.measure.timing import Timings, quantile
+from ringcomm.measure.timing import Timings
 
 BACKENDS = ["ringcomm", "gloo"]
 pytestmark = pytest.mark.skipif(
@@ -47,15 +46,22 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
     assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
     for record in records:
-        assert record["kind"] == "collective"
-        assert (record["world_size"], record["dtype"]) == (2, "float32")
-        assert record["date"].endswith("+00:00")
-        assert record["machine"].keys() == {"cpu", "cores", "kernel"}
-        assert record["torch"] == torch.__version__
-        assert {"commit", "dirty", "ringcomm", "python"} <= record.keys()
+        assert (record["kind"], record["world_size"], record["dtype"]) == (
+            "collective",
+            2,
+            "float32",
+        )
+        assert {
+            "commit",
+            "dirty",
+            "ringcomm",
+            "python",
+            "torch",
+            "date",
+            "machine",
+        } <= record.keys()
         assert record["p10_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
-        assert record["verified"]
-        assert record["wrong_elems"] == 0
+        assert (record["verified"], record["wrong_elems"]) == (True, 0)
         assert record["num_calls"] >= 5
         # Bandwidths follow from the same p50; records keep five digits.
         algbw = record["bytes"] / record["p50_us"] / 1000
@@ -63,34 +69,25 @@ def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert record["busbw_gb_per_s"] == pytest.approx(algbw, rel=1e-3)  # 2 (N - 1) / N = 1
         assert 0 <= record["others_busy_percent"] <= 100
         assert record["quiet"] == (record["others_busy_percent"] <= machine.MAX_OTHERS_PERCENT)
-        assert record["floor_us"]["before"] > 0
-        assert record["flag_us"].keys() == {"before", "after"}
-        if record["backend"] == "gloo":
-            ratio = record["ratio"]
+        ratio, is_gloo = record["ratio"], record["backend"] == "gloo"
+        assert (ratio is None) == bool(record["algorithms"]) == (not is_gloo)
+        if is_gloo:
             assert ratio["over"] == "ringcomm"
             assert ratio["p10"] <= ratio["p50"] <= ratio["p90"]
             assert ratio["num_pairs"] >= 5
-            assert record["algorithms"] == []
-        else:
-            assert record["ratio"] is None
-            assert set(record["algorithms"]) <= {"one_shot", "two_shot", "ring"}
-            assert record["algorithms"]
-    said = capfd.readouterr().out
-    assert "time over ringcomm's" in said
+    assert "time over ringcomm's" in capfd.readouterr().out
     assert table.main([str(path)]) == ranks.EXIT_OK
-    markdown = capfd.readouterr().out
-    assert "| bytes | ringcomm, µs | gloo, µs | gloo / ringcomm (10–90 %) |" in markdown
-    assert "| 1 KiB |" in markdown
-    assert records[0]["date"] in markdown
+    assert "| 1 KiB |" in capfd.readouterr().out
 
 
 def test_every_operation_is_right(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     ops = ",".join(operations.OPERATIONS)
     # Not a multiple of the ranks: collectives that divide the buffer round down.
-    assert run(path, "--sizes", "1004", "--dtype", "bfloat16", op=ops) == ranks.EXIT_OK
+    argv = ["--sizes", "1004", "--dtype", "bfloat16", "--peers", "none"]
+    assert run(path, *argv, op=ops) == ranks.EXIT_OK
     records = lines_of(path)
-    assert [r["op"] for r in records[::2]] == list(operations.OPERATIONS)
+    assert [r["op"] for r in records] == list(operations.OPERATIONS)
     assert all(record["verified"] for record in records)
     assert records[-1]["bytes"] == 0  # barrier
 
@@ -117,37 +114,22 @@ def test_one_wrong_element_is_seen(
     assert "×" not in said
 
 
-@pytest.mark.parametrize("name", [n for n, op in operations.OPERATIONS.items() if op.has_data])
-def test_a_call_that_does_nothing_is_wrong(name: str) -> None:
+def test_calls_that_do_nothing_are_wrong() -> None:
     """On some rank at least: the source of a broadcast needs nothing done."""
-
-    def nothing() -> None: ...
-
-    operation = operations.OPERATIONS[name]
-    wrong: list[list[int]] = []
+    wrong: list[dict[str, int]] = []
 
     def main(team: ranks.Team) -> None:
-        place = operations.Place(team.rank, 2, 64, torch.float32, torch.device("cpu"))
-        counts = team.share(operation.verify(nothing, operation.setup(place), team))
+        counts = {}
+        for name, operation in operations.OPERATIONS.items():
+            num_elems = 64 if operation.has_data else 0
+            place = operations.Place(team.rank, 2, num_elems, torch.float32, torch.device("cpu"))
+            found = operation.verify(lambda: None, operation.setup(place), team)
+            counts[name] = sum(team.share(found))
         if team.rank == 0:
             team.report(counts)
 
     ranks.run_ranks(2, main, wrong.append)
-    assert sum(wrong[0]) > 0
-
-
-def test_a_barrier_that_does_not_wait_is_wrong() -> None:
-    barrier = operations.OPERATIONS["barrier"]
-    wrong: list[list[int]] = []
-
-    def main(team: ranks.Team) -> None:
-        place = operations.Place(team.rank, 2, 0, torch.float32, torch.device("cpu"))
-        counts = team.share(barrier.verify(lambda: None, barrier.setup(place), team))
-        if team.rank == 0:
-            team.report(counts)
-
-    ranks.run_ranks(2, main, wrong.append)
-    assert sum(wrong[0]) > 0
+    assert all(wrong[0].values()), wrong[0]
 
 
 @pytest.mark.parametrize("how", ["raises", "is killed"])
@@ -184,24 +166,6 @@ def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPat
         ranks.run_ranks(3, main, print)
 
 
-def test_what_does_not_come_through_a_store(tmp_path: Path) -> None:
-    """In time is told from never: the process that holds a store has ended."""
-    file_store = dist.FileStore(str(tmp_path / "store"), 2)
-    assert not groups._StoreChannel(file_store, 0, 1).poll(0.05)
-    other = groups._StoreChannel(file_store, 1, 0)
-    other.send("late")
-    assert groups._StoreChannel(file_store, 0, 1).poll(0.05)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    orphan = groups._StoreChannel(client, 0, 1)
-    orphan.send("something")
-    del server
-    with pytest.raises(EOFError):
-        orphan.poll(5.0)
-    with pytest.raises(BrokenPipeError):
-        orphan.send("more")
-
-
 def test_a_store_passes_more_on_than_one_value_may_hold() -> None:
     """Half a million times of a fast machine; torch's TCPStore drops who sets 8 MiB at once."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -214,52 +178,6 @@ def test_a_store_passes_more_on_than_one_value_may_hold() -> None:
     assert receiver.poll(5.0)
     assert [receiver.recv(), receiver.recv()] == [times, "next"]
     assert server.num_keys() == num_keys
-
-
-def test_store_channels_are_a_side_channel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a launcher has started agree through its store; here forked ones play them."""
-    store = tmp_path / "env store"
-    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, value)
-    found: list[list[int]] = []
-
-    def main(team: ranks.Team) -> None:
-        os.environ["RANK"] = str(team.rank)
-        file_store = dist.FileStore(str(store), 3)
-        monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(file_store, team.rank, 3)]))
-
-        def joined(inner: ranks.Team) -> None:
-            assert inner.agree(inner.rank) == 0
-            everything = inner.share({"rank": inner.rank})
-            assert everything == [{"rank": rank} for rank in range(3)]
-            if inner.rank == 0:
-                inner.report([entry["rank"] for entry in everything])
-
-        groups.run_ranks(3, joined, team.report)
-
-    ranks.run_ranks(3, main, found.append)
-    assert found == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [{"PMI_SIZE": "3"}, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}],
-)
-def test_a_launcher_of_another_size_is_refused_before_anyone_waits(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"started 3 rank\(s\), and 2 are asked for"):
-        groups.run_ranks(2, print, print)
-
-
-def test_ranks_that_mpi4py_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where mpi4py was built with another MPI than the one of mpiexec."""
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(groups, "Communicator", lambda: SimpleNamespace(rank=0, size=1))
-    with pytest.raises(ValueError, match="it belongs to another MPI"):
-        groups.run_ranks(2, print, print)
 
 
 @pytest.mark.parametrize(
@@ -291,33 +209,8 @@ def test_the_calmest_attempt_counts_on_all_ranks(
     assert (first[0], first[1].num_attempts) == (calmest, num_attempts)
 
 
-def test_weather_of_several_measurements() -> None:
-    parts = [weather.Weather(1.0, (0.1, 0.1)), weather.Weather(20.0, (0.1, 0.5), 3)]
-    whole = weather.worst(parts)
-    assert whole == weather.Weather(20.0, (0.1, 0.5), 3)
-    assert not whole.is_quiet
-    assert not whole.is_steady
-    assert whole.record()["flag_us"] == {"before": 0.1, "after": 0.5}
-
-
 def test_ratio_is_paired() -> None:
     """Both slow down tenfold half-way: each pair still says 3."""
     fast = Timings([[1.0, 1.0], [10.0, 10.0]])
     slow = Timings([[3.0, 3.0, 9.0], [30.0, 30.0, 2.0]])
     assert slow.ratio_over(fast) == {"p50": 3.0, "p10": 3.0, "p90": 3.0, "num_pairs": 2}
-
-
-def test_quantiles_interpolate() -> None:
-    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.5
-    assert quantile([5.0], 0.99) == 5.0
-
-
-def test_a_backend_may_race_itself() -> None:
-    labels = {"gloo": "gloo", "ringcomm": "ringcomm", "gloo#2": "gloo"}
-    assert groups.labelled(["gloo", "ringcomm", "gloo"]) == labels
-
-
-def test_share_of_other_programs_is_a_share() -> None:
-    watch = machine.OthersWatch([os.getpid()])
-    torch.randn(300, 300).matmul(torch.randn(300, 300))
-    assert 0.0 <= watch.percent() <= 100.0

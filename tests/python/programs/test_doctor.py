@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringcomm.doctor import facts, report
-from ringcomm.doctor.group import Plan, examine_group
+from ringcomm.doctor.group import examine_group
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -41,6 +41,8 @@ def test_cpus_and_caches(tmp_path: Path) -> None:
     few = facts.read_cpus((1, 4, 5), tmp_path)  # what an affinity mask leaves
     assert few.cores == ((1, 5), (4,))
     assert facts.telling_pairs(few) == [(1, 4)]
+    write(tmp_path, {"cpu0/cache/index3/shared_cpu_list": "0-x"})
+    assert facts.read_cpus((0,), tmp_path).l3 == ()
 
 
 def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
@@ -51,56 +53,23 @@ def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
     assert facts.telling_pairs(facts.read_cpus((0,), tmp_path)) == []
 
 
-def test_lists_of_cpus() -> None:
-    assert facts.parse_list("0-2,5\n") == (0, 1, 2, 5)
-    assert facts.parse_list("\n") == ()
-    with pytest.raises(ValueError, match="invalid literal"):
-        facts.parse_list("0-x")
-
-
-def proc(tmp_path: Path, cgroup: str) -> Path:
-    return write(tmp_path / "proc", {"cgroup": cgroup})
-
-
-def test_limits_of_cgroup_v2(tmp_path: Path) -> None:
+def test_limits_of_a_cgroup(tmp_path: Path) -> None:
     """An ancestor may allow less; the root of the hierarchy has no such files."""
     top = tmp_path / "cg"
     files = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
     files |= {"a/memory.max": "max", "a/b/memory.max": str(3 << 30)}
     write(top, files)
-    found = facts.read_limits(proc(tmp_path, "0::/a/b"), top)
-    assert found.cpu_cores == facts.Limit(1.5, str(top / "a/cpu.max"))
-    assert found.memory_bytes == facts.Limit(3 << 30, str(top / "a/b/memory.max"))
-    assert found.max_fds > 0
-
-
-def test_limits_of_cgroup_v1_in_a_container(tmp_path: Path) -> None:
-    """The container sees only its own part of each hierarchy."""
-    top = tmp_path / "cg"
-    files = {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}
-    files |= {"memory/memory.limit_in_bytes": str(1 << 30)}
-    write(top, files)
-    cgroup = "4:memory:/docker/x\n1:cpu,cpuacct:/docker/x\n0::/"
-    found = facts.read_limits(proc(tmp_path, cgroup), top)
-    assert found.cpu_cores == facts.Limit(0.5, str(top / "cpu/cpu.cfs_quota_us"))
-    assert found.memory_bytes == facts.Limit(1 << 30, str(top / "memory/memory.limit_in_bytes"))
-
-
-def test_no_limits(tmp_path: Path) -> None:
-    top = tmp_path / "cg"
-    files = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
-    files |= {"memory/memory.limit_in_bytes": "9223372036854771712"}
-    write(top, files)
-    for where in (proc(tmp_path, "4:memory:/\n1:cpu:/"), tmp_path / "no proc"):
-        found = facts.read_limits(where, top)
-        assert (found.cpu_cores, found.memory_bytes) == (None, None)
-
-
-def test_this_machine_has_what_ringcomm_needs() -> None:
-    assert facts.missing_features() == []
+    found = facts.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
+    assert found["cpu_cores"] == (1.5, str(top / "a/cpu.max"))
+    assert found["memory_bytes"] == (3 << 30, str(top / "a/b/memory.max"))
+    assert found["max_fds"] > 0
+    found = facts.read_limits(tmp_path / "no proc", top)
+    assert (found["cpu_cores"], found["memory_bytes"]) == (None, None)
 
 
 def test_a_refused_system_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.missing_features() == []
+
     def refuse(_name: str) -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -115,7 +84,7 @@ def test_the_variables_are_those_of_the_readme() -> None:
 
 
 def test_one_rank_has_no_pairs() -> None:
-    found = examine_group(Plan(1, [], 0.0))
+    found = examine_group(1, [], 0.0)
     assert (found["pairs"], found["hand_overs"]) == ([], [])
     assert found["memory"]["mapped_bytes_per_pair"] is None
 

@@ -21,24 +21,18 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 sys.path.append(str(EXAMPLES))  # last: scripts there have names of modules here
 
 from common import read_text  # noqa: E402
-from model import PRESETS, Llama  # noqa: E402
 
 SMALL = "--steps 5 --rows 4 --context 32 --device cpu"
 # Ranks, the example and its options, and options of its run in one process.
 CASES: dict[str, tuple[int, str, str]] = {
     "zero 1, state in files": (2, "zero --stage 1 --offload nvme --folder FOLDER", "zero"),
-    "zero 2, state in host memory": (2, "zero --stage 2 --offload cpu", "zero"),
-    "zero 3": (2, "zero --stage 3", "zero"),
-    "zero, 4 ranks": (4, "zero --stage 2", "zero"),
+    "zero, 4 ranks": (4, "zero --stage 3", "zero"),
     "infinity": (2, "infinity --folder FOLDER", "zero --clip 1e9"),
-    "lomo": (2, "lomo", "lomo"),
     "lomo, clipped": (2, "lomo --clip 1", "lomo --clip 1"),
     "lomo on shards": (2, "lomo --shards", "lomo"),
     "pipeline": (2, "pipeline --schedule zero-bubble", "zero"),
-    "tensor": (2, "tensor_parallel", "tensor_parallel"),
-    "tensor, tokens shared": (2, "tensor_parallel --sequence-parallel", "tensor_parallel"),
+    "tensor": (2, "tensor_parallel --sequence-parallel", "tensor_parallel"),
     "activations in shards": (2, "activations", "activations --keep whole"),
-    "activations in the host": (2, "activations --keep host", "activations --keep whole"),
     "activations, automatic": (
         2,
         "activations --keep auto --limit-mib 0.1",
@@ -50,16 +44,11 @@ CASES: dict[str, tuple[int, str, str]] = {
         "loss --rows 2 --context 8 --z-loss 1e-3",
         "loss --rows 2 --context 8 --z-loss 1e-3",
     ),
-    "mesh": (4, "mesh --pp 2 --tp 2 --experts 0 --sequence-parallel", "mesh --experts 0"),
     "mesh, all axes": (8, "mesh --pp 2 --tp 2 --ep 2 --micro-batches 2", "mesh"),
-    "mesh, dense, zero": (
-        8,
-        "mesh --pp 2 --tp 2 --micro-batches 2 --zero-stage 1 --experts 0",
-        "mesh --experts 0",
-    ),
     "mesh, hsdp": (4, "mesh --dp 2 --fsdp 2 --recompute", "mesh"),
     "train": (2, "train --size tiny --out FOLDER", "train --size tiny --out FOLDER/alone"),
 }
+SLOW = {"mesh, all axes", "zero, 4 ranks", "mesh, hsdp"}
 
 
 def run_example(rank: int, words: list[str]) -> Any:
@@ -75,7 +64,9 @@ def losses(num_ranks: int, line: str, folder: Path, **options: Any) -> list[Any]
     return run_ranks(num_ranks, run_example, [name, *SMALL.split(), *words], **options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+)
 def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     num_ranks, line, alone = CASES[name]
     if line.split()[0] in ("tensor_parallel", "activations", "mesh"):
@@ -100,9 +91,7 @@ def test_the_oracle_sees_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
     [
         (2, "zero --bf16"),
         (2, "lomo --optimizer adalomo --lr 0.06"),
-        (2, "parameter_server"),
         (3, "parameter_server --dedicated --staleness 1 --bf16"),
-        (3, "parameter_server --dedicated --staleness -1"),
     ],
 )
 def test_other_options_learn(num_ranks: int, line: str, tmp_path: Path) -> None:
@@ -111,6 +100,7 @@ def test_other_options_learn(num_ranks: int, line: str, tmp_path: Path) -> None:
     assert len([found for found in everyone if found]) == 2
 
 
+@pytest.mark.slow
 def test_finetune(tmp_path: Path) -> None:
     """All three optimizers learn; LOMO has no state; there is a picture."""
     pytest.importorskip("transformers")
@@ -166,28 +156,19 @@ def interrupted(rank: int, words: list[str], at: int) -> list[float]:
         return train.main(train.parser().parse_args(words))
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     words = [*SMALL.split(), "--steps", "6", "--size", "tiny", "--out"]
     whole = run_ranks(2, run_example, ["train", *words, str(tmp_path / "whole")])[0]
     begun = run_ranks(2, interrupted, [*words, str(tmp_path / "begun")], 2)[0]
     assert begun == whole[:3]
     assert [path.name for path in (tmp_path / "begun").iterdir()] == ["step-3"]
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (2, 4):
         out = shutil.copytree(tmp_path / "begun", tmp_path / str(num_ranks))
         rest = run_ranks(num_ranks, run_example, ["train", *words, str(out), "--resume"])[0]
         if num_ranks == 2:
             assert begun + rest == whole
         assert begun + rest == pytest.approx(whole, rel=2e-5)
-
-
-def test_another_mesh_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (whole,) = losses(1, "mesh --steps 6", tmp_path)
-    begun = losses(
-        4, "mesh --steps 3 --pp 2 --ep 2 --micro-batches 2 --save FOLDER/saved", tmp_path
-    )[0]
-    rest = losses(4, "mesh --steps 6 --tp 2 --ep 2 --resume FOLDER/saved", tmp_path)[0]
-    assert begun[:3] + rest == pytest.approx(whole, rel=2e-5)
 
 
 def killed(rank: int, words: list[str]) -> None:
@@ -208,6 +189,7 @@ def killed(rank: int, words: list[str]) -> None:
         train.main(train.parser().parse_args(words))
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     words = [*SMALL.split(), "--steps", "6", "--size", "tiny", "--save-every", "2"]
     words += ["--out", str(tmp_path)]
@@ -217,6 +199,7 @@ def test_a_kill_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves_and_ends(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     words = ["--steps", "100000", "--size", "tiny", "--out", str(tmp_path), "--device", "cpu"]
@@ -254,13 +237,6 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path, content: bytes) -> 
         read_text(file, 128)
     file.write_bytes(bytes(range(256)) * 11)  # no UTF-8
     assert read_text(file, 128).tolist() == list(range(256)) * 11
-
-
-@pytest.mark.parametrize(("size", "millions"), [("0.8M", 0.8), ("4.6M", 4.6), ("20M", 20)])
-def test_presets_are_as_large_as_they_say(size: str, millions: float) -> None:
-    with torch.device("meta"):
-        model = Llama(PRESETS[size])
-    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_every_example_is_short_and_needs_no_device() -> None:

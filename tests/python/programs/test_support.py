@@ -1,183 +1,33 @@
-"""README's table of calls, cell by cell: over each transport, with each dtype that it claims."""
+"""README's table of calls, cell by cell: over each transport, with each dtype that it claims.
+
+The calls and their model are those of the random sequences, tests/python/backend.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from ranks import run_ranks
-
-import ringcomm
+from sequence_calls import MOVED, REDUCED, Call
+from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
 README = Path(__file__).parents[3] / "README.md"
-WORLD_SIZE = 2
-NUM_ELEMS = 6
-
-NUMBERS = (
-    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32),
-    *(torch.uint64, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    torch.complex64,
-)
-ANY = (*NUMBERS, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES: dict[str, tuple[torch.dtype | None, ...]] = {"numbers": NUMBERS, "any": ANY, "–": (None,)}
-
-
-def data(rank: int, dtype: torch.dtype, num_elems: int = NUM_ELEMS) -> torch.Tensor:
-    """Small numbers, exact in every dtype, and so are their sums; other ones on each rank."""
-    if dtype is torch.bool:
-        return (torch.arange(num_elems) + rank) % 3 == 0
-    return (torch.arange(num_elems) % 3 + rank + 1).to(dtype)
-
-
-def total(dtype: torch.dtype, num_elems: int = NUM_ELEMS) -> torch.Tensor:
-    parts = [data(rank, dtype, num_elems) for rank in range(WORLD_SIZE)]
-    if dtype is torch.bool:
-        return torch.stack(parts).any(0)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.stack([part.to(wide) for part in parts]).sum(0).to(dtype)
-
-
-def expect(tensor: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same bits: float8 has no comparison."""
-    assert tensor.dtype == expected.dtype
-    assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8))
-
-
-def empty(dtype: torch.dtype, count: int = 1) -> list[torch.Tensor]:
-    return [torch.zeros(NUM_ELEMS).to(dtype) for _ in range(count)]
-
-
-def both(dtype: torch.dtype) -> list[torch.Tensor]:
-    return [data(rank, dtype) for rank in range(WORLD_SIZE)]
-
-
-def all_reduce(rank: int, dtype: torch.dtype) -> None:
-    tensor = data(rank, dtype)
-    dist.all_reduce(tensor)
-    expect(tensor, total(dtype))
-
-
-def all_reduce_coalesced(rank: int, dtype: torch.dtype) -> None:
-    tensors = [data(rank, dtype), data(rank, dtype, 3)]
-    dist.all_reduce_coalesced(tensors)
-    expect(tensors[0], total(dtype))
-    expect(tensors[1], total(dtype, 3))
-
-
-def reduce(rank: int, dtype: torch.dtype) -> None:
-    tensor = data(rank, dtype)
-    dist.reduce(tensor, 1)
-    if rank == 1:
-        expect(tensor, total(dtype))
-
-
-def reduce_scatter(rank: int, dtype: torch.dtype) -> None:
-    (output,) = empty(dtype)
-    dist.reduce_scatter(output, [data(rank, dtype), data(rank, dtype)])
-    expect(output, total(dtype))
-
-
-def reduce_scatter_tensor(rank: int, dtype: torch.dtype) -> None:
-    output = torch.zeros(NUM_ELEMS // 2).to(dtype)
-    dist.reduce_scatter_tensor(output, data(rank, dtype))
-    expect(output, total(dtype).chunk(2)[rank].clone())
-
-
-def all_gather(rank: int, dtype: torch.dtype) -> None:
-    outputs = empty(dtype, 2)
-    dist.all_gather(outputs, data(rank, dtype))
-    for output, expected in zip(outputs, both(dtype), strict=True):
-        expect(output, expected)
-
-
-def all_gather_into_tensor(rank: int, dtype: torch.dtype) -> None:
-    output = torch.zeros(2 * NUM_ELEMS).to(dtype)
-    dist.all_gather_into_tensor(output, data(rank, dtype))
-    expect(output, torch.cat(both(dtype)))
-
-
-def broadcast(rank: int, dtype: torch.dtype) -> None:
-    tensor = data(rank, dtype)
-    dist.broadcast(tensor, 1)
-    expect(tensor, data(1, dtype))
-
-
-def gather(rank: int, dtype: torch.dtype) -> None:
-    outputs = empty(dtype, 2)
-    dist.gather(data(rank, dtype), outputs if rank == 1 else None, dst=1)
-    if rank == 1:
-        for output, expected in zip(outputs, both(dtype), strict=True):
-            expect(output, expected)
-
-
-def scatter(rank: int, dtype: torch.dtype) -> None:
-    (output,) = empty(dtype)
-    dist.scatter(output, both(dtype) if rank == 1 else None, src=1)
-    expect(output, data(rank, dtype))
-
-
-def all_to_all(rank: int, dtype: torch.dtype) -> None:
-    outputs = empty(dtype, 2)
-    dist.all_to_all(outputs, [data(rank, dtype), data(rank, dtype)])
-    for output, expected in zip(outputs, both(dtype), strict=True):
-        expect(output, expected)
-
-
-def all_to_all_single(rank: int, dtype: torch.dtype) -> None:
-    (output,) = empty(dtype)
-    dist.all_to_all_single(output, data(rank, dtype))
-    expect(output, torch.cat([part.chunk(2)[rank] for part in both(dtype)]))
-
-
-def send(rank: int, dtype: torch.dtype) -> None:
-    (tensor,) = empty(dtype)
-    if rank == 0:
-        dist.send(data(0, dtype), 1, tag=3)
-    else:
-        assert dist.recv(tensor, tag=3) == 0
-        expect(tensor, data(0, dtype))
-
-
-def isend(rank: int, dtype: torch.dtype) -> None:
-    (tensor,) = empty(dtype)
-    works = [dist.isend(data(rank, dtype), 1 - rank), dist.irecv(tensor, 1 - rank)]
-    for work in works:
-        assert work is not None
-        work.wait()
-    expect(tensor, data(1 - rank, dtype))
-
-
-def batch_isend_irecv(rank: int, dtype: torch.dtype) -> None:
-    (tensor,) = empty(dtype)
-    sent = data(rank, dtype)
-    ops = [dist.P2POp(dist.irecv, tensor, 1 - rank), dist.P2POp(dist.isend, sent, 1 - rank)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    expect(tensor, data(1 - rank, dtype))
-
-
-def barrier(rank: int, dtype: None) -> None:
-    dist.barrier()
-
-
-def monitored_barrier(rank: int, dtype: None) -> None:
-    ringcomm.monitored_barrier()
-
-
-CALLS: Mapping[str, Callable[[int, Any], None]] = {
-    call.__name__: call
-    for call in (
-        *(all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor),
-        *(all_gather, all_gather_into_tensor, broadcast, gather, scatter),
-        *(all_to_all, all_to_all_single, send, isend, batch_isend_irecv, barrier),
-        monitored_barrier,
-    )
-} | {"recv": send, "irecv": isend}
+DTYPES = {"numbers": (*REDUCED, "complex64"), "any": MOVED, "–": ("float32",)}
+# Kinds of calls that have another name, or several names, in the table.
+KINDS = {
+    "all_reduce_coalesced": "coalesced",
+    "send": "send_and_receive",
+    "recv": "send_and_receive",
+    "isend": "messages",
+    "irecv": "messages",
+    "batch_isend_irecv": "messages",
+    "monitored_barrier": "barrier",
+}
 
 
 def claims() -> list[tuple[list[str], list[str], str]]:
@@ -198,23 +48,17 @@ def claims() -> list[tuple[list[str], list[str], str]]:
     ]
 
 
-def test_the_table_names_every_call_once() -> None:
-    named = [name for names, _, _ in claims() for name in names]
-    assert sorted(named) == sorted(CALLS)
-
-
-def make_calls(rank: int, names: list[str], dtypes_name: str) -> None:
-    for name in names:
-        for dtype in DTYPES[dtypes_name]:
-            CALLS[name](rank, dtype)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
-@pytest.mark.parametrize("row", range(len(claims())), ids=[names[0] for names, _, _ in claims()])
-def test_what_the_table_claims(row: int, transport: str) -> None:
-    names, transports, dtypes_name = claims()[row]
-    if transport not in transports:
-        pytest.skip("not claimed")
-    options = ringcomm.Options(transport=transport)  # type: ignore[arg-type]
-    run_ranks(WORLD_SIZE, make_calls, names, dtypes_name, pg_options=options)
+def test_what_the_table_claims(transport: str, tmp_path: Path) -> None:
+    calls = []
+    for names, transports, dtypes in claims():
+        for name, dtype in product(names if transport in transports else [], DTYPES[dtypes]):
+            is_batch, is_monitored = name == "batch_isend_irecv", name == "monitored_barrier"
+            kind = KINDS.get(name, name)
+            options: dict[str, Any] = {"dtype": dtype, "size": 6, "root": 1}
+            calls.append(Call(kind, **options, variety=int(is_batch), uneven=int(is_monitored)))
+    assert len(calls) > 200
+    np.zeros(WORLD, np.int64).tofile(tmp_path / "marks")
+    args = Case(tuple(dict.fromkeys(calls)), pool=transport), 1, str(tmp_path / "marks")
+    env = POOLS[transport]
+    assert run_ranks(WORLD, run_case, *args, env=env, group_timeout_s=WAIT_S) == [[]] * WORLD
