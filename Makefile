@@ -69,7 +69,7 @@ stress: check-python  ## 10,000 random sequences of collectives (ARGS="-x")
 
 BARE_TESTS := $(addprefix tests/python/,programs/test_without_optional.py \
     offload/test_file_store_crashes.py zero/test_zero_calls.py zero/test_weight_shards_calls.py \
-    parameter_server/test_parameter_server_calls.py expert/test_mixture_of_experts_calls.py)
+    parameter_server/test_parameter_server_calls.py expert/test_mixture_of_experts.py)
 test-bare: check-python  ## some Python tests without the packages that ringcomm does not declare
 	@cd "$(ROOT)" && PYTHONPATH="$(ROOT)/tests/bare" "$(PYTHON)" tools/bootstrap.py --need train --need test \
 	    --extension -- -m pytest $(BARE_TESTS) $(ARGS)

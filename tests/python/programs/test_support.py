@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
-from sequence_calls import MOVED, REDUCED, Call
+from sequence_side import MOVED, REDUCED, Call
 from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
 README = Path(__file__).parents[3] / "README.md"
