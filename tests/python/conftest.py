@@ -7,6 +7,8 @@ import os
 # Before anything imports torch: what forks ranks must have no threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+# To ask whether there is a GPU must not start CUDA in what forks ranks.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 from collections.abc import Iterator
 
