@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-IS_INSTALLED = "ringcomm" in [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
+IS_INSTALLED = "ringcomm" in [
+    e.name for e in importlib.metadata.entry_points(group="torch.backends")
+]
 PROGRAM = """
 import datetime, os, sys, torch, torch.distributed as dist
 {register}
