@@ -4,8 +4,13 @@ torch calls register() at the end of `import torch` (entry point group `torch.ba
 exception here would break `import torch`, and an import of ringcomm would slow it down and find
 torch half made: so this module stands alone, imports torch.distributed only, and registers a
 creator that imports the rest when a group is made.
+
+RINGCOMM_AS_GLOO=1 gives programs that name "gloo", or no backend, ringcomm for CPU tensors.
 """
 
+import functools
+import inspect
+import os
 import warnings
 from typing import Any
 
@@ -27,7 +32,52 @@ def register() -> None:
         dist.Backend.register_backend(
             "ringcomm", _create, extended_api=True, devices=["cpu", "cuda"]
         )
+        as_gloo = os.environ.get("RINGCOMM_AS_GLOO") or "0"
+        if as_gloo not in ("0", "1"):
+            raise ValueError(f"RINGCOMM_AS_GLOO wants 0 or 1, got {as_gloo!r}")
+        if as_gloo == "1":
+            _serve_gloo(dist.distributed_c10d)
     except Exception as error:
         warnings.warn(
             f"ringcomm could not register with torch.distributed: {error!r}", stacklevel=2
         )
+
+
+def _serve_gloo(c10d: Any) -> None:
+    """Makes groups of CPU tensors that ask for Gloo over ringcomm.
+
+    All groups come from one function of torch, which is private: what is public has been imported
+    by name before this module runs. Groups still say that their backend is "gloo". ringcomm's own
+    messages between hosts come from the class ProcessGroupGloo, and stay Gloo's.
+    """
+    make_group = c10d._new_process_group_helper
+    signature = inspect.signature(make_group)
+
+    @functools.wraps(make_group)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        asked = call.arguments["backend"]
+        served = _in_place_of(str(asked).lower())
+        if served is None:
+            return make_group(*args, **kwargs)
+        call.arguments["backend"] = served
+        call.arguments.pop("backend_options", None)  # of Gloo, which ignores them
+        group, store = make_group(*call.args, **call.kwargs)
+        if store is not None:
+            c10d._world.pg_map[group] = (asked, store)
+        return group, store
+
+    c10d._new_process_group_helper = make
+
+
+def _in_place_of(asked: str) -> str | None:
+    """The backends to use in place of those asked for; None if none of CPU tensors is Gloo."""
+    import torch
+
+    if asked == "undefined":  # torch takes the accelerator's backend, Gloo where there is none
+        return "ringcomm" if torch.accelerator.current_accelerator(True) is None else None
+    if asked == "gloo":  # which takes the CUDA tensors of a machine with GPUs
+        return "cpu:ringcomm,cuda:gloo" if torch.cuda.device_count() else "ringcomm"
+    pairs = asked.replace(" ", "").split(",")
+    served = ["cpu:ringcomm" if pair == "cpu:gloo" else pair for pair in pairs]
+    return ",".join(served) if served != pairs else None
