@@ -30,10 +30,10 @@ train: check-python  ## train on text, check against Gloo, race (ARGS="--steps 1
 build: check-python  ## set up .venv and build the extension in place
 	@$(PREPARE) --extension
 
-test: CPP += ARGS=
-test: build test-cpp test-python  ## C++ and Python tests (ARGS to those in Python)
+test: build test-cpp  ## C++ tests, and Python tests but for the slow ones
+	@$(MAKE) --no-print-directory -C "$(ROOT)" test-python ARGS="-m 'not slow'"
 
-test-all:  ## everything, and the record of it in tests/verified.txt
+test-all:  ## everything, as nightly, and the record of it in tests/verified.txt
 	@"$(ROOT)/.ci/run" --all
 
 test-cpp:  ## C++ tests; of what has SIMD at each level that this CPU has

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+# For tests and their ranks. Names of modules are unique over all folders of tests.
+_HERE = Path(__file__).parent
+_FOLDERS = [*_HERE.iterdir(), *(_HERE.parents[1] / name for name in ("benchmarks", "tools"))]
+sys.path[:0] = [str(folder) for folder in _FOLDERS if folder.is_dir()]
 # Before anything imports torch: what forks ranks must have no threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 # To ask whether there is a GPU must not start CUDA in what forks ranks.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
-from collections.abc import Iterator
-
-import pytest
-import ranks
+import ranks  # noqa: E402
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
