@@ -56,6 +56,7 @@ class Sweep:
         graph: calls that a CUDA graph holds, measured besides the eager ones; 0 for none.
         mps: start NVIDIA's Multi-Process Service for the ranks.
         plot: a picture of the bandwidths.
+        html: a page of all points.
     """
 
     ops: list[str]
@@ -71,6 +72,7 @@ class Sweep:
     graph: int = 0
     mps: bool = False
     plot: Path | None = None
+    html: Path | None = None
 
     def points(self) -> Iterator[tuple[str, torch.dtype, int]]:
         """Operation, type and bytes of what is measured, in order."""
@@ -152,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mps", action=argparse.BooleanOptionalAction, default=False, help=mps)
     add("--nccl-library", type=Path, metavar="FILE", help="a libnccl.so.2 in place of torch's")
     add("--plot", type=Path, metavar="FILE", help="draw bus bandwidth by size (PNG, SVG)")
+    add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
 
 
 def sweep_of(options: argparse.Namespace) -> Sweep:
@@ -178,6 +181,7 @@ def sweep_of(options: argparse.Namespace) -> Sweep:
         graph=options.graph,
         mps=options.mps,
         plot=options.plot,
+        html=options.html,
     )
     sweep.check()
     return sweep
@@ -277,7 +281,8 @@ def run_sweep(sweep: Sweep, path: Path | None) -> int:
         from device_sweep import run_device_sweep
 
         return run_device_sweep(sweep, path, _progress_line)
-    report = Report("collective", path, world_size=sweep.world_size, device=sweep.device)
+    facts = {"world_size": sweep.world_size, "device": sweep.device}
+    report = Report("collective", path, sweep.html, **facts)
 
     def on_message(records: list[dict[str, Any]]) -> None:
         report.add(records)

@@ -101,7 +101,7 @@ def run_device_sweep(
     placement = placement_of(sweep)
     reasons = {name: why_not(name, placement, sweep.world_size) for name in sweep.backends}
     backends = [name for name in sweep.backends if reasons[name] is None]
-    report = Report(KIND, path, world_size=sweep.world_size, **facts(placement))
+    report = Report(KIND, path, sweep.html, world_size=sweep.world_size, **facts(placement))
     if not report.console.is_terminal:
         report.console.width = FILE_COLUMNS
     for name, reason in reasons.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from html_report import write_html
 
 import ringcomm
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
@@ -132,12 +133,20 @@ class Report:
         records: without the facts, in order.
     """
 
-    def __init__(self, kind: str, path: Path | None, **dimensions: Any) -> None:
-        """``path``: the file that gets the records, if any."""
+    def __init__(
+        self, kind: str, path: Path | None, html: Path | None = None, **dimensions: Any
+    ) -> None:
+        """``path``: the file that gets the records, if any; ``html``: a page of them."""
         self.console = make_console()
         self.facts = {"kind": kind, **facts(), **dimensions}
         self.records: list[dict[str, Any]] = []
         self._recorder = Recorder(path, self.facts) if path else None
+        self._html = html
+
+    def _write_html(self, is_partial: bool) -> None:
+        if self._html is not None:
+            records = [{**self.facts, **rounded(record)} for record in self.records]
+            write_html(records, self._html, is_partial=is_partial)
 
     def add(self, records: list[dict[str, Any]]) -> None:
         """Takes what a rank has reported; it is on disk when this returns."""
@@ -145,6 +154,7 @@ class Report:
             for record in records:
                 self._recorder.write(record)
         self.records += records
+        self._write_html(is_partial=True)
 
     def finish(self, *shown: Any) -> int:
         """Prints where the records are from, and ``shown``, unless another rank has them.
@@ -157,6 +167,9 @@ class Report:
         self.console.print(facts_line(self.facts), *shown, sep="\n")
         if self._recorder is not None:
             self.console.print(f"records: {self._recorder.path}")
+        self._write_html(is_partial=False)
+        if self._html is not None:
+            self.console.print(f"page: {self._html}")
         is_right = all(record["verified"] for record in self.records)
         return EXIT_OK if is_right else EXIT_WRONG_RESULTS
 

@@ -253,6 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=2, help="at most, while others disturb the machine")
     add("--json", type=Path, metavar="FILE", help="append one record per system here")
     add("--plot", type=Path, metavar="FILE", help="draw time and memory (SVG, PNG, PDF)")
+    add("--html", type=Path, metavar="FILE", help="write a page of charts (HTML, one file)")
 
 
 def _row(record: dict[str, Any], optional: list[str]) -> list[str]:
@@ -307,6 +308,7 @@ def run(options: argparse.Namespace) -> int:
     report = Report(
         "systems",
         options.json,
+        options.html,
         world_size=systems.world_size,
         num_params=num_params,
         rows_per_rank=systems.rows,

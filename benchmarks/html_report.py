@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Writes records of collectives and training systems as one page, with charts to look into.
+
+    python benchmarks/html_report.py --out report.html FILE.jsonl [...]
+
+The page needs no network and no other file. `ringcomm bench OP --html FILE` writes its own records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ringcomm.measure.ranks import EXIT_OK, run_main
+
+KINDS = ("collective", "collective_on_device", "systems")
+TEMPLATE = Path(__file__).with_suffix(".html")
+
+
+def write_html(records: Sequence[dict[str, Any]], path: Path, *, is_partial: bool = False) -> None:
+    """Writes the page of records with their facts, and makes its folder.
+
+    With `is_partial` the page says that the run was not over.
+
+    Raises:
+        ValueError: no record is of a kind that the page shows.
+        OSError: the file cannot be written.
+    """
+    shown = [record for record in records if record["kind"] in KINDS]
+    if not shown:
+        raise ValueError("nothing to show: no record is of collectives or training systems")
+    # JSON in a <script>: the text must not end it.
+    page = {"records": shown, "isPartial": is_partial}
+    data = json.dumps(page, allow_nan=False).replace("<", "\\u003c")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = TEMPLATE.read_text(encoding="utf-8").replace("@RECORDS@", data)
+    path.write_text(text, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Reads records; returns the exit code."""
+    from report import read_records
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("report.html"))
+    options = parser.parse_args(arguments)
+    try:
+        write_html(read_records(options.files), options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    print(options.out)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main("html_report.py", main))
