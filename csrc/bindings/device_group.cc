@@ -110,10 +110,10 @@ void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
   throw Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = title}, "ringcomm: " + why);
 }
 
-void DeviceGroup::ask_others(const char* title) {
+bool DeviceGroup::has_another_given_up() {
   const auto communicator = communicator_.lock();
-  if (communicator == nullptr || communicator->members() == nullptr) return;
-  if (communicator->members()->is_given_up(/*asks=*/true)) throw_given_up(title, {});
+  return communicator != nullptr && communicator->members() != nullptr &&
+         communicator->members()->is_given_up(/*asks=*/true);
 }
 
 bool DeviceGroup::is_stuck() {

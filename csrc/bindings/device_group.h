@@ -72,9 +72,8 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   /// A call of this group has ended on a device without having done all: throws why, which other
   /// threads and ranks may be about to tell, or else ends the group for `detail`.
   [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
-  /// Throws where another rank has given up, as it says before anything of its call ends undone
-  /// here. Unlike what is known at once, this may look in the store.
-  void ask_others(const char* title);
+  /// Whether another rank has given up, by a look where it says so: in the store, between hosts.
+  bool has_another_given_up();
   bool is_stuck();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
   void drain();

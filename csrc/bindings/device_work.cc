@@ -89,6 +89,11 @@ void DeviceUse::give_up() {
   is_broken_ = is_broken_ || (!is_over_ && !is_captured_);
 }
 
+void DeviceUse::doubt() {
+  const std::lock_guard lock(mutex_);
+  is_broken_ = !is_captured_;
+}
+
 void DeviceUse::disown() {
   give_up();
   const std::lock_guard lock(mutex_);
@@ -175,8 +180,9 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
     if (is_late) throw_wait_timeout(title_, timeout);
     std::this_thread::sleep_for(nap);
   }
+  if (const auto group = group_.lock(); group != nullptr && group->has_another_given_up())
+    use_->doubt();
   check_whole();
-  if (const auto group = group_.lock(); group != nullptr) group->ask_others(title_);
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {

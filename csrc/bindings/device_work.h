@@ -42,7 +42,9 @@ class DeviceUse {
   void block_current_stream();
   /// The group has ended: what nobody has seen to be over counts as broken.
   void give_up();
-  /// The same, as the carrier goes.
+  /// Another rank had given up by the time this was over.
+  void doubt();
+  /// As give_up(), and the carrier goes.
   void disown();
   /// Whether the device is through without having done all of it, as far as is_over() has seen.
   bool is_broken();

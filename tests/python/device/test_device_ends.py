@@ -33,13 +33,20 @@ BOXES: dict[str, dict[str, str]] = {
 }
 
 
-def run(fn: Any, *args: Any, how: str = "messages", world_size: int = 2, **settings: str) -> None:
+def run(
+    fn: Any,
+    *args: Any,
+    how: str = "messages",
+    world_size: int = 2,
+    hosts: str = "aaa",
+    **settings: str,
+) -> None:
     env = {**({} if how == "messages" else with_kernels()), **BOXES[how], **settings}
     run_on_gpus(
         world_size,
         fn,
         *args,
-        env=env,
+        env=[{**env, "RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts[:world_size]],
         fresh=True,
         may_die=[DIES],
         group_timeout_s=TIMEOUT_S,
@@ -135,8 +142,9 @@ def end_undone(rank: int) -> None:
         held.release()
 
 
-def test_a_call_that_another_rank_has_given_up() -> None:
-    run(end_undone, world_size=3)
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_a_call_that_another_rank_has_given_up(hosts: str) -> None:
+    run(end_undone, world_size=3, hosts=hosts)
 
 
 def fail_alone(rank: int) -> None:
