@@ -16,7 +16,10 @@ bool CoalescedWork::isCompleted() {
                      [](const auto& work) { return work->isCompleted(); });
 }
 
-bool CoalescedWork::isSuccess() const { return exception() == nullptr; }
+bool CoalescedWork::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const auto& work) { return work->isSuccess(); });
+}
 
 std::exception_ptr CoalescedWork::exception() const {
   for (const auto& work : works_)

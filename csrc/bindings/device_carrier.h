@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "bindings/group_options.h"
@@ -68,9 +69,12 @@ class DeviceCarrier {
   /// Whether what is enqueued on the stream is captured in a graph, to run when that is launched.
   virtual bool is_captured(const c10::Stream&) const { return false; }
 
-  /// Whether kernels of this rank have given up, or will: what they were to do ends undone. The
-  /// group's failure says why, soon after.
-  virtual bool has_given_up() const noexcept { return false; }
+  /// What carries what was enqueued since the last call of this, where that may fail by itself:
+  /// Work::exception() says so before a stream goes on.
+  virtual std::vector<c10::intrusive_ptr<c10d::Work>> take_works() { return {}; }
+  /// Whether what ends on a device may end undone, as this rank or another one gives up. What was
+  /// over before this was false is done. The group's failure says why, soon after.
+  virtual bool may_have_given_up() const noexcept { return false; }
 
   /// Whether streams wait for a rank that has died, and may do so as long as this process lives.
   virtual bool is_stuck() const { return false; }

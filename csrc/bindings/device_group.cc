@@ -17,7 +17,7 @@ namespace {
 
 // How long a device may take to end what was aborted, before its memory is given up to it.
 constexpr std::chrono::seconds kAbortPatience{10};
-// How long the watch may take to tell why a kernel has given up.
+// How long the watches of this rank and others may take to tell why a call has given up.
 constexpr std::chrono::seconds kFailurePatience{2};
 
 std::vector<at::Tensor> take_kept(std::vector<at::Tensor>& all, TensorCall& item) {
@@ -36,7 +36,9 @@ DeviceGroup::DeviceGroup(c10::intrusive_ptr<c10d::Store> store,
       rank_(rank),
       world_size_(world_size) {}
 
-DeviceGroup::~DeviceGroup() = default;
+DeviceGroup::~DeviceGroup() {
+  for (const auto& use : uses_) use->disown();
+}
 
 DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
   {
@@ -89,21 +91,29 @@ void DeviceGroup::check() {
     communicator->failure().rethrow_if_any();
 }
 
-// A kernel that gives up ends before the host knows why.
-void DeviceGroup::check_done() {
-  const auto has_given_up = [this] {
-    const std::lock_guard lock(mutex_);
-    return std::any_of(carriers_.begin(), carriers_.end(),
-                       [](const auto& item) { return item.second->has_given_up(); });
-  };
-  if (!has_given_up()) return;
+void DeviceGroup::throw_given_up(const char* title, const std::string& detail) {
   const auto deadline = std::chrono::steady_clock::now() + kFailurePatience;
   do {
     check();
+    const auto communicator = communicator_.lock();
+    if (communicator == nullptr) break;
+    Membership* const members = communicator->members();
+    if (members != nullptr && members->state_of(rank_) == Stop::kAborted)
+      communicator->failure().raise_stopped(Stop::kAborted, rank_,
+                                            {.op = title, .description = title});
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   } while (std::chrono::steady_clock::now() < deadline);
-  end("a kernel has given up, for a reason that nobody knows");
+  const std::string why = std::string(title) + " gave up on its device" +
+                          (detail.empty() ? ", for a reason that no rank has told" : ": " + detail);
+  end(why);
   check();
+  throw Error({.kind = ErrorKind::kAborted, .rank = rank_, .op = title}, "ringcomm: " + why);
+}
+
+bool DeviceGroup::has_another_given_up() {
+  const auto communicator = communicator_.lock();
+  return communicator != nullptr && communicator->members() != nullptr &&
+         communicator->members()->is_given_up(/*asks=*/true);
 }
 
 bool DeviceGroup::is_stuck() {
@@ -218,8 +228,8 @@ c10::intrusive_ptr<c10d::Work> DeviceGroup::enqueue(c10::Device device, DeviceCa
       if (communicator()->failure().has_failed()) lose(kept);
       throw;
     }
-    const auto use =
-        std::make_shared<DeviceUse>(stream, home, std::move(kept), used.is_captured(stream));
+    const auto use = std::make_shared<DeviceUse>(stream, home, std::move(kept), used,
+                                                 used.take_works(), used.is_captured(stream));
     keep(use);
     work->set_enqueued(use);
   });

@@ -69,8 +69,11 @@ class DeviceGroup : public std::enable_shared_from_this<DeviceGroup> {
   /// Ends the group.
   void end(const std::string& why);
   void abort() noexcept;
-  /// Throws what the group's failure was where what is over on a device may have given up.
-  void check_done();
+  /// A call of this group has ended on a device without having done all: throws why, which other
+  /// threads and ranks may be about to tell, or else ends the group for `detail`.
+  [[noreturn]] void throw_given_up(const char* title, const std::string& detail);
+  /// Whether another rank has given up, by a look where it says so: in the store, between hosts.
+  bool has_another_given_up();
   bool is_stuck();
   /// Waits until devices are through with all calls; where the group has failed, ends them.
   void drain();

@@ -26,7 +26,7 @@ class IpcDeviceCarrier final : public DeviceCarrier {
   bool finds_mismatches() const override { return true; }
   LentMemory lend(std::size_t num_bytes) override;
   bool is_captured(const c10::Stream& stream) const override;
-  bool has_given_up() const noexcept override { return engine_->has_given_up(); }
+  bool may_have_given_up() const noexcept override { return engine_->may_have_given_up(); }
   bool is_stuck() const override { return engine_->is_stuck(); }
   void abort() noexcept override { engine_->abort(); }
 

@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "bindings/device_carrier.h"
 #include "bindings/device_group.h"
 #include "bindings/driver_device.h"
 #include "bindings/python_errors.h"
@@ -27,24 +28,35 @@ constexpr std::chrono::microseconds kLongestNap{2000};
 // ---- DeviceUse
 
 DeviceUse::DeviceUse(const c10::Stream& stream, const c10::Stream& home,
-                     std::vector<at::Tensor> tensors, bool is_captured)
+                     std::vector<at::Tensor> tensors, const DeviceCarrier& carrier, Parts parts,
+                     bool is_captured)
     : stream_(stream),
       home_(home),
+      carrier_(&carrier),
+      parts_(std::move(parts)),
       end_(stream.device_type()),
       is_captured_(is_captured),
       tensors_(std::move(tensors)) {
   end_.record(stream);
   // On the caller's own stream whoever gets the memory comes later anyhow.
   if (stream == home) tensors_.clear();
+  if (is_captured) parts_.clear();
 }
 
 bool DeviceUse::is_over() {
   if (is_captured_) return true;
   std::vector<at::Tensor> freed;  // without the lock
+  Parts ended;
   const std::lock_guard lock(mutex_);
   if (!is_over_) {
     const QueriesInCaptures allowed(stream_.device());
     is_over_ = end_.query();
+    if (is_over_) {
+      // Asked after the event has passed: what gives up says so first.
+      is_broken_ = is_broken_ || (carrier_ != nullptr && carrier_->may_have_given_up());
+      ended.swap(parts_);
+      for (const auto& part : ended) note_failure(part->exception());
+    }
   }
   if (is_over_) freed.swap(tensors_);
   return is_over_;
@@ -59,10 +71,38 @@ void DeviceUse::block_current_stream() {
   if (current == home_) freed.swap(tensors_);
 }
 
+// With the lock held.
+void DeviceUse::note_failure(const std::exception_ptr& error) {
+  if (error == nullptr || !failure_.empty()) return;
+  is_broken_ = true;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& what) {
+    failure_ = what.what();
+  } catch (...) {
+    failure_ = "for a reason that is no exception of C++";
+  }
+}
+
 void DeviceUse::give_up() {
-  // Its event does not tell: what has given up ends as what is done.
   const std::lock_guard lock(mutex_);
-  is_broken_ = !is_over_ && !is_captured_;
+  is_broken_ = is_broken_ || (!is_over_ && !is_captured_);
+}
+
+void DeviceUse::doubt() {
+  const std::lock_guard lock(mutex_);
+  is_broken_ = !is_captured_;
+}
+
+void DeviceUse::disown() {
+  give_up();
+  const std::lock_guard lock(mutex_);
+  carrier_ = nullptr;
+}
+
+std::string DeviceUse::failure() {
+  const std::lock_guard lock(mutex_);
+  return failure_;
 }
 
 bool DeviceUse::is_broken() {
@@ -86,7 +126,23 @@ void DeviceWork::set_enqueued(std::shared_ptr<DeviceUse> use) {
   finish();  // of its record: for profilers a call ends where the host is done with it
 }
 
-bool DeviceWork::isCompleted() { return use_->is_over(); }
+// A stream of a group that has failed may stay blocked.
+bool DeviceWork::isCompleted() { return use_->is_over() || !isSuccess(); }
+
+bool DeviceWork::isSuccess() const {
+  use_->is_over();
+  if (const auto group = group_.lock(); group != nullptr) group->abort_if_failed();
+  return !use_->is_broken();
+}
+
+std::exception_ptr DeviceWork::exception() const {
+  try {
+    check_whole();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
 
 bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   with_python_errors([&] {
@@ -101,9 +157,10 @@ bool DeviceWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void DeviceWork::check_whole() {
-  if (!use_->is_broken()) return;
-  if (const auto group = group_.lock(); group != nullptr) group->check();
+void DeviceWork::check_whole() const {
+  if (isSuccess()) return;
+  if (const auto group = group_.lock(); group != nullptr)
+    group->throw_given_up(title_, use_->failure());
   throw Error({.kind = ErrorKind::kAborted, .op = title_},
               std::string("ringcomm: ") + title_ + " was on its way when its group ended");
 }
@@ -123,7 +180,9 @@ void DeviceWork::wait_on_host(std::chrono::milliseconds timeout, bool ends_group
     if (is_late) throw_wait_timeout(title_, timeout);
     std::this_thread::sleep_for(nap);
   }
-  if (const auto group = group_.lock(); group != nullptr) group->check_done();
+  if (const auto group = group_.lock(); group != nullptr && group->has_another_given_up())
+    use_->doubt();
+  check_whole();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {

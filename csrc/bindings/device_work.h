@@ -6,46 +6,64 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 namespace ringcomm {
 
+class DeviceCarrier;
 class DeviceGroup;
 
 /// What a call on a device uses until the device is through with it: the tensors, and the event
-/// that says so. Thread-safe.
+/// that says so. The event of a call that was aborted looks like that of one that is done, so it is
+/// believed only where nothing has given up by then. Thread-safe.
 class DeviceUse {
  public:
+  using Parts = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
   /// Notes the end of what `stream`, which is current, holds by now. Allocators give what is freed
   /// to those who come later on `home`, the stream that was current when the call was made.
   /// What is captured in a graph ends whenever that runs, and cannot be asked for: it counts as
-  /// over at once.
+  /// over at once. `carrier` must live until disown(); `parts` is what its take_works() gave.
   DeviceUse(const c10::Stream& stream, const c10::Stream& home, std::vector<at::Tensor> tensors,
-            bool is_captured);
+            const DeviceCarrier& carrier, Parts parts, bool is_captured);
 
   const c10::Stream& stream() const { return stream_; }
   bool is_captured() const { return is_captured_; }
-  /// Whether the device is through; lets the tensors go then.
+  /// Whether the device is through; lets the tensors go then, and finds out whether it is broken.
   bool is_over();
   /// Has the current stream of the device wait, and lets the tensors go if that is enough for
   /// whoever gets their memory.
   void block_current_stream();
   /// The group has ended: what nobody has seen to be over counts as broken.
   void give_up();
+  /// Another rank had given up by the time this was over.
+  void doubt();
+  /// As give_up(), and the carrier goes.
+  void disown();
+  /// Whether the device is through without having done all of it, as far as is_over() has seen.
   bool is_broken();
+  /// What a part of it says of that; empty where none does.
+  std::string failure();
 
  private:
+  void note_failure(const std::exception_ptr& error);
+
   c10::Stream stream_;
   c10::Stream home_;
   std::mutex mutex_;  // guards the rest
+  const DeviceCarrier* carrier_;
+  Parts parts_;
   c10::Event end_;
   bool is_captured_;
   bool is_over_ = false;
   bool is_broken_ = false;
+  std::string failure_;
   std::vector<at::Tensor> tensors_;
 };
 
@@ -63,7 +81,9 @@ class DeviceWork final : public c10d::Work {
   void set_barrier(std::chrono::milliseconds timeout) { barrier_timeout_ = timeout; }
 
   bool isCompleted() override;
-  bool isSuccess() const override { return !use_->is_broken(); }
+  /// Whether it has not failed so far.
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
   /// Has the current stream wait. With a limit, and for a barrier, the host waits too: throws
   /// CollectiveTimeoutError, and what ended the group.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
@@ -74,7 +94,7 @@ class DeviceWork final : public c10d::Work {
   uint64_t getSequencenumber() const override { return seq_; }
 
  private:
-  void check_whole();
+  void check_whole() const;
   void wait_on_host(std::chrono::milliseconds timeout, bool ends_group);
 
   std::weak_ptr<DeviceGroup> group_;

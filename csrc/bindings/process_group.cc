@@ -47,19 +47,23 @@ const c10d::Store* base_of(const c10::intrusive_ptr<c10d::Store>& store) {
   return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : store.get();
 }
 
-HasDied ask_world(const c10::intrusive_ptr<c10d::Store>& store,
-                  const std::vector<uint64_t>& global_ranks) {
+KnownProcesses ask_world(const c10::intrusive_ptr<c10d::Store>& store,
+                         const std::vector<uint64_t>& global_ranks) {
   Worlds& all = worlds.get();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_store.find(base_of(store));
   if (found == all.by_store.end()) return {};
-  return [world = found->second, global_ranks](int rank) {
-    const auto idx = static_cast<std::size_t>(rank);
-    const std::shared_ptr<Communicator> known = world.lock();
-    return known != nullptr && idx < global_ranks.size() &&
-           global_ranks[idx] < static_cast<std::uint64_t>(known->world_size()) &&
-           known->has_died(static_cast<int>(global_ranks[idx]));
+  const auto asking = [&](bool (Communicator::*question)(int)) {
+    return [question, world = found->second, global_ranks](int rank) {
+      const auto idx = static_cast<std::size_t>(rank);
+      const std::shared_ptr<Communicator> known = world.lock();
+      return known != nullptr && idx < global_ranks.size() &&
+             global_ranks[idx] < static_cast<std::uint64_t>(known->world_size()) &&
+             (known.get()->*question)(static_cast<int>(global_ranks[idx]));
+    };
   };
+  return {.has_died = asking(&Communicator::has_died),
+          .is_stopped = asking(&Communicator::is_stopped)};
 }
 
 void enter_world(const c10::intrusive_ptr<c10d::Store>& store,

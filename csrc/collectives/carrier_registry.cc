@@ -15,7 +15,7 @@ namespace ringcomm {
 
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           const HasDied& has_died, std::chrono::milliseconds timeout) {
+                           const KnownProcesses& known, std::chrono::milliseconds timeout) {
   const bool is_p2p = options.transport == "p2p";
   shm::Rendezvous rendezvous(
       store,
@@ -23,7 +23,7 @@ ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
        .world_size = world_size,
        .options = options.to_text(),
        .host_id = options.host_id,
-       .has_died = has_died},
+       .known = known},
       {.shared_bytes = is_p2p ? 0 : ShmCarrier::shared_bytes(world_size, options),
        .is_one_host = options.transport == "shm"},
       timeout);

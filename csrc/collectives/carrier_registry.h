@@ -8,6 +8,7 @@
 #include "collectives/carrier.h"
 #include "collectives/communicator_options.h"
 #include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/wait_limits.h"
 
 namespace ringcomm {
@@ -25,14 +26,10 @@ struct ChosenCarrier {
   std::string reason;
 };
 
-/// Whether the process of a rank of the group that is made is known, from another group, to have
-/// ended. May be empty.
-using HasDied = std::function<bool(int rank)>;
-
 /// The one place where a group's transport is chosen. Collective over the group, of 2 ranks at
 /// least. Throws Error, and std::invalid_argument where messages are needed and there are none.
 ChosenCarrier make_carrier(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, const MakeMessages& make_messages,
-                           const HasDied& has_died, std::chrono::milliseconds timeout);
+                           const KnownProcesses& known, std::chrono::milliseconds timeout);
 
 }  // namespace ringcomm

@@ -51,11 +51,11 @@ void run_alone(const Collective& call) {
 
 Communicator::Communicator(KeyValueStore& store, int rank, int world_size,
                            const CommunicatorOptions& options, std::chrono::milliseconds timeout,
-                           const MakeMessages& make_messages, const HasDied& has_died)
+                           const MakeMessages& make_messages, const KnownProcesses& known)
     : rank_(rank), world_size_(world_size), options_(options) {
   options.validate();
   if (world_size > 1) {
-    auto chosen = make_carrier(store, rank, world_size, options, make_messages, has_died, timeout);
+    auto chosen = make_carrier(store, rank, world_size, options, make_messages, known, timeout);
     carrier_ = std::move(chosen.carrier);
     transport_ = std::move(chosen.reason);
     if (!carrier_->runs_in_caller()) queue_.leave_to_thread();

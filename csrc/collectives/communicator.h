@@ -53,10 +53,10 @@ class Communicator {
   /// the group's order. What a sequence throws ends the group.
   using Sequence = std::function<void(Steps&)>;
 
-  /// Collective over the group. Throws Error.
+  /// Collective over the group; `known` numbers its ranks. Throws Error.
   Communicator(KeyValueStore& store, int rank, int world_size, const CommunicatorOptions& options,
                std::chrono::milliseconds timeout, const MakeMessages& make_messages = {},
-               const HasDied& has_died = {});
+               const KnownProcesses& known = {});
   /// Calls close() without a way to interrupt it, then leaves the group.
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -110,6 +110,8 @@ class Communicator {
   Failure& failure() { return *failure_; }
   /// Whether the process of `rank` is known to have ended.
   bool has_died(int rank) { return members() != nullptr && members()->has_died(rank); }
+  /// Whether it is stopped (SIGSTOP), as far as the kernel tells.
+  bool is_stopped(int rank) { return members() != nullptr && members()->is_stopped(rank); }
   /// Null in a group of one.
   Membership* members() { return carrier_ != nullptr ? &carrier_->membership() : nullptr; }
   /// Whether this object came here by a fork. It must be left alone then, not even destroyed: its

@@ -29,7 +29,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
       const std::string waited =
           "waited for " + who + " for " + std::to_string(activity.timeout.count()) + " ms";
       // The rank waited for may itself wait for that one.
-      if (const int stopped = members_ != nullptr ? members_->stopped_rank() : -1; stopped >= 0)
+      if (const int stopped = stopped_rank(); stopped >= 0)
         raise(ErrorKind::kTimeout, stopped,
               waited + ", and the process of " + name_of_peer(stopped) + " is stopped", activity,
               false);
@@ -96,6 +96,12 @@ void Failure::keep(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   if (first_cause_ == nullptr) first_cause_ = std::move(error);
   has_failed_.store(true, std::memory_order_release);
+}
+
+int Failure::stopped_rank() const {
+  for (int rank = 0; members_ != nullptr && rank < world_size_; ++rank)
+    if (members_->is_stopped(rank)) return rank;
+  return -1;
 }
 
 std::string Failure::prefix() const {

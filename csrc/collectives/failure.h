@@ -54,6 +54,7 @@ class Failure {
   [[noreturn]] void raise(ErrorKind kind, int culprit, const std::string& text,
                           const Activity& activity, bool is_told_by_peer);
   void keep(std::exception_ptr error);
+  int stopped_rank() const;
   std::string prefix() const;
   std::string name_of_peer(int peer) const;
 

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <string>
 
 #include "core/errors.h"
@@ -17,6 +18,12 @@ struct AbortReason {
   std::string text;
 };
 
+/// What another group knows of the processes of ranks. Both functions may be empty.
+struct KnownProcesses {
+  std::function<bool(int rank)> has_died = {};
+  std::function<bool(int rank)> is_stopped = {};
+};
+
 /// Who the ranks of a group are, and the one place where it says that it has ended.
 class Membership {
  public:
@@ -29,9 +36,12 @@ class Membership {
   virtual Stop state_of(int rank) const = 0;
   /// Whether the process of `rank` is known to have ended; also of a group that has been aborted.
   virtual bool has_died(int) const { return false; }
-  /// A rank whose process is stopped (SIGSTOP), as far as the kernel tells; -1 where there is none.
-  virtual int stopped_rank() const { return -1; }
+  /// Whether the process of `rank` is stopped (SIGSTOP), as far as the kernel tells.
+  virtual bool is_stopped(int) const { return false; }
 
+  /// Whether a rank has begun to give the group up: what this rank can tell at once or, with
+  /// `asks`, after a look where the others tell it. Throws nothing.
+  virtual bool is_given_up(bool asks) noexcept = 0;
   /// Writes why the group is given up, unless another rank was faster; all ranks' waits end.
   virtual void abort(const AbortReason& reason) = 0;
   /// The reason that stands; only after a wait ended with Stop::kAborted.

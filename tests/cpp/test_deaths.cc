@@ -50,6 +50,8 @@ constexpr const char* kPlanVariable = "RINGCOMM_TEST_DEATHS";
 // A machine that is busy may let a rank notice late, or be late itself, once: such a run is
 // repeated, with longer time-outs.
 constexpr int kMaxTries = 3;
+// More would tell little more.
+constexpr int kMaxFailures = 5;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr bool kIsSanitized = true;
 #else
@@ -255,13 +257,13 @@ std::unique_ptr<MessageTransport> make_messages(KeyValueStore& store, int rank,
 }
 
 std::unique_ptr<Communicator> make_group(KeyValueStore& store, int rank, testing::SocketMesh& mesh,
-                                         milliseconds timeout, const HasDied& has_died) {
+                                         milliseconds timeout, const KnownProcesses& known) {
   CommunicatorOptions options;
   if (plan.over == Over::kMessages) options.transport = "p2p";
   if (plan.over == Over::kHosts) options.host_id = kPlacements[plan.world_size][rank];
   return std::make_unique<Communicator>(
       store, rank, plan.world_size, options, timeout,
-      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); }, has_died);
+      [&](const LookForRanks& look) { return make_messages(store, rank, mesh, look); }, known);
 }
 
 using Meshes = std::array<testing::SocketMesh, 2>;
@@ -269,8 +271,9 @@ using Meshes = std::array<testing::SocketMesh, 2>;
 void use_second_group(int rank, const std::string& folder, testing::SocketMesh& mesh,
                       Communicator& first, const WaitLimits& limits) {
   FolderStore store(folder, [] {}, "second/");
-  const auto group =
-      make_group(store, rank, mesh, limits.timeout, [&](int peer) { return first.has_died(peer); });
+  const auto group = make_group(store, rank, mesh, limits.timeout,
+                                {.has_died = [&](int peer) { return first.has_died(peer); },
+                                 .is_stopped = [&](int peer) { return first.is_stopped(peer); }});
   run_collectives(*group, limits);
 }
 
@@ -418,24 +421,28 @@ std::string run_plan(const std::string& folder) {
   return "  " + plan.to_text() + ", " + board->last_step.data() + ": noticed too late";
 }
 
-// Every `stride`-th step of every rank; how many runs failed.
+// Every `stride`-th step of every rank from `asked` on; how many runs failed.
 int run_steps(Plan asked, int stride, const std::string& folder) {
   int num_failed = 0, num_runs = 0;
-  const std::int64_t begin_ns = now_ns();
-  for (asked.victim = 0; asked.victim < asked.world_size; ++asked.victim) {
-    plan = asked;
-    std::string failure = run_plan(folder);
-    const int num_steps = board->num_steps.load();
-    for (int step = 1 + asked.victim % stride; failure.empty() && step <= num_steps;
-         step += stride) {
-      plan.step = step;
-      plan.stop_timeout = kStopTimeout;
-      failure = run_plan(folder);
-      ++num_runs;
-    }
-    if (failure.empty()) continue;
+  const auto run = [&] {
+    const std::string failure = run_plan(folder);
+    if (failure.empty()) return;
     ++num_failed;
     std::fprintf(stderr, "%s\n", failure.c_str());
+  };
+  const std::int64_t begin_ns = now_ns();
+  for (; asked.victim < asked.world_size; ++asked.victim, asked.step = 0) {
+    plan = asked;
+    plan.step = 0;
+    run();
+    const int num_steps = board->num_steps.load();
+    for (int step = std::max(asked.step, 1 + asked.victim % stride);
+         num_failed < kMaxFailures && step <= num_steps; step += stride) {
+      plan.step = step;
+      plan.stop_timeout = kStopTimeout;
+      run();
+      ++num_runs;
+    }
   }
   std::fprintf(stderr, "  %d runs of %d ranks over %s, one %s%s: %.1f s\n", num_runs,
                asked.world_size, kOverNames[static_cast<int>(asked.over)],
@@ -448,7 +455,9 @@ TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
   const char* text = std::getenv(kPlanVariable);
   if (text == nullptr) return;
   int world_size = 0, end = 0, over = 0, aborts = 0, stride = 0;
-  REQUIRE(std::sscanf(text, "%d %d %d %d %d", &world_size, &end, &over, &aborts, &stride) == 5);
+  int victim = 0, step = 0;  // where to begin
+  REQUIRE(std::sscanf(text, "%d %d %d %d %d %d %d", &world_size, &end, &over, &aborts, &stride,
+                      &victim, &step) >= 5);
   void* memory =
       ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   REQUIRE(memory != MAP_FAILED);
@@ -456,6 +465,8 @@ TEST_CASE("child: a rank ends at every step" * doctest::skip()) {
   const std::string folder =
       std::filesystem::temp_directory_path() / ("ringcomm-deaths-" + std::to_string(::getpid()));
   const int num_failed = run_steps({.world_size = world_size,
+                                    .victim = victim,
+                                    .step = step,
                                     .end = static_cast<End>(end),
                                     .over = static_cast<Over>(over),
                                     .aborts = aborts != 0},

@@ -160,6 +160,29 @@ TEST_CASE("hosts: a rank gives up") {
   });
 }
 
+// Rank 1 has made the group, and waits for rank 0 in the memory of their host.
+TEST_CASE("hosts: a rank that cannot make the group tells its host which rank is to blame") {
+  const std::string placement = "aab";
+  for (int round = 0; round < 6; ++round) {
+    testing::MemoryStore store;
+    MemoryNetwork network(3);
+    testing::run_threads(3, [&](int rank) {
+      const auto messages = [&](const LookForRanks&) -> std::unique_ptr<MessageTransport> {
+        if (rank != 0) return network.join(rank);
+        throw Error({.kind = ErrorKind::kPeerDied, .rank = 2}, "rank 2 died");
+      };
+      const Error error = error_of([&] {
+        Communicator communicator(store, rank, 3,
+                                  {.host_id = {placement[static_cast<std::size_t>(rank)]}},
+                                  testing::kBound, messages);
+        testing::barrier(communicator);
+      });
+      expect_error(error, ErrorKind::kPeerDied, {"rank 2 died"});
+      expect(error.info().rank == 2, "the dead rank to be blamed");
+    });
+  }
+}
+
 TEST_CASE("hosts: groups made again over one store") {
   testing::MemoryStore store;
   const std::string placement = "aab";

@@ -67,6 +67,17 @@ TEST_CASE("ranks of several hosts find each other, the same on all ranks") {
   });
 }
 
+// As where rank 0 waits in another group for rank 2, which is stopped. Neither has a record.
+TEST_CASE("a rank that another group knows to be stopped is named, and not one that waits for it") {
+  MemoryStore store;
+  shm::GroupIdentity mine = identity(1, 3, "here");
+  mine.known = {.is_stopped = [](int rank) { return rank == 2; }};
+  const Error error = error_of(
+      [&] { shm::Rendezvous(store, mine, {.is_one_host = false}, milliseconds(50)).find_ranks(); });
+  expect_error(error, ErrorKind::kTimeout, {"rank 0 did not join", "rank 2 is stopped"});
+  CHECK(error.info().rank == 2);
+}
+
 TEST_CASE("another host is an error where memory must be shared, on every rank that sees it") {
   MemoryStore store;
   run_threads(2, [&](int rank) {

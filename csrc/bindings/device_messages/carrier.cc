@@ -30,7 +30,8 @@ MessageShares gathered_shares(DeviceEngine& engine, const Collective& call) {
 
 MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> backend,
                                            const DeviceCarrierGroup& group, c10::Device device)
-    : options_(group.options.engine),
+    : communicator_(*group.communicator),
+      options_(group.options.engine),
       name_(backend != nullptr ? "p2p over " + backend->getBackendName() : "none: a group of one"),
       engine_(std::move(backend), group.rank, group.world_size, device,
               {.num_slots = options_.num_slots,
@@ -39,7 +40,7 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
       update_(device) {
   const int world_size = group.world_size;
   if (world_size > 1) {
-    watch_.emplace(*group.communicator, std::min(group.options.timeout, kLongestTimeout),
+    watch_.emplace(communicator_, std::min(group.options.timeout, kLongestTimeout),
                    [this] { engine_.abort(); });
     watch_->note_call(nullptr, false);  // what follows waits for all
   }
@@ -50,29 +51,41 @@ MessageDeviceCarrier::MessageDeviceCarrier(c10::intrusive_ptr<c10d::Backend> bac
   std::byte* word = world_size > 1 ? engine_.stage(static_cast<std::size_t>(world_size)) : nullptr;
   for (int peer = 0; peer < world_size; ++peer) words.push_back(word + peer);
   const void* own = word + group.rank;
-  if (world_size > 1)
+  if (world_size == 1) return;
+  try {
     in_order([&] {
       device_direct_all_gather(engine_, gathered_shares(engine_, {.op = OpKind::kAllGather,
                                                                   .num_elems = 1,
                                                                   .inputs = &own,
                                                                   .outputs = words.data()}));
     });
+  } catch (...) {
+    engine_.abort();
+    throw;
+  }
 }
 
-// What a collective throws leaves its messages half-way, and the ranks at different places.
+// What a collective throws leaves its messages half-way, and the ranks at different places: the
+// group has to end. First the other ranks are told, and then the messages are aborted.
 template <class Body>
 std::uint64_t MessageDeviceCarrier::in_order(const Body& body) {
   const at::AutoDispatchBelowADInplaceOrView unseen;  // by autograd, as all of a collective
   try {
     body();
   } catch (...) {
-    engine_.abort();
     engine_.abandon();
     throw;
   }
   const std::uint64_t sent_bytes = engine_.sent_bytes();
   engine_.finish();
   return sent_bytes;
+}
+
+// A rank that gives up says so before it aborts its messages: what its streams still send after
+// that, undone as it is, may end this rank's receives.
+bool MessageDeviceCarrier::may_have_given_up() const noexcept {
+  Membership* const members = communicator_.members();
+  return engine_.is_aborted() || (members != nullptr && members->is_given_up(/*asks=*/false));
 }
 
 bool MessageDeviceCarrier::is_captured(const c10::Stream& stream) const {

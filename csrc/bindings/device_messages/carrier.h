@@ -27,6 +27,8 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   void exchange(const std::vector<DeviceMessage>& messages, const c10::Stream& stream) override;
   void plan(const Collective& call, CallHeader& header) const override;
   bool is_captured(const c10::Stream& stream) const override;
+  std::vector<c10::intrusive_ptr<c10d::Work>> take_works() override { return engine_.take_works(); }
+  bool may_have_given_up() const noexcept override;
   void abort() noexcept override { engine_.abort(); }
 
  private:
@@ -40,6 +42,7 @@ class MessageDeviceCarrier final : public DeviceCarrier {
   template <class Body>
   std::uint64_t in_order(const Body& body);
 
+  Communicator& communicator_;
   CommunicatorOptions options_;
   std::string name_;
   DeviceEngine engine_;

@@ -98,9 +98,8 @@ DeviceEngine::Batch DeviceEngine::post() {
 void DeviceEngine::wait(Batch& batch) {
   if (!std::exchange(batch.is_posted, false)) return;
   for (const auto& work : *batch.place) work->wait();
-  Works done;  // ends without the lock
   const std::lock_guard lock(mutex_);
-  done.swap(*batch.place);
+  waited_for_.insert(waited_for_.end(), batch.place->begin(), batch.place->end());
   posted_.erase(batch.place);
 }
 
@@ -128,6 +127,7 @@ void DeviceEngine::finish() {
 void DeviceEngine::abandon() {
   next_.clear();
   abandoned_.insert(abandoned_.end(), staging_.begin(), staging_.end());
+  waited_for_.clear();
   finish();
 }
 
@@ -136,7 +136,7 @@ void DeviceEngine::abort() noexcept {
   std::list<Works> posted;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(is_aborted_, true)) return;
+    if (is_aborted_.exchange(true)) return;
     posted = posted_;
   }
   for (const Works& works : posted) {

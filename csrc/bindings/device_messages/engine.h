@@ -77,8 +77,13 @@ class DeviceEngine {
   /// Bytes that were sent since the last finish().
   std::uint64_t sent_bytes() const { return sent_bytes_; }
 
+  /// What the backend has made of the messages since this was called last.
+  Works take_works() { return std::exchange(waited_for_, {}); }
+
   /// For ever, from any thread.
   void abort() noexcept;
+  /// Messages that were on their way at that time may have ended undone.
+  bool is_aborted() const noexcept { return is_aborted_.load(std::memory_order_acquire); }
 
  private:
   struct Message {
@@ -99,11 +104,12 @@ class DeviceEngine {
   std::vector<Message> next_;  // of the batch to come
   std::vector<at::Tensor> staging_;
   std::vector<at::Tensor> abandoned_;
+  Works waited_for_;
   std::uint64_t sent_bytes_ = 0;
 
-  std::mutex mutex_;  // guards the rest
-  bool is_aborted_ = false;
-  std::list<Works> posted_;  // and not waited for
+  std::atomic<bool> is_aborted_ = false;  // set with the mutex held
+  std::mutex mutex_;                      // guards the rest
+  std::list<Works> posted_;               // and not waited for
 };
 
 /// `finish(k)` for pieces 0 to num_pieces - 1, each after `post(k)`, with the next piece on its way

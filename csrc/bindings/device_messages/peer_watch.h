@@ -30,6 +30,7 @@ class PeerWatch {
   Communicator& communicator_;
   std::chrono::milliseconds timeout_;
   std::function<void()> ended_;
+  int num_looks_ = 0;  // the thread's
   std::mutex mutex_;
   std::optional<CallHeader> last_;  // guarded by mutex_
   WatchThread thread_;              // last: it uses all of the above

@@ -39,7 +39,8 @@ bool DeviceWatch::goes_on() {
     look();
     return true;
   } catch (const std::exception& error) {
-    // The group has ended, here or elsewhere; who calls next hears why.
+    // The group has ended, here or elsewhere; who calls next hears why. The other ranks have been
+    // told before: what kernels behind one that gives up write, theirs may take for data.
     end_waits();
     report_(error.what());
     return false;
@@ -78,7 +79,6 @@ void DeviceWatch::look_at_record() {
   Control& control = subject_.control;
   const std::uint32_t stop = __atomic_load_n(&control.stop, __ATOMIC_ACQUIRE);
   if (stop == 0) return;
-  end_waits();
   const Activity activity = activity_of(control.launch);
   if (stop == kMismatch) {
     CallHeader theirs = from_words(control.theirs);
@@ -117,7 +117,6 @@ void DeviceWatch::look_at_turns() {
 
 void DeviceWatch::raise_stopped(Stop stop, int peer) {
   const std::uint64_t num_noted = subject_.calls.num_noted(subject_.rank);
-  end_waits();
   subject_.failure.raise_stopped(stop, peer, activity_of(num_noted > 0 ? num_noted - 1 : 0));
 }
 

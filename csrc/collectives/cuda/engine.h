@@ -60,9 +60,10 @@ class Engine {
   bool is_captured(StreamHandle stream) const;
   /// For ever: kernels that wait give up. From any thread.
   void abort() noexcept { watch_.end_waits(); }
-  /// Whether they do, or one has by itself. From any thread.
-  bool has_given_up() const noexcept {
-    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0;
+  /// Whether they do, or one has by itself, or one of another rank. From any thread.
+  bool may_have_given_up() const noexcept {
+    return __atomic_load_n(&group_->control().abort, __ATOMIC_ACQUIRE) != 0 ||
+           communicator_.members()->is_given_up(/*asks=*/false);
   }
 
   /// Whether streams wait for a turn that a rank has not ended before it died: they may wait as

@@ -40,14 +40,22 @@ HostsCarrier::HostsCarrier(KeyValueStore& store, shm::Rendezvous& ranks, const R
       roster_(roster),
       members_(store, ranks),
       local_(members_.told_if_it_fails([&] { return make_local(ranks, roster, options); })),
-      transport_(members_.told_if_it_fails([&] { return make_messages(look_for(ranks)); })),
+      transport_(members_.told_if_it_fails([&] {
+        // Before this rank leaves the memory of its host, where others may be in a call already.
+        members_.on_abort([this] { tell_host(); });
+        return make_messages(look_for(ranks));
+      })),
       watch_(*transport_, members_),
       planner_(*transport_, cut_of(options)),
       engine_(roster_, ranks.rank(), local_.get(), *transport_, cut_of(options)) {
   members_.on_abort([this] {
-    if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
+    tell_host();
     transport_->abort();
   });
+}
+
+void HostsCarrier::tell_host() {
+  if (local_ != nullptr) local_->membership().abort(members_.abort_reason());
 }
 
 std::unique_ptr<PointToPoint> HostsCarrier::make_p2p(Failure& failure, Stats& stats) {

@@ -43,6 +43,7 @@ class HostsCarrier final : public Carrier {
   static constexpr std::array kAlgorithms = {Algorithm::kAuto, Algorithm::kOneShot,
                                              Algorithm::kTwoShot, Algorithm::kRing};
 
+  void tell_host();
   bool is_flat(const Collective& call) const;
   void dispatch(const Collective& call, const CallHeader& header);
 

@@ -88,6 +88,15 @@ bool StoreMembership::is_alive(int rank) const {
   return is_another && processes_[static_cast<std::size_t>(rank)] != nullptr && !has_died(rank);
 }
 
+bool StoreMembership::is_given_up(bool asks) noexcept {
+  try {
+    if (asks) return look();
+  } catch (const std::exception&) {
+    // No store, no news.
+  }
+  return state_of(rank_) == Stop::kAborted;
+}
+
 void StoreMembership::abort(const AbortReason& reason) {
   {
     const std::lock_guard lock(mutex_);

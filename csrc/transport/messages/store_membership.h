@@ -43,7 +43,7 @@ class StoreMembership final : public Membership {
   /// Others are in the store, which takes its time.
   Stop state_of(int rank) const override;
   bool has_died(int rank) const override;
-  int stopped_rank() const override { return shm::stopped_rank(processes_); }
+  bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
   /// Whether the process of `rank` is known to live.
   bool is_alive(int rank) const;
   /// The result of `make`, a part of making the group. Where that throws, the other ranks hear of
@@ -63,6 +63,7 @@ class StoreMembership final : public Membership {
       throw;
     }
   }
+  bool is_given_up(bool asks) noexcept override;
   void abort(const AbortReason& reason) override;
   /// The first reason that this rank knows of; waits a moment for one that is on its way.
   AbortReason abort_reason() const override;

@@ -169,6 +169,11 @@ int Group::late_rank(int peer) const {
   return late;
 }
 
+bool Group::is_given_up(bool) noexcept {
+  const std::uint32_t& state = layout_.header(memory_.data()).abort.state;
+  return __atomic_load_n(&state, __ATOMIC_ACQUIRE) != AbortRecord::kNone;
+}
+
 void Group::abort(const AbortReason& reason) {
   AbortRecord& record = layout_.header(memory_.data()).abort;
   std::uint32_t expected = AbortRecord::kNone;

@@ -62,7 +62,7 @@ class Group final : public Membership {
 
   Stop state_of(int peer) const override;
   bool has_died(int rank) const override;
-  int stopped_rank() const override { return shm::stopped_rank(processes_); }
+  bool is_stopped(int rank) const override { return shm::is_stopped(processes_, rank); }
   /// A rank that is still being waited for by rank 0, which makes the group; -1 when all are there.
   int unjoined_rank() const;
   /// A rank that has ended, or left, before it published what this rank has: it cannot take part
@@ -73,6 +73,7 @@ class Group final : public Membership {
   /// one that has published less than this rank and `peer`, which may itself wait for it.
   int late_rank(int peer) const;
 
+  bool is_given_up(bool asks) noexcept override;
   void abort(const AbortReason& reason) override;
   AbortReason abort_reason() const override;
 

@@ -20,10 +20,9 @@ std::string memory_key(int rank) { return "ringcomm/memory/" + std::to_string(ra
 
 }  // namespace
 
-int stopped_rank(const PeerProcesses& processes) {
-  for (std::size_t rank = 0; rank < processes.size(); ++rank)
-    if (processes[rank] != nullptr && processes[rank]->is_stopped()) return static_cast<int>(rank);
-  return -1;
+bool is_stopped(const PeerProcesses& processes, int rank) {
+  const auto& process = processes[static_cast<std::size_t>(rank)];
+  return process != nullptr && process->is_stopped();
 }
 
 Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, const Terms& terms,
@@ -31,7 +30,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, const GroupIdentity& identity, cons
     : store_(store),
       rank_(identity.rank),
       world_size_(identity.world_size),
-      has_died_elsewhere_(identity.has_died),
+      known_(identity.known),
       terms_(terms),
       timeout_(timeout),
       deadline_(deadline_after(timeout)),
@@ -223,8 +222,11 @@ void Rendezvous::look_while_missing(std::deque<int>& missing) {
   check_time(absent, "rank " + std::to_string(absent) + " did not join the group");
 }
 
-bool Rendezvous::is_known_dead(int peer) const {
-  return has_died_elsewhere_ && has_died_elsewhere_(peer);
+bool Rendezvous::is_known_dead(int peer) const { return known_.has_died && known_.has_died(peer); }
+
+// A rank that is stopped before it has a record is known from another group alone.
+bool Rendezvous::is_stopped(int peer) const {
+  return shm::is_stopped(processes_, peer) || (known_.is_stopped && known_.is_stopped(peer));
 }
 
 void Rendezvous::check_compatible(const RankRecord& theirs, int peer) const {
@@ -256,9 +258,11 @@ void Rendezvous::check_time(int peer, const std::string& what) {
         throw_died(other);
   if (Clock::now() < deadline_) return;
   const std::string after = prefix() + what + " in " + std::to_string(timeout_.count()) + " ms";
-  if (const int stopped = stopped_rank(processes_); stopped >= 0)
-    throw Error(info_of(stopped, ErrorKind::kTimeout),
-                after + ", and the process of " + name_of(stopped) + " is stopped");
+  // The rank waited for may itself wait for that one, in another group.
+  for (int stopped = 0; stopped < world_size_; ++stopped)
+    if (is_stopped(stopped))
+      throw Error(info_of(stopped, ErrorKind::kTimeout),
+                  after + ", and the process of " + name_of(stopped) + " is stopped");
   throw Error(info_of(peer, ErrorKind::kTimeout),
               after + "; read its error, or raise the timeout of init_process_group");
 }

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -11,6 +10,7 @@
 
 #include "core/errors.h"
 #include "transport/key_value_store.h"
+#include "transport/membership.h"
 #include "transport/roster.h"
 #include "transport/shm/process_hub.h"
 #include "transport/shm/rank_record.h"
@@ -21,8 +21,8 @@ namespace ringcomm::shm {
 /// Of each rank its process; null for this one's, and for those on other machines.
 using PeerProcesses = std::vector<std::shared_ptr<PeerProcess>>;
 
-/// A rank whose process is stopped; -1 where there is none that the kernel tells of.
-int stopped_rank(const PeerProcesses& processes);
+/// Whether the process of `rank` is among them, and stopped.
+bool is_stopped(const PeerProcesses& processes, int rank);
 
 /// Who this rank is in a group.
 struct GroupIdentity {
@@ -31,8 +31,7 @@ struct GroupIdentity {
   /// What must be equal on all ranks, in words a person can compare ("algorithm=auto num_slots=2").
   std::string options;
   std::string host_id = {};  ///< where it is; empty: what host_id() says
-  /// Whether the process of a rank is known, from another group, to have ended. May be empty.
-  std::function<bool(int rank)> has_died = {};
+  KnownProcesses known = {};
 };
 
 /// How the ranks of a group find each other, and those of one host come to share memory.
@@ -86,7 +85,7 @@ class Rendezvous {
   /// kPeerDied where any has ended, and what check_time() does.
   void look(int peer, const std::string& what);
   /// Throws Error: kPeerDied for a rank of another host than this one's, kInterrupted, or kTimeout
-  /// that blames `peer` for `what` once time is up.
+  /// that blames a stopped rank, or else `peer`, for `what` once time is up.
   void check_time(int peer, const std::string& what);
   /// Throws Error of kPeerDied.
   [[noreturn]] void throw_died(int peer) const;
@@ -111,13 +110,14 @@ class Rendezvous {
   bool meet(int peer);
   bool has_died(int peer);
   bool is_known_dead(int peer) const;
+  bool is_stopped(int peer) const;
   void look_while_missing(std::deque<int>& missing);
   void check_compatible(const RankRecord& theirs, int peer) const;
 
   KeyValueStore& store_;
   int rank_;
   int world_size_;
-  std::function<bool(int rank)> has_died_elsewhere_;
+  KnownProcesses known_;
   Terms terms_;
   std::chrono::milliseconds timeout_;
   Clock::time_point deadline_;

@@ -4,6 +4,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -21,7 +22,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kMaxTimeout(20'000);
+milliseconds max_timeout() {
+  const char* text = std::getenv("RINGCOMM_EMULATOR_P2P_TIMEOUT_MS");
+  return milliseconds(text != nullptr ? std::stoi(text) : 20'000);
+}
+
 constexpr auto kPollInterval = std::chrono::microseconds(200);
 
 /// What a stream does for one work: moves its messages through the store.
@@ -158,7 +163,7 @@ std::exception_ptr Breakage::get() const {
 
 EmulatedP2p::EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                          milliseconds timeout)
-    : Backend(rank, size), store_(std::move(store)), timeout_(std::min(timeout, kMaxTimeout)) {}
+    : Backend(rank, size), store_(std::move(store)), timeout_(std::min(timeout, max_timeout())) {}
 
 void EmulatedP2p::startCoalescing() {
   TORCH_CHECK(!coalesced_.has_value(), "emup2p: calls are being coalesced already");

@@ -39,8 +39,9 @@ struct Message {
 /// startCoalescing() and endCoalescing(), wait for each other; messages between those two run
 /// together. Between two ranks messages match in the order of the calls; tags mean nothing.
 ///
-/// The bytes travel through the group's store. What does not arrive within the group's timeout,
-/// 20 s at most, breaks the group: works that are not done fail, and so do new ones.
+/// The bytes travel through the group's store. What does not arrive within the group's timeout, or
+/// RINGCOMM_EMULATOR_P2P_TIMEOUT_MS (20,000) if that is less, breaks the group: works that are not
+/// done fail, and so do new ones.
 class EmulatedP2p final : public c10d::Backend {
  public:
   EmulatedP2p(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
