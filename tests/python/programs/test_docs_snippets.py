@@ -203,7 +203,7 @@ def layers(seed: int) -> tuple[nn.Module, Any]:
 def llama() -> tuple[nn.Module, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
     ids = torch.arange(16).reshape(2, 8)
