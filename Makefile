@@ -15,7 +15,7 @@ CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
         test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging \
-        bench clean distclean check-python
+        docs bench clean distclean check-python
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -94,6 +94,9 @@ compat: check-python  ## compile the bindings against torch 2.11 and the newest
 
 packaging: check-python  ## sdist and wheel, and the wheel at work in a fresh environment
 	@$(PREPARE) --need train --extension -- tools/check_packaging.py
+
+docs: check-python  ## the pages of docs/ as a site in build/site; warnings are errors
+	@export NO_MKDOCS_2_WARNING=1; $(PREPARE) --need docs --no-torch -- -m mkdocs build --strict $(ARGS)
 
 bench: check-python  ## all records, tables and plots (ARGS="--only floor --seconds 1")
 	@$(PREPARE) --need train --extension -- benchmarks/run_all.py $(ARGS)

@@ -24,7 +24,7 @@ from typing import Any
 import harness
 from collectives import DEFAULT_SIZES
 from device_sweep import KIND as DEVICE_KIND
-from table import LAYOUTS, README_WORLDS, Layout, Record, Run, machine_of, newest, read_results
+from table import LAYOUTS, SHOWN_WORLDS, Layout, Record, Run, machine_of, newest, read_results
 
 from ringcomm.measure.ranks import EXIT_OK, run_main
 from ringcomm.measure.screen import byte_count, byte_counts
@@ -57,7 +57,7 @@ def loss_runs(records: list[Record]) -> list[Run]:
 
 def _runs(records: list[Record], layout: Layout) -> list[Run]:
     """The points of the usual numbers of ranks."""
-    usual = [record for record in records if record["world_size"] in README_WORLDS]
+    usual = [record for record in records if record["world_size"] in SHOWN_WORLDS]
     return _of_last_machine(usual, layout)
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes all records behind README's tables and the plots, one measurement after another.
+"""Makes all records behind docs/benchmarks.md and the plots, one measurement after another.
 
     python benchmarks/run_all.py [--only floor steps] [--seconds 1] [--write]
 
 Records go to benchmarks/results. Then it prints the tables that table.py makes of all records there
-and draws the plots beside them; --write puts both where README and docs/design have them. MPI takes
+and draws the plots beside them; --write puts both into docs. MPI takes
 part in all_reduce where mpi4py and mpiexec are installed. Nothing else should run meanwhile.
 """
 
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
     add("--seconds", type=float, help="passed on; each script has its own default and meaning")
-    add("--write", action="store_true", help="renew README.md and the plots in docs/design")
+    add("--write", action="store_true", help="renew docs/benchmarks.md and the plots")
     return parser.parse_args(argv)
 
 
@@ -122,8 +122,8 @@ def main(argv: list[str]) -> int:
             if not run([*command_of(job, mpiexec if name in WITH_MPI else None), *more]):
                 failed.append(job)
     print("\n== tables and plots\n", flush=True)
-    readme, design = harness.ROOT / "README.md", harness.ROOT / "docs" / "design"
-    table.main(["--write", str(readme)] if options.write else [])
+    design = harness.ROOT / "docs" / "design"
+    table.main(["--write", str(table.PAGE)] if options.write else [])
     plot.main(["--out", str(design)] if options.write else [])
     for job in failed:
         print(f"failed: {job}")

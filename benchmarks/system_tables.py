@@ -1,4 +1,4 @@
-"""Tables of training systems: README's, from their records."""
+"""Tables of training systems from their records, for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def system_lines(runs: list[Run]) -> list[str]:
     headers += [header for name, (header, _) in OPTIONAL.items() if has[name]]
     headers += ["update, ms", "weights", "gradients", "states", "together", "sent"]
     return [
-        f"Training systems: {first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; MiB that a rank"
-        " keeps, and sends in a step (in brackets by the formula, where nobody counts):",
+        f"{first['world_size']} ranks, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Memory of a rank"
+        " and bytes it sends in a step are in MiB; bytes in brackets are computed, not counted:",
         *grid(headers, 1, rows),
     ]
 
@@ -77,11 +77,11 @@ def offload_lines(runs: list[Run]) -> list[str]:
                 f"{record['predicted_efficiency']:.2f}" if "predicted_efficiency" in record else "",
             ]
         )
-    headers = ["what", "ringcomm", "beside", "its", "how much of it (10–90 %)", "predicted"]
+    headers = ["what", "ringcomm", "peer", "peer's", "ratio (10–90 %)", "predicted"]
     return [
-        "Offload. Files: rate over fio's on the same file system. AdamW: torch's time over"
-        " ringcomm's. Steps of ZeRO-Infinity in files: time in memory over time with files, and"
-        " the share that the formula predicts where nothing overlaps:",
+        "Files: ringcomm's rate / fio's on the same file system. AdamW: torch's time /"
+        " ringcomm's. Steps of ZeRO-Infinity in files: time in memory / time with files, and what"
+        " the formula predicts without overlap:",
         *grid(headers, 1, rows),
     ]
 
@@ -104,8 +104,8 @@ def tensor_lines(runs: list[Run]) -> list[str]:
             rows.append([batch, record["way"], *times, comparison(record) or "1×"])
     headers = ["rows × tokens", "way", "p50, ms", "p99, ms", "time / ringcomm's (10–90 %)"]
     return [
-        f"Tensor parallelism, forward and backward: {runs[0][0]['world_size']} ranks, the main"
-        f" job's {runs[0][0]['size']} model:",
+        f"Forward and backward: {runs[0][0]['world_size']} ranks, a Llama of"
+        f" {runs[0][0]['size']} parameters:",
         *grid(headers, 2, rows),
     ]
 
@@ -125,11 +125,11 @@ def pipeline_lines(runs: list[Run]) -> list[str]:
         )
     headers = ["schedule", "ranks", "micro-batches", "bubble, predicted", "measured"]
     stages = {
-        "sleep": "stages that sleep",
-        "compute": "stages that compute, bounded by what their actions took",
+        "sleep": "Stages that sleep",
+        "compute": "Stages that compute; the schedule is made of the measured times of its actions",
     }[runs[0][0]["stages"]]
     return [
-        f"Pipelines, {stages}; step / bound is over the schedule's own length:",
+        f"{stages}. The bound is the length of the schedule without delays:",
         *grid([*headers, "step / bound"], 1, rows),
     ]
 
@@ -149,7 +149,7 @@ def planner_lines(runs: list[Run]) -> list[str]:
     headers = ["rows × tokens", "system", "measured, ms", "predicted, ms", "measured / predicted"]
     first = runs[0][0]
     return [
-        f"The planner's steps, told this machine's speed: {first['world_size']} ranks, a decoder of"
+        f"Predicted from this machine's measured speed: {first['world_size']} ranks, a decoder of"
         f" {first['layers']} layers, width {first['width']}:",
         *grid(headers, 2, rows),
     ]

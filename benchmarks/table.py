@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Prints Markdown tables of the newest records, or writes README's.
+"""Prints Markdown tables of the newest records, or writes those of docs/benchmarks.md.
 
     python benchmarks/table.py [--kind waiting] [FILE.jsonl ...]
-    python benchmarks/table.py --write README.md
+    python benchmarks/table.py --write docs/benchmarks.md
 
-Without files it reads all of benchmarks/results, without --kind it prints what README shows. The
-backends of a row come from one run; where several runs measured the same point, the newest one with
+Without files it reads all of benchmarks/results. Without --kind it prints what the page shows. The
+backends of a row come from one run. If several runs measured the same point, the newest run with
 verified results on a quiet machine counts, else the newest. Kinds without records have no table.
 """
 
@@ -48,8 +48,9 @@ Run = list[Record]  # of one point: a record per backend, or the one of a race
 Point = tuple[Any, ...]
 # In detail, for 2 and 4 ranks; the other operations share one table.
 DETAILED_OPS = ("all_reduce", "all_reduce_apart", "barrier")
-README_WORLDS = (2, 4)
-README_BYTES = (0, *byte_counts(DEFAULT_SIZES))
+SHOWN_WORLDS = (2, 4)
+SHOWN_BYTES = (0, *byte_counts(DEFAULT_SIZES))
+PAGE = harness.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -62,14 +63,14 @@ class Layout:
         table_fields: what makes rows of one table.
         row_fields: what tells its rows apart, or its rows and columns.
         lines: heading and grid of one table.
-        is_readme: whether README shows a record.
+        is_shown: whether docs/benchmarks.md shows a record.
     """
 
     kind: str
     table_fields: tuple[str, ...]
     row_fields: tuple[str, ...]
     lines: Callable[[list[Run]], list[str]]
-    is_readme: Callable[[Record], bool] = lambda record: True
+    is_shown: Callable[[Record], bool] = lambda record: True
 
 
 def newest(records: list[Record], layout: Layout) -> list[Run]:
@@ -136,8 +137,8 @@ def _timing_grid(
 def _collective_lines(runs: list[Run]) -> list[str]:
     first = runs[0][0]
     return [
-        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}; median of calls, the"
-        " slowest rank counts:",
+        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}. Median time of a call"
+        " on its slowest rank:",
         *_timing_grid(
             ["operation", "bytes"],
             1,
@@ -163,15 +164,15 @@ def _operation_lines(runs: list[Run]) -> list[str]:
         for op in dict.fromkeys(run[0]["op"] for run in runs)
     ]
     return [
-        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}; median µs of calls over"
-        f" {ours} by bytes, and how many times as long {theirs} takes:",
+        f"{first['world_size']} ranks, {first['dtype']}, {first['device']}. Median time of a call"
+        f" over {ours} in µs, and in brackets {theirs}'s time / {ours}'s:",
         *grid(["operation", *map(byte_count, sizes)], 1, rows),
     ]
 
 
 def _waiting_lines(runs: list[Run]) -> list[str]:
     return [
-        f"`{runs[0][0]['op']}`, any number of ranks; median of calls, the slowest rank counts:",
+        f"`{runs[0][0]['op']}`, any number of ranks. Median time of a call on its slowest rank:",
         *_timing_grid(
             ["ranks", "strangers"],
             0,
@@ -197,8 +198,8 @@ def _floor_lines(runs: list[Run]) -> list[str]:
             row += [microseconds(record["p50_us"]), _mark(share, record)]
         rows.append(row)
     return [
-        "`all_reduce` over ringcomm beside the memory's floor, which is to read and write each byte"
-        " once; medians, and what share the floor is (10–90 %):",
+        "`all_reduce` over ringcomm against the floor: the time to read and write each byte once."
+        " Medians, and the floor as a share of them (10–90 %):",
         *grid(headers, 0, rows),
     ]
 
@@ -218,7 +219,7 @@ def _update_lines(runs: list[Run]) -> list[str]:
     headers = [f"{names.get(name, name)} / {subject}" for name in others]
     return [
         f"Gradients averaged and parameters updated ({first['optimizer']}), {first['world_size']}"
-        f" ranks, {first['dtype']}; median of steps, the slowest rank counts (10–90 %):",
+        f" ranks, {first['dtype']}. Median time of a step on its slowest rank (10–90 %):",
         *grid(["parameters", f"{subject}, µs", *headers], 0, rows),
     ]
 
@@ -236,8 +237,8 @@ def _step_lines(runs: list[Run]) -> list[str]:
     headers += [f"step, {name} / {backends[0]}" for name in backends[1:]]
     return [
         f"Training steps: {first['world_size']} ranks, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank; communication is"
-        " what a step takes beyond one that moves nothing (10–90 %):",
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. Communication is"
+        " the time of a step minus that of a step that sends nothing (10–90 %):",
         *grid(headers, 1, rows),
     ]
 
@@ -255,9 +256,9 @@ def _race_lines(runs: list[Run]) -> list[str]:
     headers = ["system", *(f"{name}: {shape} per rank" for name, shape in columns.items())]
     ours, theirs = first["backends"]
     return [
-        f"Training steps, {theirs} / {ours}, by tokens: {first['world_size']} ranks,"
-        f" {first['num_params']:,} parameters, {first['device']}; median of pairs of neighbouring"
-        " steps (10–90 %), the slowest rank counts:",
+        f"Step time over {theirs} / step time over {ours}: {first['world_size']} ranks,"
+        f" {first['num_params']:,} parameters, {first['device']}. Median of pairs of consecutive"
+        " steps (10–90 %), each on its slowest rank:",
         *grid(headers, 1, rows),
     ]
 
@@ -278,10 +279,10 @@ def _loss_lines(runs: list[Run]) -> list[str]:
     headers += [f"{way}, MiB" for way in ways if way != "copy"]
     where = f"{first['num_threads']} thread{'s' if first['num_threads'] > 1 else ''}"
     if first["world_size"] > 1:
-        where = f"{first['world_size']} ranks of {where}, beside one of them with all classes"
+        where = f"{first['world_size']} ranks of {where}, against one rank with all classes"
     return [
-        f"Cross-entropy, forward and backward, {first['num_tokens']:,} tokens, {first['device']},"
-        f" {where}; medians:",
+        f"Forward and backward of {first['num_tokens']:,} tokens on {first['device']}, {where}."
+        " Medians:",
         *grid(headers, 1, rows),
     ]
 
@@ -311,9 +312,9 @@ def _optimizer_lines(runs: list[Run]) -> list[str]:
         f"time / {run[0]['way']}'s (10–90 %)",
     ]
     return [
-        f"Training steps with LOMO: {ranks}, {first['num_params']:,} parameters,"
-        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank, the largest weight"
-        f" {first['largest_weight_bytes'] / 2**20:.2f} MiB:",
+        f"Training steps: {ranks}, {first['num_params']:,} parameters,"
+        f" {first['rows_per_rank']} × {first['tokens_per_row']} tokens per rank. The largest weight"
+        f" is {first['largest_weight_bytes'] / 2**20:.2f} MiB:",
         *grid(headers, 1, rows),
     ]
 
@@ -329,26 +330,28 @@ def _footprint_lines(runs: list[Run]) -> list[str]:
         found = [_by("backend", run).get(name) for name in backends]
         values = [_mark(amount(r["value"], r["unit"]), r) if r else "–" for r in found]
         rows.append([run[0]["quantity"], *values])
-    title = f"Footprint, {runs[0][0]['world_size']} ranks:"
+    title = f"{runs[0][0]['world_size']} ranks:"
     return [title, *grid(["quantity", *backends], 1, rows)]
 
 
 def _is_usual(record: Record) -> bool:
-    """Whether type, size and number of ranks are what README shows; some kinds do not say."""
+    """Whether type, size and number of ranks are what the page shows; some kinds do not say."""
     if record["kind"] in (
         *("cross_entropy", "lomo", "systems", "offload", "tensor_parallel", "pipeline", "planner"),
     ):
         return True
     return (
-        record.get("world_size") in README_WORLDS
+        record.get("world_size") in SHOWN_WORLDS
         and record.get("dtype", "float32") == "float32"
-        and (record["kind"] != "collective" or record["bytes"] in README_BYTES)
+        and (record["kind"] != "collective" or record["bytes"] in SHOWN_BYTES)
     )
 
 
 _SWEEP = ("world_size", "device", "dtype")
 _STEPS = ("world_size", "num_params", "rows_per_rank", "tokens_per_row")
-# In README's order.
+# Only the newest model of a shape.
+_SYSTEMS = ("world_size", "rows_per_rank", "tokens_per_row")
+# In the page's order.
 LAYOUTS = {
     "collective": Layout(
         "collective", _SWEEP, ("op", "bytes"), _collective_lines, lambda r: r["op"] in DETAILED_OPS
@@ -377,7 +380,7 @@ LAYOUTS = {
         _optimizer_lines,
         lambda r: r["rows_per_rank"] * r["tokens_per_row"] == 512,
     ),
-    "systems": Layout("systems", _STEPS, (), system_lines),
+    "systems": Layout("systems", _SYSTEMS, (), system_lines),
     "tensor_parallel": Layout(
         "tensor_parallel", ("world_size", "size"), ("rows", "tokens"), tensor_lines
     ),
@@ -394,6 +397,24 @@ LAYOUTS = {
     "waiting": Layout(
         "waiting", ("op",), ("world_size", "strangers"), _waiting_lines, lambda r: False
     ),
+}
+
+
+TITLES = {
+    "collective": "Collectives",
+    "operations": "Other collectives, by size",
+    "floor": "Memory bandwidth as the floor",
+    "races": "Training steps over ringcomm and over Gloo",
+    "steps": "Communication as a share of a step",
+    "fused_update": "Fused update",
+    "cross_entropy": "Cross-entropy",
+    "lomo": "LOMO",
+    "systems": "Training systems",
+    "tensor_parallel": "Tensor parallelism",
+    "pipeline": "Pipeline parallelism",
+    "planner": "Planner",
+    "offload": "Offload",
+    "footprint": "Footprint",
 }
 
 
@@ -417,16 +438,15 @@ def tables(records: list[Record], layout: Layout) -> list[str]:
     return [_markdown(list(runs), layout) for _, runs in grouped]
 
 
-def readme_tables(records: list[Record]) -> list[str]:
-    """README's tables, in order."""
+def page_tables(records: list[Record]) -> list[str]:
+    """The sections of docs/benchmarks.md with their tables, in order."""
     usual = [record for record in records if _is_usual(record)]
-    return [
-        text
-        for layout in LAYOUTS.values()
-        for text in tables(
-            [r for r in usual if r["kind"] == layout.kind and layout.is_readme(r)], layout
-        )
-    ]
+    texts = []
+    for name, layout in LAYOUTS.items():
+        shown = [r for r in usual if r["kind"] == layout.kind and layout.is_shown(r)]
+        if found := tables(shown, layout):
+            texts += [f"## {TITLES[name]}", *found]
+    return texts
 
 
 def with_tables(text: str, written: list[str]) -> str:
@@ -450,13 +470,13 @@ def main(argv: list[str]) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--kind", choices=list(LAYOUTS), help="everything of one kind")
     what.add_argument(
-        "--write", type=Path, metavar="README.md", help="put the tables between its two marks"
+        "--write", type=Path, metavar="PAGE.md", help="put the tables between its two marks"
     )
     options = parser.parse_args(argv)
     records = read_results(options.files)
-    found = tables(records, LAYOUTS[options.kind]) if options.kind else readme_tables(records)
+    found = tables(records, LAYOUTS[options.kind]) if options.kind else page_tables(records)
     if not found:
-        print(f"no records of kind {options.kind or 'that README shows'}", file=sys.stderr)
+        print(f"no records of kind {options.kind or 'that the page shows'}", file=sys.stderr)
         return EXIT_FAILED
     if options.write:
         text = options.write.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""ringcomm: a backend of torch.distributed for the one box people have.
+"""A torch.distributed backend for a single machine.
 
     import torch.distributed as dist
     dist.init_process_group("ringcomm")
 
-works without importing this module; it adds options, operators, counters and the errors' types.
+works without importing this module, which adds options, operators, counters and error types.
 """
 
 from typing import TYPE_CHECKING

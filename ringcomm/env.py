@@ -1,7 +1,8 @@
 """Every environment variable of the Python side, in one place.
 
 The C++ side reads RINGCOMM_SIMD (avx512, avx2, baseline: the instruction set of reductions) and
-RINGCOMM_HOST_ID (which ranks count as one host). The build has its own; README.md lists all.
+RINGCOMM_HOST_ID (which ranks count as one host). The build has its own;
+docs/reference/environment.md lists all.
 """
 
 import os

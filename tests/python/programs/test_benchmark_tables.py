@@ -1,4 +1,4 @@
-"""Tables and plots of records, and that README has those of the committed ones."""
+"""Tables and plots of records, and that docs/benchmarks.md has those of the committed ones."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_tables_are_written_between_the_marks(
     records += [{**r, "date": "2026-11-19"} for r in collective_records(2, "all_reduce", kib, 9.0)]
     records += [{**r, "quiet": False} for r in collective_records(4, "barrier", 0, 0.8)]
     path = write_records(tmp_path / "records.jsonl", records)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n", encoding="utf-8")
     for _ in range(2):  # a second time changes nothing
-        assert table.main(["--write", str(readme), path]) == EXIT_OK
-        text = readme.read_text(encoding="utf-8")
+        assert table.main(["--write", str(page), path]) == EXIT_OK
+        text = page.read_text(encoding="utf-8")
         assert text.startswith(f"before\n{table.BEGIN}\n")
         assert text.endswith(f"{table.END}\nafter\n")
         assert "\nold\n" not in text
@@ -115,8 +115,8 @@ def test_plots_are_the_same_for_the_same_records(
     assert "two_shot from 256 KiB" in (tmp_path / "algorithms.svg").read_text(encoding="utf-8")
 
 
-def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
-    """As git has them: records that a run has added since are not README's yet."""
+def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+    """As git has them: records that a run has added since are not on the page yet."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(harness.ROOT), *arguments]
@@ -130,9 +130,9 @@ def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
     copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
     for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
         copy.write_text(git("show", f":{name}"), encoding="utf-8")
-    written = table.readme_tables(read_records(copies))
+    written = table.page_tables(read_records(copies))
     if not written:
         pytest.skip("there are no records yet")
-    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
-    told = "out of date: python benchmarks/table.py --write README.md"
-    assert table.with_tables(readme, written) == readme, told
+    page = table.PAGE.read_text(encoding="utf-8")
+    told = "out of date: python benchmarks/table.py --write docs/benchmarks.md"
+    assert table.with_tables(page, written) == page, told

@@ -1,4 +1,4 @@
-"""README's table of calls, cell by cell: over each transport, with each dtype that it claims.
+"""The table of calls in docs/reference/backend.md, cell by cell, over each transport and dtype.
 
 The calls and their model are those of the random sequences, tests/python/backend.
 """
@@ -16,7 +16,7 @@ from ranks import run_ranks
 from sequence_side import MOVED, REDUCED, Call
 from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "backend.md"
 DTYPES = {"numbers": (*REDUCED, "complex64"), "any": MOVED, "–": ("float32",)}
 # Kinds of calls that have another name, or several names, in the table.
 KINDS = {
@@ -32,7 +32,7 @@ KINDS = {
 
 def claims() -> list[tuple[list[str], list[str], str]]:
     """Of each row: the calls, the transports that have them, the name of the dtypes."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     table = text.split("<!-- support: begin -->")[1].split("<!-- support: end -->")[0]
     header, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n") if line

@@ -1,0 +1,236 @@
+"""Every Python and shell block of README and docs runs.
+
+A Python block with a title is a file of its page, and the page's shell blocks run beside it. A text
+block behind a shell block has lines of its output. A Python block without a title runs on two ranks
+of a group, with the names of `scene()`; `model` is a Llama of transformers if it is called with
+`**batch`. `<!-- test: compile -->` before a block says that it is only compiled: it needs a GPU,
+another host, a network or minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"^(?:<!-- test: ([^>]*) -->\n)?```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S
+)
+WORDS = {"", "compile"}
+QUICK = ("README.md", "docs/tutorial/two-ranks.md")
+LANGUAGES = {"python", "sh", "text", "yaml", "json"}
+NUM_BATCHES = 4
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    word: str
+    language: str
+    title: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        word, language, title, code = match.groups(default="")
+        line = text.count("\n", 0, match.start(4)) + 1
+        name = str(page.relative_to(ROOT))
+        found.append(Block(name, line, word, language, title, code))
+    return found
+
+
+BLOCKS = {str(page.relative_to(ROOT)): blocks_of(page) for page in PAGES}
+
+
+def cases(chosen: list[tuple[str, Any, bool]]) -> list[Any]:
+    """Of name, value, and whether it is slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(v, id=name, marks=[slow] if is_slow else []) for name, v, is_slow in chosen
+    ]
+
+
+def test_marks_and_languages_are_known() -> None:
+    for page in PAGES:
+        blocks = blocks_of(page)
+        assert len(blocks) == len(re.findall(r"^ *```\w", page.read_text("utf-8"), re.M)), page
+        for block in blocks:
+            assert block.word in WORDS, block
+            assert block.language in LANGUAGES, block
+
+
+# ---- blocks that are only compiled
+
+
+@pytest.mark.parametrize(
+    "block",
+    cases(
+        [
+            (f"{b.page}:{b.line}", b, False)
+            for blocks in BLOCKS.values()
+            for b in blocks
+            if b.language in ("python", "sh") and b.word == "compile"
+        ]
+    ),
+)
+def test_it_compiles(block: Block) -> None:
+    if block.language == "python":
+        compile(block.text, block.page, "exec")
+    else:
+        subprocess.run(["bash", "-n", "-c", block.text], check=True, timeout=LIMIT_S)
+
+
+# ---- pages with files and commands
+
+
+def is_command(block: Block) -> bool:
+    return block.language == "sh" and block.word != "compile"
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    cases(
+        [
+            (page, blocks, page not in QUICK)
+            for page, blocks in BLOCKS.items()
+            if any(is_command(b) for b in blocks)
+        ]
+    ),
+)
+def test_its_commands_run(blocks: list[Block], tmp_path: Path) -> None:
+    if not any(point.name == "ringcomm" for point in entry_points(group="torch.backends")):
+        pytest.skip("ringcomm is not installed (built in place only), so torch does not know it")
+    if any("transformers" in block.text for block in blocks if block.title):
+        pytest.importorskip("transformers")
+    for block in blocks:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    # PET_STANDALONE: torchrun takes a free port.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    output = ""
+    for block in blocks:
+        if is_command(block):
+            output = run_command(block, tmp_path, environment)
+        elif block.language == "text":
+            missing = set(block.text.splitlines()) - set(output.splitlines())
+            assert not missing, output
+
+
+def run_command(block: Block, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", "-e", "-c", block.text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+# ---- fragments
+
+
+def is_llama(block: Block) -> bool:
+    return "**batch" in block.text
+
+
+def scene(rank: int, block: Block, folder: Path) -> tuple[dict[str, Any], list[float]]:
+    """The names that fragments use, and the losses that they will have computed."""
+    losses: list[float] = []
+    # What is sharded, or goes through tensor-parallel layers, is the same on all ranks.
+    is_shared = any(word in block.text for word in ("activations.", "ParallelLinear", "pipeline."))
+    model, batches = llama() if is_llama(block) else layers(0 if is_shared else rank)
+
+    def loss_of(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+        losses.append(float(loss.detach()))
+        return loss
+
+    torch.manual_seed(rank)
+    logits = torch.randn(4, 10, requires_grad=True) * 2
+    names = {
+        "dist": torch.distributed,
+        "torch": torch,
+        "folder": folder,
+        "group": torch.distributed.group.WORLD,
+        "model": model,
+        "batches": batches,
+        "batch": batches[0],
+        "loss_of": loss_of,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "logits": logits,
+        "target": torch.tensor([0, 3, 9, 5]),
+        "shard": logits.detach()[:, 5 * rank : 5 * rank + 5].clone().requires_grad_(),
+        "start": 5 * rank,
+        "hidden": torch.randn(4, 6, requires_grad=True),
+        "weight": torch.randn(10, 6, requires_grad=True),
+    }
+    return names, losses
+
+
+def layers(seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 17), nn.Tanh(), nn.Linear(17, 2))
+    )
+    torch.manual_seed(seed)
+    x = torch.randn(8, 6)
+    return model, [(x, x[:, :2].sin())] * NUM_BATCHES
+
+
+def llama() -> tuple[nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+    ids = torch.arange(16).reshape(2, 8)
+    return model, [{"input_ids": ids, "labels": ids}] * NUM_BATCHES
+
+
+def run_fragment(rank: int, block: Block, folder: Path) -> list[float]:
+    names, losses = scene(rank, block, folder)
+    exec(compile(block.text, f"{block.page}:{block.line}", "exec"), names)
+    return losses or names.get("losses", [])
+
+
+@pytest.mark.parametrize(
+    "block",
+    cases(
+        [
+            (f"{b.page}:{b.line}", b, is_llama(b))
+            for blocks in BLOCKS.values()
+            for b in blocks
+            if b.language == "python" and not b.title and b.word != "compile"
+        ]
+    ),
+)
+def test_its_lines_run(block: Block, tmp_path: Path) -> None:
+    """And train, if they compute losses."""
+    if is_llama(block):
+        pytest.importorskip("transformers")
+    for losses in run_ranks(2, run_fragment, block, tmp_path):
+        assert len(losses) == (NUM_BATCHES if "loss_of" in block.text or losses else 0)
+        assert not losses or losses[-1] < losses[0]
