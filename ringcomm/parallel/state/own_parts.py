@@ -66,10 +66,11 @@ class ModelParts:
         shards = find_shards(value)
         if shards is None:
             return self._placed(value.detach(), value, None, value.shape)
-        local = shards.read_shard(value)  # type: ignore[arg-type]
-        part = self._placed(local, value, shards.range_of(value), value.shape)
-        if is_stored and shards.is_away(value):  # type: ignore[arg-type]
-            return _stored(part, partial(shards.read_shard, value))  # type: ignore[arg-type]
+        param: Any = value
+        unit = shards.unit_of(param)
+        part = self._placed(unit.read_shard(param), param, unit.range_of(param), param.shape)
+        if is_stored and unit.is_away(param):
+            return _stored(part, partial(unit.read_shard, param))
         return part
 
     def of_state(

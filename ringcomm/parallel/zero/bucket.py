@@ -109,11 +109,12 @@ class Bucket:
         clamped = [min(max(edge, begin), end) - begin for edge in (first, last)]
         return clamped[0], clamped[1]
 
-    def place_in_shard(self, param: nn.Parameter) -> slice:
-        """Where this rank's part of a weight is in a tensor like `shard`."""
-        begin, end = self.part_range(param)
-        offset = self._places[param][0] - self.shard_range[0]
-        return slice(begin + offset, end + offset) if begin < end else slice(0, 0)
+    def place_in_shard(self, param: nn.Parameter, last: nn.Parameter | None = None) -> slice:
+        """Where this rank's part of a weight, or of all from it to `last`, is in `shard`."""
+        first, end = self._places[param][0], self._places[param if last is None else last][1]
+        begin, num_elems = self.shard_range[0], self.shard.numel()
+        edges = [min(max(edge - begin, 0), num_elems) for edge in (first, end)]
+        return slice(*edges)
 
     # ---- gradients
 

@@ -18,13 +18,10 @@ from torch import Tensor, nn
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import takes_uneven
 from ringcomm.parallel.gradient_placeholder import GradientHooks
-from ringcomm.parallel.offload.operands import Operands
-from ringcomm.parallel.offload.tiers import FileTier, Loan, Tier, make_tier
+from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
-from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
-from ringcomm.parallel.shards import WeightShards
-from ringcomm.parallel.shards.units import default_units
+from ringcomm.parallel.zero.home import Home, HomedShards
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
@@ -50,7 +47,7 @@ class ZeroInfinity(ZeroOptimizer):
         units: Iterable[nn.Module] | None,
     ) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(model, optimizer.param_groups, group, options)
+        super().__init__(model, optimizer, optimizer.param_groups, group, options)
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights wants a group of backend ringcomm")
         device = self._device()
@@ -68,16 +65,13 @@ class ZeroInfinity(ZeroOptimizer):
             self._tier.close()
             self._grads.close()
             raise
-        self._home = WeightHome(self._tier, is_filled=options.resume)
-        found = list(default_units(model) if units is None else units)
-        self._weights = WeightShards(model, group, units=found, home=self._home)
-        self._weights.home_writing = self._writing
-        self._operands = FetchedOperands(self._home, self._tier, self._grads)
+        self._home = Home(self._tier, self._grads, is_filled=options.resume)
+        self._weights = HomedShards(model, group, units, self._home, self._replacing)
         self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [
             {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
         ]
-        self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
+        self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
         if options.resume:
             self._resume()
         else:
@@ -120,7 +114,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert isinstance(self._tier, FileTier)
         info = self._tier.store.info
-        shapes = [list(self._operands.shape(shard)) for shard in self._shard_of.values()]
+        shapes = [list(self._home.shape(shard)) for shard in self._shard_of.values()]
         if info["shapes"] != shapes:
             raise ValueError("the files are of another model, or of other units")
         for i, unit in enumerate(self._weights.units):
@@ -147,13 +141,13 @@ class ZeroInfinity(ZeroOptimizer):
             {
                 "num_steps": self.num_steps,
                 "steps": steps,
-                "shapes": [list(self._operands.shape(s)) for s in self._shard_of.values()],
+                "shapes": [list(self._home.shape(s)) for s in self._shard_of.values()],
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _replacing(self) -> Iterator[None]:
         """Around what replaces weights outside of a step. Collective."""
         self._home.forget_ahead()
         self._states_come()
@@ -169,12 +163,12 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(task)
         self._num_grads[param] = self._num_grads.get(param, 0) + 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
-        self._operands.add_grad(self._shard_of[param], mine)
+        self._home.add_grad(self._shard_of[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
         self._num_grads.pop(param, None)
-        self._operands.drop_grad(self._shard_of[param])
+        self._home.drop_grad(self._shard_of[param])
 
     def _compare(self, task: int = _NO_BACKWARD) -> None:
         """The ranks compare which weights have a gradient, or get one in a backward pass.
@@ -207,7 +201,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _agree(self) -> bool:
         self._compare()
         self._hooks.collect()
-        return any(map(self._operands.has_grad, self._shard_of.values()))
+        return any(map(self._home.has_grad, self._shard_of.values()))
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
@@ -218,14 +212,14 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._shard_of.items():
-            if self._operands.has_grad(shard):
-                with self._operands.gradient(shard) as grad:
+            if self._home.has_grad(shard):
+                with self._home.gradient(shard) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
         for shard in self._shard_of.values():
-            if self._operands.has_grad(shard):
-                with self._operands.gradient(shard, is_written=True) as grad:
+            if self._home.has_grad(shard):
+                with self._home.gradient(shard, is_written=True) as grad:
                     grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
@@ -241,18 +235,13 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return list(self._operands.small_grads.values())
-
-    def state_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer: none is here."""
-        return []
+        return list(self._home.small_grads.values())
 
     # ---- the update
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._take_options()
         self._inner.update(factor)
         self.num_steps += 1
         self._commit()
@@ -274,11 +263,6 @@ class ZeroInfinity(ZeroOptimizer):
         """What this rank has read from files and written to them so far, in whole blocks."""
         stores = [t.store for t in (self._tier, self._grads) if isinstance(t, FileTier)]
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
-
-    @property
-    def packed_bytes(self) -> list[int]:
-        """Of the small weights of each unit, which stay in memory and are written at each step."""
-        return [unit.packed_row.numel() for unit in self._weights.units]
 
     # ---- state
 
@@ -321,79 +305,3 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _states_taken(self) -> None:
         self._commit()
-
-
-class FetchedOperands(Operands):
-    """Large shards and their gradients are rows of tiers, small ones stay in memory.
-
-    `home` has the large shards of weights, in the tier `weights`; their gradients are in `grads`.
-
-    Attributes:
-        small_grads: by shard, the gradients in memory.
-    """
-
-    def __init__(self, home: WeightHome, weights: Tier, grads: Tier) -> None:
-        self._home, self._weights, self._grads = home, weights, grads
-        self._fresh: set[Tensor] = set()
-        self.small_grads: dict[Tensor, Tensor] = {}
-        self._loans: dict[Tensor, tuple[Loan, Loan]] = {}
-
-    # ---- gradients
-
-    @contextmanager
-    def gradient(self, shard: Tensor, *, is_written: bool = False) -> Iterator[Tensor]:
-        """The gradient that has come, to be read or written inside."""
-        key = self._home.key_of(shard)
-        if key is None:
-            yield self.small_grads[shard]
-            return
-        loan = self._grads.fetch(key)
-        yield loan.wait()
-        self._grads.give_back(loan, is_written=is_written)
-
-    def add_grad(self, shard: Tensor, grad: Tensor) -> None:
-        """Takes a gradient, or adds it to the one that is there."""
-        key = self._home.key_of(shard)
-        if shard in self._fresh:
-            with self.gradient(shard, is_written=True) as before:
-                before.add_(grad)
-        elif key is None:
-            self.small_grads[shard] = grad
-        else:
-            loan = self._grads.new(key, grad.numel(), grad.dtype)
-            loan.wait().copy_(grad)
-            self._grads.give_back(loan, is_written=True)
-        self._fresh.add(shard)
-
-    def drop_grad(self, shard: Tensor) -> None:
-        """Forgets one."""
-        self._fresh.discard(shard)
-        self.small_grads.pop(shard, None)
-
-    def shape(self, param: Tensor) -> torch.Size:
-        """See Operands."""
-        return self._home.shape_of(param)
-
-    def has_grad(self, param: Tensor) -> bool:
-        """See Operands."""
-        return param in self._fresh
-
-    def start(self, param: Tensor) -> None:
-        """See Operands."""
-        key = self._home.key_of(param)
-        if key is not None:
-            self._loans[param] = self._weights.fetch(key), self._grads.fetch(key)
-
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operands."""
-        if param in self._loans:
-            weights, grads = self._loans[param]
-            return weights.wait(), grads.wait()
-        return param.view(-1), self.small_grads[param].view(-1)
-
-    def done(self, param: Tensor) -> None:
-        """See Operands; weights go back as they are now."""
-        if param in self._loans:
-            weights, grads = self._loans.pop(param)
-            self._weights.give_back(weights, is_written=True)
-            self._grads.give_back(grads, is_written=False)

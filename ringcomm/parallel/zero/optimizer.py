@@ -22,6 +22,7 @@ from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.model_axes import Axes, Held, axes_of
+from ringcomm.parallel.offload.operands import local_of
 from ringcomm.parallel.zero.states import States
 
 OFFLOADED = (offload.AdamW, offload.SGD)
@@ -90,9 +91,12 @@ class ZeroOptimizer(States):
             2-norm of all gradients before clipping, without the loss scale. None before.
     """
 
+    _inner: Any
+
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         groups: list[dict[str, Any]],
         group: dist.ProcessGroup,
         options: ShardOptions,
@@ -102,6 +106,7 @@ class ZeroOptimizer(States):
         self._scale = LossScale(options.loss_scale) if options.loss_scale is not None else None
         self.grad_norm: float | None = None
         self._model = weakref.ref(model)
+        self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
         _refuse_ddp(model, self)
         super().__init__([dict(param_group) for param_group in groups], {})
@@ -203,13 +208,15 @@ class ZeroOptimizer(States):
             raise ValueError("add parameter groups to the optimizer before zero.shard()")
         super().add_param_group(param_group)
 
-    @abstractmethod
     def gradient_tensors(self) -> list[Tensor]:
         """What this rank keeps of gradients now, for measuring: buffers and shards."""
+        return [grad for _, grad in self._shards()]
 
-    @abstractmethod
     def state_tensors(self) -> list[Tensor]:
         """What it keeps of the optimizer's state, with float32 weights beside 16-bit ones."""
+        states = [] if self._is_offloaded else map(self._state_of, self.all_params())
+        values = (local_of(v) for state in states for v in state.values() if isinstance(v, Tensor))
+        return [value for value in values if value.dim()]
 
     # ---- the step
 
@@ -252,6 +259,11 @@ class ZeroOptimizer(States):
                     f"{name} was added or replaced after zero.shard(), and is not updated: change"
                     " the model first"
                 )
+
+    def _take_options(self) -> None:
+        """Has the inner optimizer go on with the hyper-parameters of these groups."""
+        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
 
     @property
     def _grad_scale(self) -> float:

@@ -22,7 +22,7 @@ from ringcomm.parallel.shards.units import (
     units_apart,
     watch_whole_weights,
 )
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer, is_offloaded
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 
 class Zero3(ZeroOptimizer):
@@ -51,8 +51,7 @@ class Zero3(ZeroOptimizer):
             {**old, "params": [new[names[param]] for param in old["params"]]}
             for old in optimizer.param_groups
         ]
-        super().__init__(model, groups, group, options)
-        self._is_offloaded = is_offloaded(optimizer)
+        super().__init__(model, optimizer, groups, group, options)
         self._inner = optimizer.over(groups) if self._is_offloaded else type(optimizer)(groups)
         self._is_synced = True
         # The weights that autograd has made a gradient of on this rank since the last step, those
@@ -158,18 +157,8 @@ class Zero3(ZeroOptimizer):
             if param.grad is not None:
                 yield param, local_of(param.grad)
 
-    def gradient_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        return [grad for _, grad in self._shards()]
-
-    def state_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        states = (value for state in self._inner.state.values() for value in state.values())
-        return [local_of(value) for value in states if isinstance(value, Tensor)]
-
     def _update(self, factor: float) -> None:
-        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._take_options()
         self._scale_gradients(factor)
         self._inner.step()
 
