@@ -189,7 +189,6 @@ class FileStore:
                 # gone already: an earlier sync may have failed.
                 with self._naming("writing"):
                     self._files.forget(self.generation - 1)
-                    self._files.sync()
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
         source = tensor.detach().contiguous()
         memory = source
@@ -319,7 +318,6 @@ class FileStore:
         self._settle_all()
         with self._naming("going back"):
             self._files.forget(self.generation)
-            self._files.sync()
             self._load(previous)
 
     def clear(self) -> None:
@@ -331,9 +329,7 @@ class FileStore:
         self._check_open()
         self._settle_all()
         with self._naming("clearing"):
-            for generation in (self.generation, self.generation - 1):
-                self._files.forget(generation)
-            self._files.sync()
+            self._files.forget(self.generation, self.generation - 1)
             self._load(Index())
             os.ftruncate(self._fd, 0)
 

@@ -159,13 +159,15 @@ class IndexFiles:
             os.close(fd)
         os.replace(self._draft, self._path(index.generation))
 
-    def forget(self, generation: int) -> None:
-        """Removes an index, if it is there; its tensors may be written over after sync()."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(generation))
+    def forget(self, *generations: int) -> None:
+        """Removes indices, where they are there; their tensors may be written over then."""
+        for generation in generations:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(generation))
+        self.sync()
 
     def sync(self) -> None:
-        """Makes what write() and forget() did outlast a power cut."""
+        """Makes what write() did outlast a power cut."""
         sync_folder(self._folder)
 
     @property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,8 @@ class Tier:
     row = loan.wait()
     ...                          # read it, write it
     tier.give_back(loan, is_written=True)
+
+    row() and put() do so at once.
     """
 
     def __init__(self) -> None:
@@ -68,6 +71,19 @@ class Tier:
         Raises:
             OSError: the file system failed.
         """
+
+    @contextmanager
+    def row(self, key: str, *, is_written: bool = False) -> Iterator[Tensor]:
+        """A row to be read or written inside. Raises as fetch() and give_back() do."""
+        loan = self.fetch(key)
+        yield loan.wait()
+        self.give_back(loan, is_written=is_written)
+
+    def put(self, key: str, value: Tensor) -> None:
+        """Makes or replaces a row. Raises as give_back() does."""
+        loan = self.new(key, value.numel(), value.dtype)
+        loan.wait().copy_(value)
+        self.give_back(loan, is_written=True)
 
     def close(self) -> None:
         """Lets everything go."""

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
@@ -246,15 +246,10 @@ def _may_get_grad(param: nn.Parameter) -> bool:
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tree of sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    for part in parts:
-        yield from _tensors_in(part)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in([*leaf.values()])
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from ringcomm.parallel.model_axes import StagePart
@@ -28,6 +29,7 @@ from ringcomm.parallel.state.tensor_part import (
 from ringcomm.parallel.tensor.splits import Split, split_params
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.states import SCALE_KEYS
 
 __all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
 
@@ -70,7 +72,7 @@ class ModelParts:
         unit = shards.unit_of(param)
         part = self._placed(unit.read_shard(param), param, unit.range_of(param), param.shape)
         if is_stored and unit.is_away(param):
-            return _stored(part, partial(unit.read_shard, param))
+            return part_of(part).stored(partial(unit.read_shard, param))
         return part
 
     def of_state(
@@ -130,12 +132,6 @@ def _shifted(box: Box, split: Split) -> Box:
     return Box(tuple(offsets), box.sizes)
 
 
-def _stored(part: Tensor, read: Any) -> TensorPart:
-    """A part that does not keep its elements."""
-    found = part_of(part)
-    return TensorPart(found.to_local(), found.boxes, found.shape, read)
-
-
 class OptimizerParts:
     """An optimizer's state in parts, under the names of parameters. Collective.
 
@@ -181,7 +177,7 @@ class OptimizerParts:
         self.groups = [
             {
                 **own,
-                **{_SCALE[key]: value for key, value in scale.items()},
+                **{SCALE_KEYS[key]: value for key, value in scale.items()},
                 "params": list(dict.fromkeys(name for names in of_ranks for name in names)),
             }
             for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
@@ -197,7 +193,7 @@ class OptimizerParts:
                 is_flat = key == "exp_avg_sq" and "exp_avg" not in state
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if is_stored and part.dim():
-                    part = _stored(part, partial(self._read, param, key))
+                    part = part_of(part).stored(partial(self._read, param, key))
             if value is not None:
                 found[key] = part
         return found
@@ -241,9 +237,9 @@ class OptimizerParts:
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
-            scale = {key: own_groups[0].get(name) for key, name in _SCALE.items()}
+            scale = {key: own_groups[0].get(name) for key, name in SCALE_KEYS.items()}
             native["loss_scale"] = scale if None not in scale.values() else native["loss_scale"]
-            for own, name in ((own, name) for own in own_groups for name in _SCALE.values()):
+            for own, name in ((own, name) for own in own_groups for name in SCALE_KEYS.values()):
                 own.pop(name, None)
         optimizer.load_state_dict(native)
 
@@ -257,10 +253,6 @@ class OptimizerParts:
         return self._state_of(param)[key]
 
 
-# As ZeroOptimizer has the loss scale in its parameter groups.
-_SCALE = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
-
-
 def _is_elsewhere(optimizer: Any) -> bool:
     """Whether states are in another tier than memory of the device."""
     return is_offloaded(getattr(optimizer, "_inner", optimizer))
@@ -268,27 +260,15 @@ def _is_elsewhere(optimizer: Any) -> bool:
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes state that torch's optimizers have only after their first step, of zeros."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _is_elsewhere(optimizer) or any(param.grad is not None for param in params):
+    if _is_elsewhere(optimizer):
         return
-    if isinstance(optimizer, ZeroOptimizer):
-        states = (optimizer.part_state_of(param, is_new=False) for param in params)
-        if any(state.keys() - {MASTER} for state in states) or optimizer.gradient_tensors():
-            return
-    elif optimizer.state:
-        return
-    for param in params:
-        param.grad = torch.zeros_like(param) if param.requires_grad else None
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    if isinstance(optimizer, ZeroOptimizer):
-        optimizer.forget_steps()
-        return
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].zero_()
+    if isinstance(optimizer, ZeroOptimizer):  # whose `state` is empty before the first step
+        states = (optimizer.part_state_of(p, is_new=False) for p in optimizer.all_params())
+        if not any(state.keys() - {MASTER} for state in states):
+            _init_optim_state(optimizer)
+            optimizer.forget_steps()
+    elif not optimizer.state:
+        _init_optim_state(optimizer)  # by a step with a rate of 0, which is not to count
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()

@@ -104,6 +104,10 @@ class TensorPart(torch.Tensor):
         """The same part of another tensor of the whole shape."""
         return TensorPart(local, self.boxes, self.shape)
 
+    def stored(self, read: Read) -> TensorPart:
+        """The same part, whose elements are not kept but read."""
+        return TensorPart(self.to_local(), self.boxes, self.shape, read)
+
     def pieces(self) -> list[Tensor]:
         """The elements of each box, in its shape: views of to_local()."""
         local = self.to_local()
@@ -299,8 +303,8 @@ def gather_whole(
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue
-            sent = _sent(parts.get(path), entry, owner, rank0_only, group)
-            if is_kept and sent is not None:
+            sent = _sent(parts.get(path), entry, owner, group)
+            if is_kept:
                 part = TensorPart(sent, entry.boxes, entry.shape)
                 for box, piece in zip(part.boxes, part.pieces(), strict=True):
                     box.of(whole).copy_(piece)
@@ -309,27 +313,18 @@ def gather_whole(
     return found if is_kept else {}
 
 
-def _sent(
-    part: Any, entry: _Entry, owner: int, rank0_only: bool, group: dist.ProcessGroup | None
-) -> Tensor | None:
-    """The elements of a rank's part in one dimension, on all ranks, or on rank 0 alone."""
+def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup | None) -> Tensor:
+    """The elements of a rank's part in one dimension, on all ranks."""
     if group is None:
         return local_of(part).detach().reshape(-1)
-    rank, device = group.rank(), device_of(group)
-    if rank == owner:
+    device = device_of(group)
+    if group.rank() == owner:
         flat = local_of(part).detach().to(device).reshape(-1).contiguous()
-    elif rank0_only and rank != 0:
-        return None
     else:
         num_elems = sum(torch.Size(box.sizes).numel() for box in entry.boxes)
         flat = torch.empty(num_elems, dtype=entry.dtype, device=device)
-    raw = flat.view(torch.uint8)  # not every backend sends every dtype
-    if not rank0_only:
-        dist.broadcast(raw, group=group, group_src=owner)
-    elif owner != 0 and rank == owner:
-        dist.send(raw, group=group, group_dst=0)
-    elif owner != 0:
-        dist.recv(raw, group=group, group_src=owner)
+    # Not every backend sends every dtype.
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=owner)
     return flat
 
 

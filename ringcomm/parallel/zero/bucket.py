@@ -249,6 +249,7 @@ class BackwardPasses:
         self,
         buckets: Sequence[Bucket],
         group: dist.ProcessGroup,
+        params: Iterable[nn.Parameter],
         late: Collection[nn.Parameter],
         *,
         reduces: bool,
@@ -256,7 +257,7 @@ class BackwardPasses:
         self._buckets, self._group, self.reduces = buckets, group, reduces
         self._has_begun = False
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
-        self.hooks = GradientHooks(self._index, self, late)
+        self.hooks = GradientHooks(params, self, late)
         # The bucket that is to be reduced next.
         self._next = 0
         # By bucket, the weights that the pass has not brought yet.

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.model_axes import tied_over_stages
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
@@ -69,7 +68,7 @@ class FlatZero(ZeroOptimizer):
         if dtype is not None:
             _compute_in(model, dtype, set(self._bucket_of))
         self._passes = BackwardPasses(
-            self._buckets, group, tied_over_stages(model), reduces=stage == 2
+            self._buckets, group, self.all_params(), self._late, reduces=stage == 2
         )
         # What all ranks know of this step, from _agree().
         self._present: set[nn.Parameter] = set()

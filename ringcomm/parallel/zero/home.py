@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
-from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
 Loans = dict[Tensor, Loan]
@@ -46,9 +45,7 @@ class Home(Operands):
             key = f"weight.{len(self._keys)}"
             self._keys[shard], self._shapes[shard] = key, shard.shape
             if not self._is_filled:
-                loan = self._weights.new(key, shard.numel(), shard.dtype)
-                loan.wait().copy_(shard)
-                self._weights.give_back(loan, is_written=True)
+                self._weights.put(key, shard)
             _empty(shard)
 
     @contextmanager
@@ -73,13 +70,10 @@ class Home(Operands):
                 self._weights.give_back(loan, is_written=False)
                 _empty(shard)
 
-    @contextmanager
-    def row(self, shard: Tensor, *, is_written: bool) -> Iterator[Tensor]:
+    def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
         """The values of a large shard, to be read or written inside."""
         self.forget_ahead()
-        loan = self._weights.fetch(self._keys[shard])
-        yield loan.wait()
-        self._weights.give_back(loan, is_written=is_written)
+        return self._weights.row(self._keys[shard], is_written=is_written)
 
     def step_begins(self) -> None:
         """Weights are going to be written, and then the model does again what it did."""
@@ -99,15 +93,13 @@ class Home(Operands):
 
     # ---- gradients
 
-    @contextmanager
-    def gradient(self, shard: Tensor, *, is_written: bool = False) -> Iterator[Tensor]:
+    def gradient(
+        self, shard: Tensor, *, is_written: bool = False
+    ) -> AbstractContextManager[Tensor]:
         """The gradient that has come, to be read or written inside."""
         if shard not in self._keys:
-            yield self.small_grads[shard]
-            return
-        loan = self._grads.fetch(self._keys[shard])
-        yield loan.wait()
-        self._grads.give_back(loan, is_written=is_written)
+            return nullcontext(self.small_grads[shard])
+        return self._grads.row(self._keys[shard], is_written=is_written)
 
     def add_grad(self, shard: Tensor, grad: Tensor) -> None:
         """Takes a gradient, or adds it to the one that is there."""
@@ -117,9 +109,7 @@ class Home(Operands):
         elif shard not in self._keys:
             self.small_grads[shard] = grad
         else:
-            loan = self._grads.new(self._keys[shard], grad.numel(), grad.dtype)
-            loan.wait().copy_(grad)
-            self._grads.give_back(loan, is_written=True)
+            self._grads.put(self._keys[shard], grad)
         self._fresh.add(shard)
 
     def drop_grad(self, shard: Tensor) -> None:
@@ -194,35 +184,6 @@ class HomedUnit(ShardedUnit):
             return
         with self._home.row(self.shards[param], is_written=True) as row:
             row.copy_(value)
-
-
-class HomedShards(WeightShards):
-    """WeightShards in a Home; models may be on the meta device: units become whole by turns.
-
-    `replacing` is around what replaces pieces outside of a step.
-    """
-
-    _takes_meta = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        units: Iterable[nn.Module] | None,
-        home: Home,
-        replacing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._home, self._replacing = home, replacing
-        super().__init__(model, group, units=units)
-
-    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
-        return HomedUnit(self._home, module, params, self.group)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """See WeightShards. Collective where pieces are kept in files."""
-        with super().writing(), self._replacing():
-            yield
 
 
 def _empty(shard: Tensor) -> None:

@@ -6,8 +6,8 @@ unit's weights come when it runs, and the next unit's are read meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from ringcomm.parallel.gradient_placeholder import GradientHooks
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
-from ringcomm.parallel.zero.home import Home, HomedShards
+from ringcomm.parallel.shards import WeightShards
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
+from ringcomm.parallel.zero.home import Home, HomedUnit
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
@@ -66,7 +68,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._grads.close()
             raise
         self._home = Home(self._tier, self._grads, is_filled=options.resume)
-        self._weights = HomedShards(model, group, units, self._home, self._replacing)
+        self._weights = _HomedShards(model, group, units, self._home, self._replacing)
         self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [
             {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
@@ -76,7 +78,7 @@ class ZeroInfinity(ZeroOptimizer):
             self._resume()
         else:
             self._commit()
-        self._hooks = GradientHooks(self._shard_of, self)
+        self._hooks = GradientHooks(self.all_params(), self)
         names = {param: name for name, param in model.named_parameters()}
         self._names = [names[param] for param in self._shard_of]
         # Since the last step: how many gradients have come, and the passes that were compared.
@@ -119,9 +121,8 @@ class ZeroInfinity(ZeroOptimizer):
             raise ValueError("the files are of another model, or of other units")
         for i, unit in enumerate(self._weights.units):
             if unit.packed_row.numel():
-                loan = self._tier.fetch(f"packed.{i}")
-                unit.packed_row.copy_(loan.wait())
-                self._tier.give_back(loan, is_written=False)
+                with self._tier.row(f"packed.{i}") as row:
+                    unit.packed_row.copy_(row)
         steps = zip(self._shard_of.values(), info["steps"], strict=True)
         self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
@@ -131,11 +132,8 @@ class ZeroInfinity(ZeroOptimizer):
         if not isinstance(self._tier, FileTier):
             return
         for i, unit in enumerate(self._weights.units):
-            row = unit.packed_row
-            if row.numel():
-                loan = self._tier.new(f"packed.{i}", row.numel(), row.dtype)
-                loan.wait().copy_(row)
-                self._tier.give_back(loan, is_written=True)
+            if unit.packed_row.numel():
+                self._tier.put(f"packed.{i}", unit.packed_row)
         steps = [self._inner.steps.get(shard) for shard in self._shard_of.values()]
         self._tier.store.commit(
             {
@@ -292,7 +290,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
-        weight = self._weights.read_shard(param)
+        weight = self._weights.unit_of(param).read_shard(param)
         return self._inner.new_state_of(self._shard_of[param], weight)
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -305,3 +303,31 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _states_taken(self) -> None:
         self._commit()
+
+
+class _HomedShards(WeightShards):
+    """WeightShards in a Home; models may be on the meta device: units become whole by turns.
+
+    `replacing` is around what replaces pieces outside of a step.
+    """
+
+    _takes_meta = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        units: Iterable[nn.Module] | None,
+        home: Home,
+        replacing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._home, self._replacing = home, replacing
+        super().__init__(model, group, units=units)
+
+    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
+        return HomedUnit(self._home, module, params, self.group)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        with super().writing(), self._replacing():
+            yield

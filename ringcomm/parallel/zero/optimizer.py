@@ -21,7 +21,7 @@ from ringcomm._renamed import object_getattr
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of
+from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
 from ringcomm.parallel.offload.operands import local_of
 from ringcomm.parallel.zero.states import States
 
@@ -223,6 +223,12 @@ class ZeroOptimizer(States):
     def _device(self) -> torch.device:
         device: torch.device = self.all_params()[0].device
         return device
+
+    @property
+    def _late(self) -> frozenset[nn.Parameter]:
+        """Weights whose gradients are complete behind the backward passes."""
+        model = self._model()
+        return tied_over_stages(model) if model is not None else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:

@@ -17,7 +17,7 @@ from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import gather_parts
 
 # Of a parameter group in a state_dict(): the loss scale, which torch's format has no place for.
-_SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
+SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
 _ROWS = (Shard(0),)
 
 
@@ -47,7 +47,7 @@ class States(torch.optim.Optimizer):
         found = []
         for group in self.param_groups:
             mine = {key: value for key, value in group.items() if key != "params"}
-            mine |= {_SCALE_KEYS[key]: value for key, value in scale.items()}
+            mine |= {SCALE_KEYS[key]: value for key, value in scale.items()}
             found.append({**mine, "params": [numbers[param] for param in group["params"]]})
         return found
 
@@ -100,7 +100,7 @@ class States(torch.optim.Optimizer):
     ) -> None:
         for saved, group in zip(groups, self.param_groups, strict=True):
             given = {key: value for key, value in saved.items() if key != "params"}
-            scale = {key: given.pop(name, None) for key, name in _SCALE_KEYS.items()}
+            scale = {key: given.pop(name, None) for key, name in SCALE_KEYS.items()}
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
                 self._scale.load(scale)
