@@ -57,8 +57,8 @@ class FileStore:
             committed there can be read at once.
         keep: whether tensors outlive the store. Otherwise each has one place, in a file without a
             name that goes with the process, and there is nothing to commit.
-        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where ringcomm was
-            built with liburing and the kernel allows it, else threads, said in the log.
+        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where the build and
+            the kernel have it.
         direct: past the page cache (O_DIRECT). None: where the file system has it.
         queue_depth: blocks that are under way at once. Threads are 4 at most.
         block_bytes: a multiple of 4096.

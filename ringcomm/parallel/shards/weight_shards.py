@@ -142,37 +142,21 @@ class WeightShards:
     def shard_of(self, param: Tensor) -> Tensor:
         """This rank's piece of a parameter: what an optimizer updates in place.
 
-        Returns:
-            Elements range_of(param) of the flat parameter: one dimension, its dtype; the same
-            tensor every time. Whole weights take its values when they are gathered next.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
+        Elements range_of(param) of the flat parameter, the same tensor every time. Whole weights
+        take its values when they are gathered next. Raises ValueError: it is not sharded here.
         """
         return self.unit_of(param).shards[param]  # type: ignore[index]
 
     def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of the flat parameter that this rank keeps, by shard_range().
-
-        Raises:
-            ValueError: the parameter is not sharded here.
-        """
+        """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
         return self.unit_of(param).range_of(param)
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
-        """This rank's piece of the mean of the ranks' gradients.
-
-        Args:
-            param: whose gradient.
-            grad: this rank's, whole, of the parameter's shape; any floating dtype.
-
-        Returns:
-            A new tensor of one dimension, elements range_of(param), in the gradient's dtype.
+        """Elements range_of(param) of the mean of the ranks' whole gradients, in their dtype.
 
         Raises:
             ValueError: the parameter is not sharded here; the gradient is sparse, or of another
                 shape or device.
-            RingcommError: a rank failed or called something else.
 
         Collective; sends (N-1)/N of the gradient.
         """
@@ -196,12 +180,9 @@ class WeightShards:
     def release(self, param: Tensor) -> None:
         """Says that the parameter's gradient is made, and so its weight no longer needed.
 
-        For a gradient that autograd does not bring to the parameter itself; of others the shards
-        know. When a backward has all gradients of a unit, and has left it, its weights are freed;
-        those of the model itself when the backward ends.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
+        For a gradient that autograd does not bring to the parameter itself. When a backward has all
+        gradients of a unit, and has left it, its weights are freed; those of the model itself when
+        the backward ends.
         """
         self._hooks_of(param).grad_arrived(param)
 

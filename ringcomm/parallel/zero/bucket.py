@@ -32,10 +32,9 @@ class Bucket:
     Attributes:
         params: the weights, in the order of the buffer.
         weights: all ranks' shards of them, in rank order; one dimension.
-        shard: what the optimizer updates: this rank's part of `weights` or, where that has 16 bits,
-            of the same weights in float32.
+        shard: what the optimizer updates: this rank's part of `weights`; of 16-bit ones in float32,
+            where it has a master.
         shard_grad: the gradient of the shard; None before the first reduction.
-        has_master: whether the shard is kept in float32 beside 16-bit weights.
     """
 
     def __init__(
@@ -45,10 +44,7 @@ class Bucket:
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
     ) -> None:
-        """Takes the values of rank 0, and keeps them as `dtype`, by default their own.
-
-        Gradients are accumulated and reduced in `grad_dtype`. Collective.
-        """
+        """Takes the values of rank 0, as `dtype`, which is by default their own. Collective."""
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
@@ -99,10 +95,7 @@ class Bucket:
     # ---- parts of weights
 
     def part_range(self, param: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of a weight that are in a rank's shard; by default this one's.
-
-        begin is at most end; an empty range is anywhere in the weight.
-        """
+        """The elements [begin, end) of a weight in a rank's shard, by default this one's."""
         rank = self._group.rank() if rank is None else rank
         first, last = shard_range(self.weights.numel(), self._group.size(), rank)
         begin, end = self._places[param]
@@ -160,10 +153,7 @@ class Bucket:
         return self._grads
 
     def reduce(self) -> None:
-        """Adds this rank's shard of the ranks' mean gradient to what it has. Collective.
-
-        The buffer begins a new sum.
-        """
+        """Adds this rank's shard of the ranks' mean gradient to what it has. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self._reduced |= self._arrived
@@ -206,13 +196,10 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Weights of one dtype and device, of at most so many bytes; more only for one weight.
 
-    Gradients are expected in the reverse order of model.parameters(), and buckets are filled in
-    this order. At stage 2 they may hold weights of several parameter groups, so that each bucket is
-    complete, and freed, before the next begins to fill. Stage 1 keeps all gradients until the step:
-    a bucket there has weights of one parameter group, which one fused operator updates.
-
-    Returns:
-        The buckets, in the order in which their last gradients are expected.
+    They are filled, and returned, in the order in which gradients are expected: the reverse of
+    model.parameters(). At stage 2 they may hold weights of several parameter groups, so that each
+    is complete, and freed, before the next begins to fill. At stage 1 they are of one group, which
+    one fused operator updates.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     position = {param: i for i, param in enumerate(model.parameters())}
@@ -234,15 +221,12 @@ class BackwardPasses:
     """Takes the gradients of buckets' weights.
 
     With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
-    has a gradient: ranks that leave out different weights still make the same calls. A bucket is
-    reduced inside of the pass when the pass has brought all of its weights, or when a gradient of a
-    later bucket comes and the pass will not reach those that are left; the others at the end of the
-    pass. A gradient that comes after its bucket was reduced waits in the bucket's buffer for the
-    next pass, or for the step, where the ranks agree on the buckets with such gradients. So do
-    gradients of `late` weights, see GradientHooks, and of passes without `reduces`.
-
-    Ranks may make different numbers of passes, and a pass may reach no weight. A rank announces
-    each pass that reduces, and a rank in agree() takes part in it.
+    has a gradient. A bucket is reduced when the pass has brought all of its weights, or when a
+    gradient of a later bucket comes and the pass will not reach those that are left; the others at
+    the end of the pass. A gradient that comes after its bucket was reduced waits for the next pass,
+    or for the step, where the ranks agree on the buckets with such gradients. So do gradients of
+    `late` weights, see GradientHooks, and of passes without `reduces`. Ranks may make different
+    numbers of passes: a rank announces each, and a rank in agree() takes part in it.
     """
 
     def __init__(

@@ -78,10 +78,10 @@ class ShardOptions:
 class ZeroOptimizer(States):
     """A torch optimizer over weights of which each rank updates 1/N.
 
-    Its parameter groups are those of the optimizer that was given, so schedulers and users change
-    them as ever. A weight without a gradient on any rank is left alone, as by torch's optimizers.
-    At stages 1 and 2 a weight that only some ranks have a gradient of gets the mean with zeros for
-    the others, as under DistributedDataParallel(find_unused_parameters=True).
+    Its parameter groups are those of the optimizer that was given. A weight without a gradient on
+    any rank is left alone, as by torch's optimizers. At stages 1 and 2 one that only some ranks
+    have a gradient of gets the mean with zeros for the others, as under
+    DistributedDataParallel(find_unused_parameters=True).
 
     With gradients in buckets or elsewhere (stages 1 and 2, offload_weights) `param.grad` is None or
     has no values, and raises RuntimeError when it is used.
@@ -185,11 +185,10 @@ class ZeroOptimizer(States):
         Raises:
             ValueError: max_norm is not positive.
             RuntimeError: the norm is not finite, and error_if_nonfinite says that this is an error.
-                No weight has been written, and the gradients are dropped. Otherwise gradients stay
-                as they are: a loss scale, or torch.amp.GradScaler, skips the step.
+                The gradients are dropped. Otherwise they stay as they are: a loss scale, or
+                torch.amp.GradScaler, skips the step.
 
-        Collective: reduces the gradients where that is still to come, and an all_gather of 8 bytes
-        a rank over each dimension of a mesh.
+        Collective: reduces the gradients where that is still to come.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is positive, got {max_norm!r}")

@@ -54,9 +54,8 @@ class States(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; states are DTensors, of which this rank has rows.
 
-        For torch.distributed.checkpoint and its get_state_dict(model, optimizer), which save it in
-        parts and load it with other world sizes and stages, or into torch's own optimizer. It is a
-        rank's own for torch.save(). "master" is a weight in float32, beside 16-bit ones.
+        For torch.distributed.checkpoint and its get_state_dict(model, optimizer); for torch.save()
+        it is a rank's own. "master" is a weight in float32, beside 16-bit ones.
 
         Collective at stages 1 and 2 and with offload_weights: whole states are gathered, one at a
         time, and cut into rows.
@@ -71,11 +70,7 @@ class States(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state_dict(); the weights are the model's own.
-
-        Args:
-            state_dict: of this rank, or of torch's optimizer; whole states are the same on all
-                ranks.
+        """Goes on from a state_dict() of this rank, or from torch's optimizer's, whole.
 
         Raises:
             ValueError: it is of another rank or world size, or of another optimizer. Nothing has

@@ -7,23 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_loops import LOOPS, loop_of
-from pair_model import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    DTYPES,
-    GRADIENTS,
-    SCALE,
-    WORLD_SIZE,
-    Base,
-    Net,
-    local_of,
-    params_in_groups,
-)
+from pair_loops import LOOPS, Training
+from pair_model import CLIP_VALUE, GRADIENTS, WORLD_SIZE, local_of, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
@@ -142,55 +130,38 @@ TABLE = Table(
 )
 
 
-def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"accumulation_steps": int(case["accumulation"])}
-    if case["weights in"] == "replicas":
-        options["group"] = group
-    if case["reduce dtype"] == "16 bits":
-        options["reduce_dtype"] = DTYPES[case["dtype"]]
-    if case["overlap"] == "yes":
-        options["overlap"] = True
-    if case["rounding"] == "stochastic":
-        options["stochastic_rounding"] = True
-    if case["rounding"] == "split":
-        options["master"] = "split"
-    if case["clipping"].startswith("norm"):
-        options["clip_grad_norm"] = CLIP_NORM
-        options["clip_mode"] = "two_pass" if "two passes" in case["clipping"] else "deferred"
-    if case["clipping"] == "value":
-        options["clip_grad_value"] = CLIP_VALUE
-    if case["loss scale"] == "fixed":
-        options["loss_scale"] = SCALE
-    if case["loss scale"] == "dynamic":
-        options["loss_scale"] = "dynamic"
-    return options
-
-
-class Training(Base):
+class LomoTraining(Training):
     """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
-        model = Net(case["weights"], case["recompute"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
-        loop = loop_of(case, model, WORLD_SIZE, folder)
-        super().__init__(case, model, loop)
+        super().__init__(case, WORLD_SIZE, folder)
+        model = self.model
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
                 fully_shard(module)
         kind: Any = Lomo if case["optimizer"] == "Lomo" else AdaLomo
-        rest = {"lr": 0.2 if kind is Lomo else 0.05, "weight_decay": 0.01, **_options(case, group)}
+        rest = {"lr": 0.2 if kind is Lomo else 0.05, "weight_decay": 0.01, **self._own(group)}
         if case["given"] == "model":
             self.optimizer = kind(model, **rest)
         else:
             self.optimizer = kind(params_in_groups(model, case["groups"]), model=model, **rest)
-        if case["compile"] == "yes":
-            model.compile(backend="aot_eager")
-        if case["around"] == "DDP":
-            self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        if loop is not None:
-            loop.take(self.optimizer)
+        self.wrap()
+
+    def _own(self, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        case = self.case
+        options = {"accumulation_steps": int(case["accumulation"]), **self.options()}
+        if case["weights in"] == "replicas":
+            options["group"] = group
+        if case["overlap"] == "yes":
+            options["overlap"] = True
+        options["stochastic_rounding"] = case["rounding"] == "stochastic"
+        options["master"] = "split" if case["rounding"] == "split" else None
+        if case["clipping"].startswith("norm"):
+            options["clip_mode"] = "two_pass" if "two passes" in case["clipping"] else "deferred"
+        if case["clipping"] == "value":
+            options["clip_grad_value"] = CLIP_VALUE
+        return options
 
     def snapshot(self) -> list[Tensor]:
         if self.shards is None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_model import CLIP_NORM, DTYPES, SCALE, Base, MicroBatch, Net, params_in_groups
+from pair_loops import Training
+from pair_model import CLIP_NORM, MicroBatch, Net, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
 from pair_zero import torch_optimizer
 from torch import Tensor, nn
@@ -201,7 +202,7 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens
                 tensor.all_reduce_grad_(param, group)
 
 
-class Training(Base):
+class MeshTraining(Training):
     """One case, on a mesh of all ranks."""
 
     def __init__(
@@ -215,9 +216,8 @@ class Training(Base):
         # The ranks of the first mesh that a rank of this one stands for.
         num = DATA_RANKS[case["mesh"]] // mesh.data.size()
         self.ranks = range(mesh.data_rank * num, (mesh.data_rank + 1) * num)
-        model: Any = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
+        super().__init__(case, WORLD_SIZE, folder)
+        model = self.model
         if mesh.tensor is not None:
             split_in_tensor_parallel(model, mesh.tensor, mesh.shares_tokens)
         if mesh.experts is not None:
@@ -228,7 +228,6 @@ class Training(Base):
                     group=mesh.experts,
                     replica_group=mesh.replicas,
                 )
-        super().__init__(case, model)
         self.pipe: pipeline.Pipeline | None = None
         if mesh.pipeline is not None:
             self._make_pipeline(model, mesh.pipeline)
@@ -273,11 +272,6 @@ class Training(Base):
     def _make_optimizer(self) -> Any:
         case, kind = self.case, self.case["trained by"]
         groups = params_in_groups(self.model, case["groups"])
-        options: dict[str, Any] = {}
-        if case["clipping"] == "option":
-            options["clip_grad_norm"] = CLIP_NORM
-        if case["loss scale"] != "none":
-            options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
         if kind == "Lomo":
             return Lomo(
                 groups,
@@ -288,7 +282,7 @@ class Training(Base):
                 accumulation_steps=int(case["accumulation"])
                 * len(self.ranks)
                 * (1 if self.pipe is None else 2),
-                **options,
+                **self.options(),
             )
         optimizer = torch_optimizer(case, groups)
         if kind.startswith("zero"):
@@ -298,7 +292,7 @@ class Training(Base):
                 int(kind[-1]),
                 group=self.mesh.data,
                 bucket_bytes=200,
-                **options,
+                **self.options(),
             )
         return optimizer
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_loops import LOOPS, loop_of
-from pair_model import CLIP_NORM, DTYPES, GRADIENTS, SCALE, Base, Net, params_in_groups
+from pair_loops import LOOPS, Training
+from pair_model import DTYPES, GRADIENTS, params_in_groups
 from pair_table import Case, Meaningless, Refused, Table
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel import offload, zero
 
@@ -168,43 +167,21 @@ def _optimizer(case: Case, model: nn.Module, folder: Path) -> torch.optim.Optimi
     return offload.AdamW(groups, 0.02, eps=1e-3, **place)
 
 
-def _options(case: Case) -> dict[str, Any]:
-    options: dict[str, Any] = {"bucket_bytes": 200}
-    dtype = DTYPES[case["dtype"]]
-    if case["dtype"] in ("bfloat16", "float16"):
-        options["param_dtype"] = dtype
-    if case["reduce dtype"] == "16 bits":
-        options["reduce_dtype"] = dtype
-    if case["clipping"] == "option":
-        options["clip_grad_norm"] = CLIP_NORM
-    if case["loss scale"] in ("fixed", "dynamic"):
-        options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
-    if case["stage"] == "infinity":
-        options["offload_weights"] = True
-    return options
-
-
-class Training(Base):
+class ZeroTraining(Training):
     """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
-        model = Net(case["weights"], case["recompute"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
-        loop = loop_of(case, model, group.size(), folder)
-        super().__init__(case, model, loop)
+        super().__init__(case, group.size(), folder)
         if case["around"] == "fully_shard before":
-            fully_shard(model)
+            fully_shard(self.model)
+        options: dict[str, Any] = {"bucket_bytes": 200, **self.options()}
+        if case["dtype"] in ("bfloat16", "float16"):
+            options["param_dtype"] = DTYPES[case["dtype"]]
         stage = 3 if case["stage"] == "infinity" else int(case["stage"])
-        self.optimizer = zero.shard(
-            model, _optimizer(case, model, folder), stage, group=group, **_options(case)
-        )
-        if case["compile"] == "yes":
-            model.compile(backend="aot_eager")
-        if case["around"] == "DDP":
-            self.wrapped = DistributedDataParallel(model)
-        if loop is not None:
-            loop.take(self.optimizer)
+        options["offload_weights"] = case["stage"] == "infinity"
+        optimizer = _optimizer(case, self.model, folder)
+        self.optimizer = zero.shard(self.model, optimizer, stage, group=group, **options)
+        self.wrap()
 
     def snapshot(self) -> list[Tensor]:
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere

@@ -7,22 +7,25 @@ bits, and calls. Models of odd sizes: support/zero_models.py.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from full_states import full_state
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_models import (
     STAGES,
     STEPS,
     Net,
+    assert_close,
     batch,
     loss_of,
     make,
     make_optimizer,
+    same,
     sent_bytes,
     train_alone,
     weights,
@@ -31,11 +34,6 @@ from zero_models import train as train_steps
 
 # How much sums of three or four ranks' gradients may differ from one sum; AdamW amplifies it.
 ATOL = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 2e-5}
-
-
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].cpu(), value, rtol=0, atol=atol)
 
 
 def train(
@@ -150,46 +148,14 @@ def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
 def test_two_ranks_have_the_bits_of_one(stage: int, backend: str) -> None:
     expected = train_halves()
     for found in run_ranks(2, train_bits, stage, backend=backend):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert same(found, expected)
 
 
-# ---- passes without communication
+# ---- no_sync(), overflow and clipping
 
 
-def mix_passes(rank: int, stage: int) -> None:
-    """Passes inside and outside of no_sync(), not the same on both ranks, around a clip."""
-    model, optimizer = make(stage)
-    alone = Net()
-    plain = make_optimizer(alone, "momentum")
-    for step in range(3):
-        for part in range(4):
-            if part == rank or (part == 3 and step == 1):
-                with optimizer.no_sync():
-                    loss_of(model, *batch(4 * step + part, rank, 2)).backward()
-            else:
-                loss_of(model, *batch(4 * step + part, rank, 2)).backward()
-            loss_of(alone, *batch(4 * step + part)).backward()
-            if part == 2:
-                optimizer.clip_grad_norm_(0.1)
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    assert_close(weights(model), weights(alone), 2e-6)
-    before = weights(model)
-    with optimizer.no_sync():
-        loss_of(model, *batch(0, rank, 2)).backward()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_passes_in_and_out_of_no_sync(stage: int) -> None:
-    run_ranks(2, mix_passes, stage)
-
-
-def keep_gradients(rank: int) -> None:
+@in_ranks(2)
+def test_stage_3_refuses_a_step_that_lacks_gradients(rank: int) -> None:
     """At stage 3 fully_shard keeps them, and would go on without them in silence."""
     model, optimizer = make(3)
     before = weights(model)
@@ -197,7 +163,7 @@ def keep_gradients(rank: int) -> None:
         loss_of(model, *batch(0, rank, 2)).backward()
     with pytest.raises(RuntimeError, match=r"no_sync\(\) are not reduced at stage 3"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     loss_of(model, *batch(1, rank, 2)).backward()
     optimizer.step()
     alone = Net()
@@ -213,13 +179,6 @@ def keep_gradients(rank: int) -> None:
         loss_of(net, *(batch(3, rank, 2) if net is model else batch(3))).backward()
         each.step()
     assert_close(weights(model), weights(alone))
-
-
-def test_stage_3_refuses_a_step_that_lacks_gradients() -> None:
-    run_ranks(2, keep_gradients)
-
-
-# ---- overflow and clipping
 
 
 def overflow(rank: int, stage: int, where: str) -> None:
@@ -238,7 +197,7 @@ def overflow(rank: int, stage: int, where: str) -> None:
     optimizer.zero_grad()
     assert optimizer.grad_norm is not None
     assert not math.isfinite(optimizer.grad_norm)
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     assert optimizer.loss_scale == scale / 2
     assert str(full_state(optimizer)["state"]) == str(state["state"])
     train_steps(model, optimizer, rank, 2, range(3, 4))
@@ -265,7 +224,7 @@ def clip_nan(rank: int, stage: int) -> None:
         with pytest.raises(RuntimeError, match="norm is nan; no weight has been written"):
             call()
     optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     train_steps(model, optimizer, rank, 2)
     assert_close(weights(model), train_alone("momentum", clip=1.0))
 
@@ -276,14 +235,15 @@ def test_clipping_nan_is_an_error_on_all_ranks(stage: int) -> None:
 
 
 def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | None) -> list[Tensor]:
-    """In every step, after two of three backward passes: what came before is clipped."""
+    """After two of three backward passes, some in no_sync(), not the same ones on all ranks."""
     model, optimizer = make(stage, loss_scale=scale)
     alone, norms = Net(), []
     plain = make_optimizer(alone, "momentum")
     for step in range(STEPS):
         for part in range(3):
-            loss = loss_of(model, *batch(3 * step + part, rank, world_size))
-            optimizer.scale(loss).backward()
+            loss = optimizer.scale(loss_of(model, *batch(3 * step + part, rank, world_size)))
+            with optimizer.no_sync() if stage < 3 and part == rank else nullcontext():
+                loss.backward()
             loss_of(alone, *batch(3 * step + part)).backward()
             if part == 1:
                 seen = optimizer.clip_grad_norm_(math.inf)  # looks, and clips nothing
@@ -295,6 +255,12 @@ def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | Non
             each.step()
             each.zero_grad()
     assert_close(weights(model), weights(alone), 2e-6)
+    before = weights(model)
+    with optimizer.no_sync():
+        loss_of(model, *batch(0, rank, world_size)).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert same(weights(model), before)
     return norms
 
 

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_state, load_full_state
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import (
     BUCKET_BYTES,
     STEPS,
     Net,
+    Towers,
     batch,
     loss_of,
     make,
     make_optimizer,
+    same,
     train,
     train_alone,
     weights,
@@ -30,12 +32,13 @@ from ringcomm.parallel import zero
 # ---- what is refused
 
 
-def check_errors(rank: int) -> None:
+@in_ranks(2)
+def test_errors(rank: int) -> None:
     model = Net()
     sgd = make_optimizer(model, "sgd")
     adam = torch.optim.Adam(model.parameters())
     frozen = Net()
-    half = nn.Linear(3, 3).to(torch.bfloat16)
+    half, scalar = nn.Linear(3, 3).to(torch.bfloat16), Towers()
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (model, adam, {"stage": 1}, TypeError, " to shard, got Adam"),
         (model, sgd, {"stage": 4}, ValueError, "stage is 1, 2 or 3, got 4"),
@@ -50,6 +53,7 @@ def check_errors(rank: int) -> None:
         (model, sgd, {"stage": 1, "clip_grad_norm": 0}, ValueError, "clip_grad_norm is a positive"),
         (model, sgd, {"stage": 2, "units": []}, ValueError, "at stage 3 alone"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "are float32"),
+        (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
          ValueError, "bfloat16 already"),
     ]  # fmt: skip
@@ -75,7 +79,7 @@ def check_errors(rank: int) -> None:
     with pytest.raises(ValueError, match="is of rank 7 of 9"):
         sharded.load_state_dict({**state, "rank": 7, "world_size": 9})
     sharded.step()  # without gradients: nothing
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     loss_of(model, *batch(0)).backward()
     model.added = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"added.weight was added or replaced"):
@@ -89,10 +93,6 @@ def check_errors(rank: int) -> None:
     model.to(torch.float64)
     with pytest.raises(ValueError, match="has moved since"):
         sharded.step()
-
-
-def test_errors() -> None:
-    run_ranks(2, check_errors)
 
 
 def ddp_runs_a_part(model: nn.Module, original: Any, sharded: Any) -> None:
@@ -119,7 +119,7 @@ def refuse(rank: int, stage: int, do: Callable[[Any, Any, Any], None]) -> None:
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"param\.grad of a weight that zero"):
         do(model, original, sharded)
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,8 @@ def test_what_would_go_by_one_rank_raises(stage: int, do: Any) -> None:
 # ---- odd ones, and what comes later
 
 
-def train_odd_groups(rank: int) -> None:
+@in_ranks(3)
+def test_odd_groups(rank: int) -> None:
     """An empty parameter group, weights without elements, schedulers and closures."""
     model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     model.nothing = nn.Parameter(torch.empty(0, 4))
@@ -156,11 +157,8 @@ def train_odd_groups(rank: int) -> None:
     assert first.abs().max() > 0
 
 
-def test_odd_groups() -> None:
-    run_ranks(3, train_odd_groups)
-
-
-def shard_again(rank: int) -> None:
+@in_ranks(2)
+def test_a_model_can_be_sharded_again(rank: int) -> None:
     """What has lost its optimizer can have another; hooks of the first are mute."""
     model, first = make(2)
     train(model, first, rank, 2, range(1))
@@ -176,10 +174,6 @@ def shard_again(rank: int) -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
-def test_a_model_can_be_sharded_again() -> None:
-    run_ranks(2, shard_again)
-
-
 def load_weights(rank: int, stage: int) -> None:
     """A state_dict of the model that is loaded after zero.shard() counts, for the masters too."""
     model, optimizer = make(stage, "sgd", param_dtype=torch.bfloat16)
@@ -189,7 +183,7 @@ def load_weights(rank: int, stage: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(model, optimizer, rank, 2, range(1))
-    assert all(torch.equal(value, loaded[name]) for name, value in weights(model).items())
+    assert same(weights(model), loaded)
     masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)
