@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,20 +14,16 @@ from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_size, empty_row
 
 
+@dataclasses.dataclass(eq=False)
 class Loan:
     """A row that is in memory for a while, or on its way there."""
 
-    def __init__(self, key: str, row: Tensor, transfer: Transfer | None = None) -> None:
-        self.key = key
-        self._row = row
-        self._transfer = transfer
+    key: str
+    _row: Tensor
+    _transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """The row; blocks until it is there.
-
-        Raises:
-            OSError: the file system failed.
-        """
+        """The row; blocks until it is there. Raises OSError: the file system failed."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None

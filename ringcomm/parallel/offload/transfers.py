@@ -103,8 +103,7 @@ def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngin
         RuntimeError: the build or the kernel lacks it.
     """
     key = os.getpid(), kind, queue_depth, block_bytes
-    found = _engines.get(key)
-    if found is None:
+    if (found := _engines.get(key)) is None:
         _engines[key] = found = _C.FileEngine(kind, queue_depth, block_bytes)
     return found
 

@@ -154,7 +154,7 @@ class UnitHooks:
         for param in self._params - self._watched:
             if param.requires_grad:
                 self._watched.add(param)
-                arrived = _weakly(self.grad_arrived)
+                arrived = partial(_call_weakly, weakref.WeakMethod(self.grad_arrived))
                 self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     @untraced
@@ -223,16 +223,10 @@ class UnitHooks:
             self.unit.free()
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _call_weakly(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
     """Garbage collection does not look into a parameter's hooks: they must not hold the model."""
-    reference = weakref.WeakMethod(method)
-
-    def call(param: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(param)
-
-    return call
+    if (alive := method()) is not None:
+        alive(param)
 
 
 def _may_get_grad(param: nn.Parameter) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Box,
     Path,
     TensorPart,
-    all_gathered,
     fill,
     local_of,
     own_elements,
@@ -40,12 +40,9 @@ MASTER = "master"
 
 
 class ModelParts:
-    """A module's parameters and buffers as parts of the whole model's.
+    """A module's parameters and buffers, by name in `values`, as parts of the whole model's.
 
-    Attributes:
-        values: by name, tied ones under each of their names: parameters and buffers themselves.
-        name_of: a parameter's first name.
-        shards: the WeightShards of its parameters.
+    Tied ones are under each of their names; `name_of` has the first. `shards` are WeightShards.
     """
 
     def __init__(self, module: nn.Module) -> None:

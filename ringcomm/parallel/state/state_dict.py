@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
@@ -20,7 +21,6 @@ from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
     TensorPart,
-    all_gathered,
     fill,
     gather_whole,
     own_elements,

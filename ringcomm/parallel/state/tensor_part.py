@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import all_gathered, device_of
 
 __all__ = [
     "Box",
     "Path",
     "SameAs",
     "TensorPart",
-    "all_gathered",
     "fill",
     "gather_whole",
     "local_of",
@@ -117,17 +116,12 @@ class TensorPart(torch.Tensor):
         return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """These elements of another tensor of the whole shape; a view where that can be."""
+        """These elements of another tensor of the whole shape; a view of one box."""
         size = self._local.shape
         if not self.boxes:
             return whole.new_empty(size)
         if len(self.boxes) == 1:
             return self.boxes[0].of(whole).reshape(size)
-        first, last = self.boxes[0], self.boxes[-1]
-        ends = [begin + length - 1 for begin, length in zip(*last, strict=True)]
-        begin, end = _flat_index(first.offsets, whole.shape), _flat_index(ends, whole.shape) + 1
-        if whole.is_contiguous() and end - begin == size.numel():
-            return whole.view(-1)[begin:end].view(size)
         return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
 
     def is_part_of(self, other: TensorPart) -> bool:
@@ -205,13 +199,6 @@ def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     return boxes
 
 
-def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
-    found = 0
-    for at, size in zip(index, shape, strict=True):
-        found = found * size + at
-    return found
-
-
 # ---- tensors of any kind
 
 
@@ -244,15 +231,6 @@ def fill(part: Tensor, value: Any) -> None:
     local, mine = local_of(part), own_elements(part, value)
     if local.data_ptr() != mine.data_ptr():
         local.copy_(mine)
-
-
-def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Everybody's objects; this rank's alone without a group. Collective."""
-    if group is None:
-        return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 # ---- whole tensors

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import GradientHooks
 from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
@@ -92,8 +92,7 @@ class ZeroInfinity(ZeroOptimizer):
         store = tier.store if isinstance(tier, FileTier) else None
         # All ranks make the same commits: a generation is the same state everywhere.
         mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
-        everyone: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = all_gathered(mine, self.group)
         (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
         if not self.options.resume:
             if most_steps > 0:

@@ -72,8 +72,8 @@ def predict_memory(
             own = [param for param in unit.parameters() if param not in seen]
             seen.update(own)
             parts.append(_of_unit(ranks, own, states))
-    *sums, buffers = zip(*parts, strict=True)
-    return Memory(*map(sum, sums), max(buffers))
+    parameters, gradients, kept, buffers = zip(*parts, strict=True)
+    return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
 
 def predict_traffic(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pair_loops import LOOPS, Training
 from pair_model import CLIP_VALUE, GRADIENTS, WORLD_SIZE, local_of, params_in_groups
-from pair_table import Case, Meaningless, Refused, Table
+from pair_table import Case, Refused, Table, condition
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -41,83 +41,72 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"weights in": REPLICAS, "around": ("DDP",)},
-            "ValueError|RuntimeError",  # compiled models meet it in the backward pass
-            "DistributedDataParallel",
+            "weights in: replicas or replicas without group=; around: DDP",
+            "ValueError|RuntimeError: DistributedDataParallel",
             "the model itself, and group=",
         ),
         Refused(
-            {"weights in": ("WeightShards", "fully_shard"), "around": ("DDP",)},
-            "RuntimeError",
-            "DistributedDataParallel|Cannot flatten",  # torch's own words, and reasons
+            "weights in: WeightShards or fully_shard; around: DDP",
+            "RuntimeError: DistributedDataParallel|Cannot flatten",
             "the model itself: its gradients are reduced",
         ),
         Refused(
-            {"weights in": ("replicas without group=",)},
-            "ValueError",
-            "group=dist.group.WORLD",
+            "weights in: replicas without group=",
+            "ValueError: group=dist.group.WORLD",
             'group=dist.group.WORLD; group="none" for ranks that train apart',
         ),
         Refused(
-            {"clipping": ("torch",)},
-            "RuntimeError",
-            "clip_grad_norm=",
+            "clipping: torch",
+            "RuntimeError: clip_grad_norm=",
             "the option clip_grad_norm=",
             is_late=True,
         ),
         Refused(
-            {"loss scale": ("GradScaler",)},
-            "RuntimeError",
-            "loss_scale=",
+            "loss scale: GradScaler",
+            "RuntimeError: loss_scale=",
             "the option loss_scale=, and optimizer.scale(loss).backward()",
             is_late=True,
         ),
         Refused(
-            {"around": LOOPS, "loss scale": ("GradScaler",)},
-            "ValueError",
-            'GradScaler.*loss_scale="dynamic"',
+            "around: Accelerate or Trainer; loss scale: GradScaler",
+            'ValueError: GradScaler.*loss_scale="dynamic"',
             'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
-            {"clipping": ("norm in two passes",), "accumulation": ("3",)},
-            "ValueError",
-            "cannot accumulate",
+            "clipping: norm in two passes; accumulation: 3",
+            "ValueError: cannot accumulate",
             'clip_mode="deferred"',
         ),
         Refused(
-            {"weights in": ("WeightShards",), "compile": ("yes",)},
-            "RuntimeError",
-            "torch.compile",
+            "weights in: WeightShards; compile: yes",
+            "RuntimeError: torch.compile",
             "fully_shard, or no torch.compile",
         ),
         Refused(
-            {"weights in": ("WeightShards", "fully_shard"), "gradients": ("none on rank 1",)},
-            "RuntimeError",
-            "some ranks",
+            "weights in: WeightShards or fully_shard; gradients: none on rank 1",
+            "RuntimeError: some ranks",
             "replicas with group=, or a loss that uses every weight on every rank",
         ),
         Refused(
-            {"weights in": ("WeightShards",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "weights in: WeightShards; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "replicas with group=, or a loss that uses every weight on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
         ),
         Refused(
-            {"weights in": ("fully_shard",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "weights in: fully_shard; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "replicas with group=, or a loss that uses every weight on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
             is_late=True,
         ),
     ),
     meaningless=(
-        Meaningless({"dtype": ("float32",), "rounding": ("stochastic", "split")}),
-        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
-        Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
-        Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
-        Meaningless({"given": ("model",), "groups": ("decay first", "no decay first")}),
+        condition("dtype: float32; rounding: stochastic or split"),
+        condition("dtype: float32; reduce dtype: 16 bits"),
+        condition("accumulation: 1; gradients: none in the first micro-batch"),
+        condition("weights in: WeightShards or fully_shard; overlap: yes"),
+        condition("given: model; groups: decay first or no decay first"),
     ),
     also=(
         {  # gradients that wait for step() beside those that are used

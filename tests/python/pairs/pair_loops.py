@@ -181,8 +181,8 @@ class Training:
         self.model: Any = Net(case["weights"], case["recompute"], has_experts)
         if case["dtype"].endswith("weights"):
             self.model.to(DTYPES[case["dtype"]])
-        self.wrapped = self.model
-        self.loop = loop_of(case, self.model, num_ranks, folder) or self
+        self.wrapped: Any = self.model
+        self.loop: Any = loop_of(case, self.model, num_ranks, folder) or self
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
     def wrap(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pair_loops import LOOPS, Training
 from pair_model import DTYPES, GRADIENTS, params_in_groups
-from pair_table import Case, Meaningless, Refused, Table
+from pair_table import Case, Refused, Table, condition
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -39,112 +39,91 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"around": ("DDP",)},
-            "RuntimeError",
-            "DistributedDataParallel|Cannot flatten",  # of stage 3 torch refuses DTensors
+            "around: DDP",
+            "RuntimeError: DistributedDataParallel|Cannot flatten",
             "the model itself: zero.shard reduces gradients",
         ),
         Refused(
-            {
-                "stage": ("3",),
-                "dtype": ("float16",),
-                "reduce dtype": ("16 bits",),
-                "loss scale": ("fixed", "dynamic"),
-            },
-            "ValueError",
-            "reduce_dtype",
+            "stage: 3; dtype: float16; reduce dtype: 16 bits; loss scale: fixed or dynamic",
+            "ValueError: reduce_dtype",
             "reduce_dtype=torch.float32, the default",
         ),
+        Refused("around: fully_shard before", "ValueError: sharded already", "one of the two"),
         Refused(
-            {"around": ("fully_shard before",)}, "ValueError", "sharded already", "one of the two"
-        ),
-        Refused(
-            {"stage": ("1", "2", "infinity"), "clipping": ("torch",)},
-            "RuntimeError",
-            r"optimizer\.clip_grad_norm_",
+            "stage: 1 or 2 or infinity; clipping: torch",
+            r"RuntimeError: optimizer\.clip_grad_norm_",
             "optimizer.clip_grad_norm_(max_norm), or the option clip_grad_norm=",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("1", "2", "infinity"), "loss scale": ("GradScaler",)},
-            "RuntimeError",
-            "loss_scale=",
+            "stage: 1 or 2 or infinity; loss scale: GradScaler",
+            "RuntimeError: loss_scale=",
             "the option loss_scale=, and optimizer.scale(loss).backward()",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"around": LOOPS, "loss scale": ("GradScaler",)},
-            "ValueError",
-            'GradScaler.*loss_scale="dynamic"',
+            "around: Accelerate or Trainer; loss scale: GradScaler",
+            'ValueError: GradScaler.*loss_scale="dynamic"',
             'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
-            {"stage": ("infinity",), "state": ("device",)},
-            "ValueError",
-            "ringcomm.parallel.offload",
+            "stage: infinity; state: device",
+            "ValueError: ringcomm.parallel.offload",
             "an optimizer of ringcomm.parallel.offload",
         ),
         Refused(
-            {"stage": ("infinity",), "dtype": ("bfloat16", "float16")},
-            "ValueError",
-            "offload_weights .* param_dtype",
+            "stage: infinity; dtype: bfloat16 or float16",
+            "ValueError: offload_weights .* param_dtype",
             "a model of 16-bit weights: model.to(dtype)",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "backend": ("gloo",)},
-            "ValueError",
-            "ringcomm",
+            "stage: infinity; backend: gloo",
+            "ValueError: ringcomm",
             "a group of backend ringcomm",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "compile": ("yes",)},
-            "RuntimeError",
-            "torch.compile",
+            "stage: infinity; compile: yes",
+            "RuntimeError: torch.compile",
             "stage 3, or no torch.compile",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("3",), "dtype": ("bfloat16 weights",)},
-            "ValueError",
-            "float32",
+            "stage: 3; dtype: bfloat16 weights",
+            "ValueError: float32",
             "float32 weights and param_dtype=torch.bfloat16",
         ),
         Refused(
-            {"stage": ("infinity",), "accumulation": ("3 with no_sync",)},
-            "RuntimeError",
-            r"no_sync\(\)",
+            "stage: infinity; accumulation: 3 with no_sync",
+            r"RuntimeError: no_sync\(\)",
             "accumulation without it, or another stage",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "gradients": ("none on rank 1",)},
-            "RuntimeError",
-            "some ranks only, which zero.shard",
+            "stage: infinity; gradients: none on rank 1",
+            "RuntimeError: some ranks only, which zero.shard",
             "stage 1 or 2, or a loss that uses every weight on every rank",
-            {**HOST_STATE, "backend": ("ringcomm",)},
+            besides="state: host; backend: ringcomm",
         ),
         Refused(
-            {"stage": ("infinity",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "stage: infinity; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "stage 1 or 2, or a loss that uses every weight on every rank",
-            HOST_STATE,
-            {"backend": ("ringcomm",)},
+            besides="state: host",
+            only_with="backend: ringcomm",
         ),
         Refused(
-            {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "stage: 3; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "stage 1 or 2, or a loss that uses every layer on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
         ),
     ),
     meaningless=(
-        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
-        Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
-        Meaningless({"accumulation": ("3 with no_sync",), "around": LOOPS}),  # which have their own
+        condition("dtype: float32; reduce dtype: 16 bits"),
+        condition("accumulation: 1; gradients: none in the first micro-batch"),
+        condition("accumulation: 3 with no_sync; around: Accelerate or Trainer"),
     ),
 )
 

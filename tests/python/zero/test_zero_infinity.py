@@ -170,7 +170,7 @@ def refuse(rank: int, folder: Path) -> None:
     check("cast the model itself", param_dtype=torch.bfloat16)
     check("resume is for offload_weights", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)
-    place = {"to": "nvme", "path": folder}
+    place: dict[str, Any] = {"to": "nvme", "path": folder}
     model = Net()
     optimizer = infinity(model, make_optimizer(model, "sgd", **place))
     with pytest.raises(RuntimeError, match=r"no_sync\(\) is not to be had"), optimizer.no_sync():
