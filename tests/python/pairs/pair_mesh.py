@@ -54,8 +54,6 @@ OTHER_MESHES = {
     "experts 4 x data 4": ("experts 2 x data 4",),
 }
 
-SEQUENCE = ("sequence 2 x data 2", "pipeline 2 x sequence 2")
-TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2", *SEQUENCE)
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
 PIPELINES = " or ".join(PIPELINE)
 EXPERTS = "experts 2 x data 4 or experts 4 x data 4"

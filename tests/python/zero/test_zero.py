@@ -7,7 +7,6 @@ bits, and calls. Models of odd sizes: support/zero_models.py.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,16 +26,16 @@ from zero_models import (
     make_optimizer,
     same,
     sent_bytes,
+    train,
     train_alone,
     weights,
 )
-from zero_models import train as train_steps
 
 # How much sums of three or four ranks' gradients may differ from one sum; AdamW amplifies it.
 ATOL = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 2e-5}
 
 
-def train(
+def train_ranks(
     rank: int,
     device: str,
     world_size: int,
@@ -45,75 +44,43 @@ def train(
     options: dict[str, Any],
     num_micro_batches: int,
 ) -> dict[str, Tensor]:
-    where = place(device, rank)
     options = dict(options)
-    uses_mesh, is_synced = options.pop("mesh", False), options.pop("sync", True)
-    model = Net(is_tied=options.pop("tied", False)).to(where)
-    if uses_mesh:
+    model = Net(is_tied=options.pop("tied", False)).to(place(device, rank))
+    if options.pop("mesh", False):
         options["mesh"] = init_device_mesh(device, (world_size,))
     if rank != 0:
         torch.nn.init.zeros_(model.last.weight)  # rank 0's count
     _, optimizer = make(stage, kind, model, **options)
-
-    def backward(step: int, part: int) -> None:
-        rows = batch(num_micro_batches * step + part, rank, world_size)
-        optimizer.scale(loss_of(model, *(x.to(where) for x in rows))).backward()
-
-    for step in range(STEPS):
-        before = sent_bytes()
-        for part in range(num_micro_batches - 1):
-            if is_synced:
-                backward(step, part)
-            else:
-                with optimizer.no_sync():
-                    backward(step, part)
-        if not is_synced and stage < 3:
-            assert sent_bytes() == before
-        if is_synced or stage == 3:
-            backward(step, num_micro_batches - 1)
-        else:  # step() reduces what no pass has
-            with optimizer.no_sync():
-                backward(step, num_micro_batches - 1)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, world_size, num_micro_batches=num_micro_batches)
     return weights(model)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "stage", "kind", "options", "num_micro_batches"),
+    ("world_size", "backend", "case"),
     [
-        (1, "ringcomm", 1, "adamw", {"clip_grad_norm": 0.1}, 1),
-        (1, "ringcomm", 2, "momentum", {}, 2),
-        (1, "ringcomm", 3, "momentum", {"loss_scale": 1024.0}, 1),
-        (2, "gloo", 1, "momentum", {"mesh": True}, 1),
-        (2, "gloo", 2, "adamw", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 2),
-        (2, "gloo", 3, "adamw", {"loss_scale": 1024.0}, 2),
-        (3, "ringcomm", 1, "adamw", {"loss_scale": 1024.0, "tied": True}, 2),
-        (3, "ringcomm", 2, "adamw", {"bucket_bytes": 1 << 20}, 1),
-        (3, "ringcomm", 3, "momentum", {"clip_grad_norm": 0.1, "mesh": True}, 1),
-        (4, "ringcomm", 2, "momentum", {"clip_grad_norm": 0.1, "tied": True}, 1),
-        (4, "ringcomm", 3, "adamw", {"tied": True}, 1),
-        (2, "ringcomm", 1, "momentum", {"sync": False}, 2),
-        (3, "ringcomm", 2, "momentum", {"sync": False, "clip_grad_norm": 0.1}, 3),
-        (3, "ringcomm", 3, "momentum", {"sync": False}, 3),
+        (1, "ringcomm", (1, "adamw", {"clip_grad_norm": 0.1}, 1)),
+        (1, "ringcomm", (2, "momentum", {}, 2)),
+        (1, "ringcomm", (3, "momentum", {"loss_scale": 1024.0}, 1)),
+        (2, "gloo", (1, "momentum", {"mesh": True}, 1)),
+        (2, "gloo", (2, "adamw", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 2)),
+        (2, "gloo", (3, "adamw", {"loss_scale": 1024.0}, 2)),
+        (3, "ringcomm", (1, "adamw", {"loss_scale": 1024.0, "tied": True}, 2)),
+        (3, "ringcomm", (2, "adamw", {"bucket_bytes": 1 << 20}, 1)),
+        (3, "ringcomm", (3, "momentum", {"clip_grad_norm": 0.1, "mesh": True}, 1)),
+        (4, "ringcomm", (2, "momentum", {"clip_grad_norm": 0.1, "tied": True}, 1)),
+        (4, "ringcomm", (3, "adamw", {"tied": True}, 1)),
     ],
 )
 def test_steps_are_those_of_one_process(
-    device: str,
-    world_size: int,
-    backend: str,
-    stage: int,
-    kind: str,
-    options: dict[str, Any],
-    num_micro_batches: int,
+    device: str, world_size: int, backend: str, case: tuple[int, str, dict[str, Any], int]
 ) -> None:
-    arguments = (device, world_size, stage, kind, options, num_micro_batches)
-    results = run_ranks(world_size, train, *arguments, backend=backend)
-    model_options = {"is_tied": options.get("tied", False)}
-    expected = train_alone(kind, options.get("clip_grad_norm"), num_micro_batches, **model_options)
+    _, kind, options, num_micro_batches = case
+    results = run_ranks(world_size, train_ranks, device, world_size, *case, backend=backend)
+    is_tied = options.get("tied", False)
+    expected = train_alone(kind, options.get("clip_grad_norm"), num_micro_batches, is_tied=is_tied)
     for found in results:
         assert_close(found, expected, ATOL[kind])
-        assert all(torch.equal(value, results[0][name]) for name, value in found.items())
+        assert same(found, results[0])
 
 
 # ---- bits
@@ -137,7 +104,7 @@ def train_halves() -> dict[str, Tensor]:
 
 def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
     model, optimizer = make(stage)
-    train_steps(model, optimizer, rank, 2)
+    train(model, optimizer, rank, 2)
     return weights(model)
 
 
@@ -183,7 +150,7 @@ def test_stage_3_refuses_a_step_that_lacks_gradients(rank: int) -> None:
 
 def overflow(rank: int, stage: int, where: str) -> None:
     model, optimizer = make(stage, "adamw", loss_scale="dynamic")
-    train_steps(model, optimizer, rank, 2, range(2))
+    train(model, optimizer, rank, 2, range(2))
     before, state, scale = weights(model), full_state(optimizer), optimizer.loss_scale
     x, y = batch(2, rank, 2)
     if stage < 3 and rank == 1:
@@ -200,7 +167,7 @@ def overflow(rank: int, stage: int, where: str) -> None:
     assert same(weights(model), before)
     assert optimizer.loss_scale == scale / 2
     assert str(full_state(optimizer)["state"]) == str(state["state"])
-    train_steps(model, optimizer, rank, 2, range(3, 4))
+    train(model, optimizer, rank, 2, range(3, 4))
     assert not torch.equal(weights(model)[where], before[where])
 
 
@@ -225,7 +192,7 @@ def clip_nan(rank: int, stage: int) -> None:
             call()
     optimizer.step()
     assert same(weights(model), before)
-    train_steps(model, optimizer, rank, 2)
+    train(model, optimizer, rank, 2)
     assert_close(weights(model), train_alone("momentum", clip=1.0))
 
 
@@ -242,7 +209,12 @@ def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | Non
     for step in range(STEPS):
         for part in range(3):
             loss = optimizer.scale(loss_of(model, *batch(3 * step + part, rank, world_size)))
-            with optimizer.no_sync() if stage < 3 and part == rank else nullcontext():
+            if stage < 3 and part == rank:
+                sent = sent_bytes()
+                with optimizer.no_sync():
+                    loss.backward()
+                assert sent_bytes() == sent
+            else:
                 loss.backward()
             loss_of(alone, *batch(3 * step + part)).backward()
             if part == 1:

@@ -62,7 +62,7 @@ ODD = {"is_tied": True, "is_frozen": True}  # over units
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind", "to", "options", "num_micro_batches", "model_options"),
+    "case",
     [
         (1, "adamw", "nvme", {"clip_grad_norm": 0.1}, 2, {}),
         (3, "adamw", "cpu", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 1, {}),
@@ -70,15 +70,8 @@ ODD = {"is_tied": True, "is_frozen": True}  # over units
         (4, "momentum", "nvme", {"clip_grad_norm": 0.1}, 1, ODD),
     ],
 )
-def test_steps_are_those_of_one_process(
-    world_size: int,
-    kind: str,
-    to: str,
-    options: dict[str, Any],
-    num_micro_batches: int,
-    model_options: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+def test_steps_are_those_of_one_process(case: Any, tmp_path: Path) -> None:
+    world_size, kind, to, options, num_micro_batches, model_options = case
     place = {"to": to, **({"path": tmp_path} if to == "nvme" else {})}
     arguments = (kind, place, options, num_micro_batches, model_options)
     results = run_ranks(world_size, train_ranks, world_size, *arguments)
