@@ -16,9 +16,34 @@ from torch import Tensor
 
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
-from ringcomm.parallel.offload.operands import Operands, local_of
+from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.offload.tiers import Loan, Tier, make_tier, split_row
 from ringcomm.parallel.offload.transfers import BufferPool
+
+
+class Operands:
+    """Where weights and gradients are: a parameter and its `grad`; subclasses have others."""
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """Of this rank's part of a parameter."""
+        return local_of(param).shape
+
+    def has_grad(self, param: Tensor) -> bool:
+        """Whether a parameter is to be updated. Raises ValueError for a sparse gradient."""
+        if param.grad is not None and param.grad.is_sparse:
+            raise ValueError("gradients are dense: an embedding with sparse=False")
+        return param.grad is not None
+
+    def start(self, param: Tensor) -> None:
+        """Called ahead of get()."""
+
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Its weights, which are written in place, and their gradient; one dimension each."""
+        grad = param if param.grad is None else param.grad
+        return local_of(param.detach()).view(-1), local_of(grad.detach()).reshape(-1)
+
+    def done(self, param: Tensor) -> None:
+        """Called after the last get() of a step."""
 
 
 class _Chunk(NamedTuple):
@@ -29,7 +54,6 @@ class _Chunk(NamedTuple):
     names: list[str]
     begin: int
     end: int
-    is_last: bool
     key: str
     step: int
 
@@ -128,7 +152,7 @@ class _Offloaded(torch.optim.Optimizer):
             ahead = None if following is None else self._start(following)
             self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
             self.tier.give_back(loan, is_written=True)
-            if chunk.is_last:
+            if following is None or following.param is not chunk.param:
                 self._operands.done(chunk.param)
         self.steps |= steps
 
@@ -150,7 +174,7 @@ class _Offloaded(torch.optim.Optimizer):
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
             key = f"state.{idx}.{begin}"
-            yield _Chunk(param, rule, names, begin, end, end == num_elems, key, step)
+            yield _Chunk(param, rule, names, begin, end, key, step)
 
     def _fetch(self, chunk: _Chunk) -> Loan:
         if chunk.key in self.tier:
