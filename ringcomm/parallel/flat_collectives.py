@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringcomm import _C
 from ringcomm.ops.updates.fused_update import shard_range
@@ -30,11 +29,6 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where a group's collectives take tensors: on the CPU if they do there."""
     devices, cpu = group._device_types, torch.device("cpu")
     return cpu if cpu in devices else torch.device(devices[0].type, torch.cuda.current_device())
-
-
-def local_of(tensor: Any) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce_scatter_mean(flat: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -69,18 +69,14 @@ FORMAT = 1
 
 @dataclasses.dataclass
 class Entry:
-    """A tensor in the data file.
-
-    Attributes:
-        offsets: its places there, in bytes: two, so that the last complete one stays while the next
-            is written; one in a store that keeps nothing.
-        current: which of them was complete at the last commit; None before the first.
-    """
+    """A tensor in the data file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Its places there, in bytes: two, so that the last complete one stays while the next is
+    # written; one in a store that keeps nothing.
     offsets: list[int]
-    current: int | None = None
+    current: int | None = None  # the place that was complete at the last commit, if there was one
 
     @property
     def num_bytes(self) -> int:
@@ -112,15 +108,10 @@ class Index:
             found = json.loads(text)
             if found["format"] != FORMAT:
                 raise ValueError(f"of format {found['format']}, this is {FORMAT}")
-            entries = {
-                key: Entry(
-                    getattr(torch, entry["dtype"]),
-                    tuple(entry["shape"]),
-                    entry["offsets"],
-                    entry["current"],
-                )
-                for key, entry in found["entries"].items()
-            }
+            entries = {}
+            for key, entry in found["entries"].items():
+                dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
+                entries[key] = Entry(**{**entry, "dtype": dtype, "shape": shape})
             return cls(found["generation"], found["info"], entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no index of a FileStore: {error!r}") from error

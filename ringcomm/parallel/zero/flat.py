@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.offload.optimizers import Operands
+from ringcomm.parallel.offload.operands import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 

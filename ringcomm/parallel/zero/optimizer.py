@@ -21,8 +21,8 @@ from ringcomm._renamed import object_getattr
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.flat_collectives import local_of
 from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.offload.operands import local_of
 from ringcomm.parallel.zero.states import States
 
 OFFLOADED = (offload.AdamW, offload.SGD)
