@@ -105,11 +105,8 @@ class FileStore:
         self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
         self._files = IndexFiles(self.path)
         try:
-            lock_file(self._fd)
+            lock_file(self._fd, self.path)
             self._load(self._files.recover() if keep else Index())
-        except BlockingIOError as error:
-            self.close()
-            raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
         except BaseException:
             self.close()
             raise

@@ -50,7 +50,7 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
     return os.open(path, flags, 0o600), False
 
 
-def lock_file(fd: int) -> None:
+def lock_file(fd: int, path: Path) -> None:
     """Takes a file for one store until it is closed. Raises BlockingIOError: another has it."""
     # The kernel holds the file of a killed process until the writes it had under way have ended,
     # which may be after its parent has waited for it; before that the file is not to be read.
@@ -58,9 +58,10 @@ def lock_file(fd: int) -> None:
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError as error:
             if time.monotonic() >= ends:
-                raise
+                text = f"{path} is in use by another FileStore"
+                raise BlockingIOError(error.errno, text) from error
             time.sleep(0.01)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -64,10 +63,10 @@ class ModelParts:
         """A parameter or buffer as a part; with is_stored one of another tier is read when used."""
         shards = find_shards(value)
         if shards is None:
-            return self._placed(value.detach(), value, None, value.shape)
+            return self._placed(value.detach(), value, None)
         param: Any = value
         unit = shards.unit_of(param)
-        part = self._placed(unit.read_shard(param), param, unit.range_of(param), param.shape)
+        part = self._placed(unit.read_shard(param), param, unit.range_of(param))
         if is_stored and unit.is_away(param):
             return part_of(part).stored(partial(unit.read_shard, param))
         return part
@@ -93,21 +92,18 @@ class ModelParts:
             return value
         if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
-        shape = param.shape
         if not is_flat or param.dim() == 1:
-            return self._placed(value, param, span, shape)
+            return self._placed(value, param, span)
         begin = 0 if span is None else span[0]
         if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
-            begin = boxes[0].offsets[0] * shape[1:].numel()
-        return TensorPart(value, [Box((begin,), (value.numel(),))], (shape.numel(),))
+            begin = boxes[0].offsets[0] * param.shape[1:].numel()
+        return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
 
-    def _placed(
-        self, value: Tensor, param: Any, span: tuple[int, int] | None, shape: Sequence[int]
-    ) -> Tensor:
+    def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A value of a weight, or of its shape; `span` says which elements of the flat one."""
         split = self._splits.get(param)
         if span is not None:
-            part = TensorPart(value, range_boxes(shape, *span), shape)
+            part = TensorPart(value, range_boxes(param.shape, *span), param.shape)
         elif isinstance(param, DTensor):
             if split is None and isinstance(value, DTensor):
                 return value
@@ -118,7 +114,7 @@ class ModelParts:
             part = part_of(value)
         if split is None:
             return part
-        whole = [*shape]
+        whole = [*param.shape]
         whole[split.dim] = split.total
         return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
 

@@ -281,7 +281,10 @@ def gather_whole(
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue
-            sent = _sent(parts.get(path), entry, owner, group)
+            if group is not None and not (rank0_only and owner == 0):
+                sent = _sent(parts.get(path), entry, owner, group)
+            elif is_kept:
+                sent = local_of(parts[path]).detach().reshape(-1)
             if is_kept:
                 part = TensorPart(sent, entry.boxes, entry.shape)
                 for box, piece in zip(part.boxes, part.pieces(), strict=True):
@@ -291,10 +294,8 @@ def gather_whole(
     return found if is_kept else {}
 
 
-def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup | None) -> Tensor:
+def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup) -> Tensor:
     """The elements of a rank's part in one dimension, on all ranks."""
-    if group is None:
-        return local_of(part).detach().reshape(-1)
     device = device_of(group)
     if group.rank() == owner:
         flat = local_of(part).detach().to(device).reshape(-1).contiguous()

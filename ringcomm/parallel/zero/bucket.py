@@ -127,9 +127,7 @@ class Bucket:
 
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
         """Adds a gradient to the buffer."""
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        view = self._view(self._grads, param)
+        view = self._view(self._buffer(), param)
         if param in self._arrived:
             view.add_(grad)
         else:
@@ -145,11 +143,15 @@ class Bucket:
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for what has not come."""
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        grads = self._buffer()
         for param in self.params:
             if param not in self._arrived:
-                self._view(self._grads, param).zero_()
+                self._view(grads, param).zero_()
+        return grads
+
+    def _buffer(self) -> Tensor:
+        if self._grads is None:
+            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
         return self._grads
 
     def reduce(self) -> None:
@@ -239,18 +241,10 @@ class BackwardPasses:
         reduces: bool,
     ) -> None:
         self._buckets, self._group, self.reduces = buckets, group, reduces
-        self._has_begun = False
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
         self.hooks = GradientHooks(params, self, late)
-        # The bucket that is to be reduced next.
-        self._next = 0
-        # By bucket, the weights that the pass has not brought yet.
-        self._left: list[set[nn.Parameter]] = [set(bucket.params) for bucket in buckets]
-        # Graph tasks that call _task_ended().
-        self._tasks: set[int] = set()
-        # A weight that the next bucket waits for, in a graph task.
-        self._expected: tuple[int, nn.Parameter] | None = None
         self._outer_hooks: list[Any] = []
+        self.forget()
 
     # ---- by weight
 
@@ -364,8 +358,10 @@ class BackwardPasses:
         """Waits for a new pass; of one that an error has ended nothing is left."""
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
-        self._next = 0
         self._has_begun = False
+        self._next = 0  # the bucket that is to be reduced next
+        # By bucket, the weights that the pass has not brought yet.
         self._left = [set(bucket.params) for bucket in self._buckets]
-        self._tasks.clear()
-        self._expected = None
+        self._tasks: set[int] = set()  # graph tasks that call _task_ended()
+        # A weight that the next bucket waits for, in a graph task.
+        self._expected: tuple[int, nn.Parameter] | None = None
