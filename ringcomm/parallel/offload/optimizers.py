@@ -45,6 +45,8 @@ class _Offloaded(torch.optim.Optimizer):
         chunk_elems: int = 1 << 20,
         **options: Any,
     ) -> None:
+        if options.get("fused"):  # GradScaler would leave it to such an optimizer to unscale
+            raise ValueError("fused is not to be had with offloaded state")
         super().__init__(params, *args, **options)
         if chunk_elems < 1:
             raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
