@@ -22,6 +22,7 @@ from zero_models import (
     same,
     train,
     train_alone,
+    weights,
 )
 
 from ringcomm.parallel import offload, zero
@@ -164,8 +165,11 @@ def refuse(rank: int, folder: Path) -> None:
     check("resume is for offload_weights", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)
     place: dict[str, Any] = {"to": "nvme", "path": folder}
-    model = Net()
+    other = nn.Sequential(nn.Linear(200, 200))
+    infinity(other, offload.SGD(other.parameters(), **place)).close()
+    model = Net()  # whose files replace those of a job that ended before its first step
     optimizer = infinity(model, make_optimizer(model, "sgd", **place))
+    assert same(full_weights(optimizer), weights(Net()))
     with pytest.raises(RuntimeError, match=r"no_sync\(\) is not to be had"), optimizer.no_sync():
         pass
     loss_of(model, *batch(0)).backward()
