@@ -102,7 +102,8 @@ def refuse(rank: int, stage: int, how: str) -> None:
     sharded = zero.shard(model, original, stage)
     before = weights(model)
     if how == "DDP":  # around a part, whose forward the model's own hook does not see
-        call: Any = DistributedDataParallel(model.last)(torch.randn(2, 13)).sum().backward
+        replica = DistributedDataParallel(model.last)
+        call: Any = replica(torch.randn(2, 13)).sum().backward
     else:
         loss_of(model, *batch(0)).backward()
         call = {"step": original.step, "zero": partial(model.zero_grad, set_to_none=False)}[how]
