@@ -131,8 +131,7 @@ class IndexFiles:
     def recover(self) -> Index:
         """The last commit's index, empty if there is none; removes what a killed commit has left.
 
-        Raises:
-            ValueError: a file is damaged.
+        Raises ValueError: a file is damaged.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._draft)

@@ -65,8 +65,7 @@ class Tier:
     def give_back(self, loan: Loan, *, is_written: bool) -> None:
         """Ends a loan; the row may be written behind it, and is not to be touched any more.
 
-        Raises:
-            OSError: the file system failed.
+        Raises OSError: the file system failed.
         """
 
     @contextmanager

@@ -35,11 +35,7 @@ def in_backward() -> bool:
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Instead of copying and pickling what is sharded.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Instead of copying and pickling what is sharded. Raises RuntimeError: always."""
     raise RuntimeError(
         "sharded weights have no copy: copy the model before WeightShards, or after close()"
     )
@@ -54,8 +50,7 @@ untraced = partial(torch._disable_dynamo, recursive=False)
 def refuse_compile() -> None:
     """Compiled code would keep freed weights for its backward pass, and read memory that is gone.
 
-    Raises:
-        RuntimeError: the caller runs under torch.compile.
+    Raises RuntimeError: the caller runs under torch.compile.
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(

@@ -267,8 +267,7 @@ class ZeroInfinity(ZeroOptimizer):
     def state(self) -> Any:
         """Not here: torch.distributed.checkpoint would find nothing.
 
-        Raises:
-            RuntimeError: always.
+        Raises RuntimeError: always.
         """
         raise RuntimeError(
             "states are elsewhere with offload_weights, where torch's own get_state_dict() cannot"
