@@ -231,6 +231,12 @@ class BackwardPasses:
     numbers of passes: a rank announces each, and a rank in agree() takes part in it.
     """
 
+    _has_begun: bool
+    _next: int  # the bucket that is to be reduced next
+    _left: list[set[nn.Parameter]]  # by bucket, the weights that the pass has not brought yet
+    _tasks: set[int]  # graph tasks that call _task_ended()
+    _expected: tuple[int, nn.Parameter] | None  # which the next bucket waits for, in a graph task
+
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -358,10 +364,5 @@ class BackwardPasses:
         """Waits for a new pass; of one that an error has ended nothing is left."""
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
-        self._has_begun = False
-        self._next = 0  # the bucket that is to be reduced next
-        # By bucket, the weights that the pass has not brought yet.
+        self._has_begun, self._next, self._tasks, self._expected = False, 0, set(), None
         self._left = [set(bucket.params) for bucket in self._buckets]
-        self._tasks: set[int] = set()  # graph tasks that call _task_ended()
-        # A weight that the next bucket waits for, in a graph task.
-        self._expected: tuple[int, nn.Parameter] | None = None

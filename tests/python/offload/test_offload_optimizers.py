@@ -136,8 +136,9 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_elems"):
         offload.SGD(model.parameters(), chunk_elems=0)
     for option in ("fused", "amsgrad", "maximize"):
+        options: Any = {option: True}
         with pytest.raises(ValueError, match=f"{option} is not to be had"):
-            offload.AdamW(model.parameters(), **{option: True})
+            offload.AdamW(model.parameters(), **options)
     with pytest.raises(ValueError, match="float32"):
         offload.AdamW(nn.Linear(2, 2, dtype=torch.float64).parameters())
     with pytest.raises(ValueError, match="not contiguous"):
