@@ -144,11 +144,16 @@ _GONE_METHODS = {
     "FlatZero": _ZERO,
     "ParameterServer": _STATES,
     "Pipeline": _STATES,
-    "WeightShards": _STATES,
+    "WeightShards": {
+        **_STATES,
+        "read_shard": _STATES["full_state_dict"],
+        "write_shard": _STATES["load_full_state_dict"],
+    },
     "Zero3": _ZERO,
     "ZeroInfinity": {
         **_ZERO,
         "full_model_state_dict": _STATES["full_state_dict"],
+        "packed_bytes": "it was removed; use zero.predict_memory(), whose parameters they are",
         "load_full_model_state_dict": _STATES["load_full_state_dict"],
     },
 }

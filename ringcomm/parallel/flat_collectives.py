@@ -107,10 +107,18 @@ def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
     return rows.view(-1)
 
 
-def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks where they disagree. Collective."""
+def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Everybody's objects; this rank's alone without a group. Collective."""
+    if group is None:
+        return [mine]
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks where they disagree. Collective."""
+    everyone = all_gathered(mine, group)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:

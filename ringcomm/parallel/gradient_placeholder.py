@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["GradientHooks", "GradientPlaceholder", "remove_hooks"]
 
@@ -63,7 +64,7 @@ class GradientPlaceholder(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Raises RuntimeError, always."""
-        found = next(x for x in _flat((*args, *(kwargs or {}).values())) if isinstance(x, cls))
+        found = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls))
         raise RuntimeError(found.message_of_add if func.overloadpacket is _add else found.message)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -72,10 +73,6 @@ class GradientPlaceholder(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Without values."""
         return f"GradientPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _flat(values: Any) -> list[Any]:
-    return [x for value in values for x in (value if isinstance(value, list | tuple) else [value])]
 
 
 class GradientHooks:

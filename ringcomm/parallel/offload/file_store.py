@@ -57,8 +57,8 @@ class FileStore:
             committed there can be read at once.
         keep: whether tensors outlive the store. Otherwise each has one place, in a file without a
             name that goes with the process, and there is nothing to commit.
-        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where ringcomm was
-            built with liburing and the kernel allows it, else threads, said in the log.
+        engine: "io_uring", "threads" (pread and pwrite), or "auto": io_uring where the build and
+            the kernel have it.
         direct: past the page cache (O_DIRECT). None: where the file system has it.
         queue_depth: blocks that are under way at once. Threads are 4 at most.
         block_bytes: a multiple of 4096.
@@ -105,11 +105,8 @@ class FileStore:
         self._dirty: dict[str, int] = {}  # the place of what was put since the last commit
         self._files = IndexFiles(self.path)
         try:
-            lock_file(self._fd)
+            lock_file(self._fd, self.path)
             self._load(self._files.recover() if keep else Index())
-        except BlockingIOError as error:
-            self.close()
-            raise OSError(error.errno, f"{self.path} is in use by another FileStore") from error
         except BaseException:
             self.close()
             raise
@@ -189,7 +186,6 @@ class FileStore:
                 # gone already: an earlier sync may have failed.
                 with self._naming("writing"):
                     self._files.forget(self.generation - 1)
-                    self._files.sync()
             self._dirty[key] = 1 - entry.current if entry.current is not None else 0
         source = tensor.detach().contiguous()
         memory = source
@@ -319,7 +315,6 @@ class FileStore:
         self._settle_all()
         with self._naming("going back"):
             self._files.forget(self.generation)
-            self._files.sync()
             self._load(previous)
 
     def clear(self) -> None:
@@ -331,9 +326,7 @@ class FileStore:
         self._check_open()
         self._settle_all()
         with self._naming("clearing"):
-            for generation in (self.generation, self.generation - 1):
-                self._files.forget(generation)
-            self._files.sync()
+            self._files.forget(self.generation, self.generation - 1)
             self._load(Index())
             os.ftruncate(self._fd, 0)
 

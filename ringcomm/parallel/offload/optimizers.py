@@ -29,7 +29,6 @@ class _Chunk(NamedTuple):
     names: list[str]
     begin: int
     end: int
-    is_last: bool
     key: str
     step: int
 
@@ -37,7 +36,18 @@ class _Chunk(NamedTuple):
 class _Offloaded(torch.optim.Optimizer):
     """What the optimizers here have in common; `state` stays empty."""
 
-    def _place(self, to: Literal["cpu", "nvme"], path: Any, chunk_elems: int) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        to: Literal["cpu", "nvme"] = "cpu",
+        path: str | os.PathLike[str] | None = None,
+        chunk_elems: int = 1 << 20,
+        **options: Any,
+    ) -> None:
+        if options.get("fused"):  # GradScaler would leave it to such an optimizer to unscale
+            raise ValueError("fused is not to be had with offloaded state")
+        super().__init__(params, *args, **options)
         if chunk_elems < 1:
             raise ValueError(f"chunk_elems is positive, got {chunk_elems}")
         for group in self.param_groups:
@@ -74,7 +84,7 @@ class _Offloaded(torch.optim.Optimizer):
         """
         self.tier.close()
         to, path = (self.to, self.path) if tier is None else ("cpu", None)
-        made: _Offloaded = type(self)(groups, to=to, path=path, chunk_elems=self._chunk_elems)  # type: ignore[call-arg]
+        made = type(self)(groups, to=to, path=path, chunk_elems=self._chunk_elems)
         made.tier = tier or made.tier
         made._operands = operands or made._operands
         return made
@@ -109,17 +119,17 @@ class _Offloaded(torch.optim.Optimizer):
         """step() with gradients times a factor."""
         steps: dict[Tensor, int] = {}
         chunks: list[_Chunk] = []
-        for idx, param, group in self._places():
+        for param, (idx, group) in self._places().items():
             if self._operands.has_grad(param):
                 steps[param] = self.steps.get(param, 0) + 1
-                chunks += self._chunks_of(idx, param, group, steps[param])
+                chunks += self._chunks_of(param, idx, group, steps[param])
         ahead: Loan | None = None
         for chunk, following in zip_longest(chunks, chunks[1:]):
             loan = ahead or self._start(chunk)
             ahead = None if following is None else self._start(following)
             self._update(chunk, split_row(loan.wait(), chunk.names), grad_scale)
             self.tier.give_back(loan, is_written=True)
-            if chunk.is_last:
+            if following is None or following.param is not chunk.param:
                 self._operands.done(chunk.param)
         self.steps |= steps
 
@@ -128,32 +138,20 @@ class _Offloaded(torch.optim.Optimizer):
             self._operands.start(chunk.param)
         return self._fetch(chunk)
 
-    def _places(self) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-        """Each parameter with its number and its group."""
+    def _places(self) -> dict[Tensor, tuple[int, dict[str, Any]]]:
+        """By parameter, its number and its group."""
         params = ((param, group) for group in self.param_groups for param in group["params"])
-        for idx, (param, group) in enumerate(params):
-            yield idx, param, group
-
-    def _place_of(self, param: Tensor) -> tuple[int, Tensor, dict[str, Any]]:
-        for place in self._places():
-            if place[1] is param:
-                return place
-        raise ValueError(f"no parameter of this optimizer: a tensor {tuple(param.shape)}")
-
-    def _names(self, param: Tensor) -> list[str]:
-        """Of its states, in the order of a row."""
-        rule = _rule_of(self, self._place_of(param)[2])
-        return _state_names(rule, param)
+        return {param: (idx, group) for idx, (param, group) in enumerate(params)}
 
     def _chunks_of(
-        self, param_idx: int, param: Tensor, group: dict[str, Any], step: int
+        self, param: Tensor, idx: int, group: dict[str, Any], step: int
     ) -> Iterator[_Chunk]:
         num_elems, rule = self._operands.shape(param).numel(), _rule_of(self, group)
         names = _state_names(rule, param)
         for begin in range(0, num_elems, self._chunk_elems):
             end = min(begin + self._chunk_elems, num_elems)
-            key = f"state.{param_idx}.{begin}"
-            yield _Chunk(param, rule, names, begin, end, end == num_elems, key, step)
+            key = f"state.{idx}.{begin}"
+            yield _Chunk(param, rule, names, begin, end, key, step)
 
     def _fetch(self, chunk: _Chunk) -> Loan:
         if chunk.key in self.tier:
@@ -190,25 +188,23 @@ class _Offloaded(torch.optim.Optimizer):
         step = self.steps.get(param)
         if step is None:
             return {}
-        rows: dict[str, list[Tensor]] = {name: [torch.empty(0)] for name in self._names(param)}
-        for chunk in self._chunks_of(*self._place_of(param), step):
-            loan = self.tier.fetch(chunk.key)
-            for name, part in split_row(loan.wait(), chunk.names).items():
-                rows[name].append(part.clone())
-            self.tier.give_back(loan, is_written=False)
-        shape = self._operands.shape(param)
-        state: dict[str, Any] = {name: torch.cat(row).view(shape) for name, row in rows.items()}
+        state = self.new_state_of(param)
+        for chunk in self._chunks_of(param, *self._places()[param], step):
+            with self.tier.row(chunk.key) as row:
+                for name, part in split_row(row, chunk.names).items():
+                    state[name].view(-1)[chunk.begin : chunk.end] = part
         if step == 0:
             return {"master": state["master"]} if "master" in state else {}
-        if isinstance(self, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(step))
+        if "step" in state:
+            state["step"].fill_(step)
         return state
 
-    def new_state_of(self, param: Tensor, weight: Tensor) -> dict[str, Any]:
+    def new_state_of(self, param: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
         """What state_of() is before the first step of a parameter that has values `weight`."""
         shape = self._operands.shape(param)
-        state: dict[str, Any] = {name: torch.zeros(shape) for name in self._names(param)}
-        if "master" in state:
+        names = _state_names(_rule_of(self, self._places()[param][1]), param)
+        state: dict[str, Any] = {name: torch.zeros(shape) for name in names}
+        if "master" in state and weight is not None:
             state["master"] = weight.detach().float().reshape(shape)
         if isinstance(self, torch.optim.AdamW):
             state["step"] = torch.tensor(0.0)
@@ -221,7 +217,7 @@ class _Offloaded(torch.optim.Optimizer):
             return
         # SGD counts no steps: it matters only whether there has been one.
         step = int(state.get("step", 0 if state.keys() == {"master"} else 1))
-        for chunk in self._chunks_of(*self._place_of(param), step):
+        for chunk in self._chunks_of(param, *self._places()[param], step):
             loan = self._fetch(chunk)
             row = split_row(loan.wait(), chunk.names)
             for name in row.keys() & state.keys():
@@ -232,14 +228,14 @@ class _Offloaded(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """torch's, with copies of all states in memory."""
         found = super().state_dict()
-        states = {i: self.state_of(param) for i, param, _ in self._places()}
-        return {**found, "state": {i: state for i, state in states.items() if state}}
+        states = {idx: self.state_of(param) for param, (idx, _) in self._places().items()}
+        return {**found, "state": {idx: state for idx, state in states.items() if state}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes one of torch's optimizer, or of this one."""
         super().load_state_dict({**state_dict, "state": {}})
-        for i, param, _ in self._places():
-            self.set_state_of(param, state_dict["state"].get(i, {}))
+        for param, (idx, _) in self._places().items():
+            self.set_state_of(param, state_dict["state"].get(idx, {}))
 
     def close(self) -> None:
         """Lets memory and files go; the optimizer is not to be used any more."""
@@ -257,8 +253,8 @@ class AdamW(_Offloaded, torch.optim.AdamW):
     The files have no names, and go with the process: state_dict() is what a checkpoint takes.
 
     Args:
-        params, lr, betas, eps, weight_decay: as in torch; weights are contiguous, and float32,
-            float16 or bfloat16.
+        params, *args, **options: as in torch, but for amsgrad and the like; weights are contiguous,
+            and float32, float16 or bfloat16.
         to: "cpu" or "nvme".
         path: with "nvme" a folder on the disk to use.
         chunk_elems: weights that are updated at a time.
@@ -268,40 +264,9 @@ class AdamW(_Offloaded, torch.optim.AdamW):
         OSError: no file can be made at the path.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        to: Literal["cpu", "nvme"] = "cpu",
-        path: str | os.PathLike[str] | None = None,
-        chunk_elems: int = 1 << 20,
-    ) -> None:
-        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay)
-        self._place(to, path, chunk_elems)
-
 
 class SGD(_Offloaded, torch.optim.SGD):
     """torch.optim.SGD with its momentum in host memory, or in files; see AdamW."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        to: Literal["cpu", "nvme"] = "cpu",
-        path: str | os.PathLike[str] | None = None,
-        chunk_elems: int = 1 << 20,
-    ) -> None:
-        torch.optim.SGD.__init__(self, params, lr, momentum, dampening, weight_decay, nesterov)
-        self._place(to, path, chunk_elems)
 
 
 def _state_names(rule: Rule, param: Tensor) -> list[str]:

@@ -50,7 +50,7 @@ def open_file(path: Path, keep: bool, direct: bool | None) -> tuple[int, bool]:
     return os.open(path, flags, 0o600), False
 
 
-def lock_file(fd: int) -> None:
+def lock_file(fd: int, path: Path) -> None:
     """Takes a file for one store until it is closed. Raises BlockingIOError: another has it."""
     # The kernel holds the file of a killed process until the writes it had under way have ended,
     # which may be after its parent has waited for it; before that the file is not to be read.
@@ -58,9 +58,10 @@ def lock_file(fd: int) -> None:
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError as error:
             if time.monotonic() >= ends:
-                raise
+                text = f"{path} is in use by another FileStore"
+                raise BlockingIOError(error.errno, text) from error
             time.sleep(0.01)
 
 
@@ -69,18 +70,14 @@ FORMAT = 1
 
 @dataclasses.dataclass
 class Entry:
-    """A tensor in the data file.
-
-    Attributes:
-        offsets: its places there, in bytes: two, so that the last complete one stays while the next
-            is written; one in a store that keeps nothing.
-        current: which of them was complete at the last commit; None before the first.
-    """
+    """A tensor in the data file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Its places there, in bytes: two, so that the last complete one stays while the next is
+    # written; one in a store that keeps nothing.
     offsets: list[int]
-    current: int | None = None
+    current: int | None = None  # the place that was complete at the last commit, if there was one
 
     @property
     def num_bytes(self) -> int:
@@ -112,15 +109,10 @@ class Index:
             found = json.loads(text)
             if found["format"] != FORMAT:
                 raise ValueError(f"of format {found['format']}, this is {FORMAT}")
-            entries = {
-                key: Entry(
-                    getattr(torch, entry["dtype"]),
-                    tuple(entry["shape"]),
-                    entry["offsets"],
-                    entry["current"],
-                )
-                for key, entry in found["entries"].items()
-            }
+            entries = {}
+            for key, entry in found["entries"].items():
+                dtype, shape = getattr(torch, entry["dtype"]), tuple(entry["shape"])
+                entries[key] = Entry(**{**entry, "dtype": dtype, "shape": shape})
             return cls(found["generation"], found["info"], entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no index of a FileStore: {error!r}") from error
@@ -139,8 +131,7 @@ class IndexFiles:
     def recover(self) -> Index:
         """The last commit's index, empty if there is none; removes what a killed commit has left.
 
-        Raises:
-            ValueError: a file is damaged.
+        Raises ValueError: a file is damaged.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._draft)
@@ -159,13 +150,15 @@ class IndexFiles:
             os.close(fd)
         os.replace(self._draft, self._path(index.generation))
 
-    def forget(self, generation: int) -> None:
-        """Removes an index, if it is there; its tensors may be written over after sync()."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(generation))
+    def forget(self, *generations: int) -> None:
+        """Removes indices, where they are there; their tensors may be written over then."""
+        for generation in generations:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(generation))
+        self.sync()
 
     def sync(self) -> None:
-        """Makes what write() and forget() did outlast a power cut."""
+        """Makes what write() did outlast a power cut."""
         sync_folder(self._folder)
 
     @property

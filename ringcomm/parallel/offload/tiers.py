@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -12,20 +14,16 @@ from ringcomm.parallel.offload.file_store import FileStore
 from ringcomm.parallel.offload.transfers import BufferPool, Transfer, aligned_size, empty_row
 
 
+@dataclasses.dataclass(eq=False)
 class Loan:
     """A row that is in memory for a while, or on its way there."""
 
-    def __init__(self, key: str, row: Tensor, transfer: Transfer | None = None) -> None:
-        self.key = key
-        self._row = row
-        self._transfer = transfer
+    key: str
+    _row: Tensor
+    _transfer: Transfer | None = None
 
     def wait(self) -> Tensor:
-        """The row; blocks until it is there.
-
-        Raises:
-            OSError: the file system failed.
-        """
+        """The row; blocks until it is there. Raises OSError: the file system failed."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -39,6 +37,8 @@ class Tier:
     row = loan.wait()
     ...                          # read it, write it
     tier.give_back(loan, is_written=True)
+
+    row() and put() do so at once.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,21 @@ class Tier:
     def give_back(self, loan: Loan, *, is_written: bool) -> None:
         """Ends a loan; the row may be written behind it, and is not to be touched any more.
 
-        Raises:
-            OSError: the file system failed.
+        Raises OSError: the file system failed.
         """
+
+    @contextmanager
+    def row(self, key: str, *, is_written: bool = False) -> Iterator[Tensor]:
+        """A row to be read or written inside. Raises as fetch() and give_back() do."""
+        loan = self.fetch(key)
+        yield loan.wait()
+        self.give_back(loan, is_written=is_written)
+
+    def put(self, key: str, value: Tensor) -> None:
+        """Makes or replaces a row. Raises as give_back() does."""
+        loan = self.new(key, value.numel(), value.dtype)
+        loan.wait().copy_(value)
+        self.give_back(loan, is_written=True)
 
     def close(self) -> None:
         """Lets everything go."""

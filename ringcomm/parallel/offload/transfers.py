@@ -75,8 +75,7 @@ class Transfer:
     def wait(self) -> Tensor:
         """Blocks until it ends; returns the tensor that was read or written.
 
-        Raises:
-            OSError: the file system failed, with its errno; the file ends too early (EIO).
+        Raises OSError: the file system failed, with its errno; the file ends too early (EIO).
         """
         code = self.end()
         if code == -1:
@@ -99,12 +98,10 @@ _engines: weakref.WeakValueDictionary[Any, _C.FileEngine] = weakref.WeakValueDic
 def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngine:
     """The engine of this process with these options.
 
-    Raises:
-        RuntimeError: the build or the kernel lacks it.
+    Raises RuntimeError: the build or the kernel lacks it.
     """
     key = os.getpid(), kind, queue_depth, block_bytes
-    found = _engines.get(key)
-    if found is None:
+    if (found := _engines.get(key)) is None:
         _engines[key] = found = _C.FileEngine(kind, queue_depth, block_bytes)
     return found
 
@@ -146,8 +143,7 @@ class BufferPool:
     def take(self, num_elems: int, dtype: torch.dtype) -> Tensor:
         """A buffer of one dimension; its values are anything.
 
-        Raises:
-            OSError: writing what was in it has failed.
+        Raises OSError: writing what was in it has failed.
         """
         num_bytes = num_elems * dtype.itemsize
         idle = self._idle.get(aligned_size(num_bytes))
@@ -159,11 +155,7 @@ class BufferPool:
         return _oldest(idle)[:num_bytes].view(dtype)
 
     def give(self, buffer: Tensor, transfer: Transfer | None) -> None:
-        """Takes a buffer back, which is free when the transfer ends.
-
-        Raises:
-            OSError: see take().
-        """
+        """Takes a buffer back, which is free when the transfer ends. Raises OSError: see take()."""
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
         idle.append((transfer, whole))

@@ -6,9 +6,7 @@ tensor, such as a graph that saved it for backward, finds the weights again, unc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,29 +17,10 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["PACKED_BYTES", "ShardHome", "ShardedUnit"]
+__all__ = ["PACKED_BYTES", "ShardedUnit"]
 
 # Whole parameters below this travel together: one copy more, and many calls less.
 PACKED_BYTES = 64 << 10
-
-
-class ShardHome(Protocol):
-    """Where the large shards of units are while nobody needs them. Without one they stay."""
-
-    def keep(self, unit: ShardedUnit) -> None:
-        """Takes the shards of a new unit."""
-
-    def bring(self, unit: ShardedUnit) -> None:
-        """Puts them into memory: `unit.shards` have their values."""
-
-    def let_go(self, unit: ShardedUnit) -> None:
-        """Takes them back, as they were."""
-
-    def read(self, shard: Tensor) -> Tensor:
-        """A copy of one."""
-
-    def write(self, shard: Tensor, value: Tensor) -> None:
-        """Replaces the values of one."""
 
 
 class ShardedUnit:
@@ -52,9 +31,8 @@ class ShardedUnit:
     Attributes:
         module: whose forward needs them.
         params: dense, on one device; equal in shapes and dtypes on all ranks of the group.
-        shards: this rank's piece of each parameter, of one dimension; of large ones with a home
-            only within shards_in_memory().
-        large: the parameters that travel alone, and can have a home.
+        shards: this rank's piece of each parameter, of one dimension.
+        large: the parameters that travel alone.
         packed_row: this rank's pieces of the others, one behind the other, as bytes.
         is_full: whether the parameters have their values.
         is_held: whether free() leaves them.
@@ -65,9 +43,8 @@ class ShardedUnit:
         module: nn.Module,
         params: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
-        home: ShardHome | None = None,
     ) -> None:
-        self.module, self.params, self._group, self._home = module, list(params), group, home
+        self.module, self.params, self._group = module, list(params), group
         self.is_full, self.is_held = True, False
         self._is_padded = not takes_uneven(group, params[0].device)
         self._flats = {param: _own_memory(param) for param in params}
@@ -93,9 +70,6 @@ class ShardedUnit:
         for param in params:
             piece = self._piece(param, rank)
             self.shards.setdefault(param, torch.empty_like(piece)).copy_(piece)
-        if home is not None:
-            self.free()
-            home.keep(self)
 
     def _piece(self, param: Tensor, rank: int) -> Tensor:
         """A rank's elements of the whole weight."""
@@ -115,33 +89,17 @@ class ShardedUnit:
 
     # ---- pieces
 
-    @contextmanager
-    def shards_in_memory(self) -> Iterator[None]:
-        """All shards have their values inside, to be read."""
-        if self._home is None:
-            yield
-            return
-        self._home.bring(self)
-        try:
-            yield
-        finally:
-            self._home.let_go(self)
-
     def is_away(self, param: nn.Parameter) -> bool:
-        """Whether this rank's piece has a home elsewhere, for read_shard() and write_shard()."""
-        return self._home is not None and any(param is large for large in self.large)
+        """Whether this rank's piece is elsewhere, so that read_shard() makes a copy."""
+        return False
 
     def read_shard(self, param: nn.Parameter) -> Tensor:
-        """This rank's piece: itself, or a copy of one that is elsewhere."""
-        shard = self.shards[param]
-        return self._home.read(shard) if self._home and self.is_away(param) else shard
+        """This rank's piece, wherever it is."""
+        return self.shards[param]
 
     def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
-        """Replaces this rank's piece, wherever it is."""
-        if self._home is not None and self.is_away(param):
-            self._home.write(self.shards[param], value)
-        else:
-            self.shards[param].copy_(value)
+        """Replaces this rank's piece; inside of WeightShards.writing()."""
+        self.shards[param].copy_(value)
 
     # ---- whole weights
 
@@ -156,8 +114,7 @@ class ShardedUnit:
             flat.untyped_storage().resize_(flat.nbytes)
         self.is_full = True
         try:
-            with self.shards_in_memory():
-                self._exchange()
+            self._exchange()
         except BaseException:
             self.free()
             raise

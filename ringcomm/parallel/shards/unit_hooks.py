@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
@@ -35,11 +35,7 @@ def in_backward() -> bool:
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Instead of copying and pickling what is sharded.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Instead of copying and pickling what is sharded. Raises RuntimeError: always."""
     raise RuntimeError(
         "sharded weights have no copy: copy the model before WeightShards, or after close()"
     )
@@ -54,8 +50,7 @@ untraced = partial(torch._disable_dynamo, recursive=False)
 def refuse_compile() -> None:
     """Compiled code would keep freed weights for its backward pass, and read memory that is gone.
 
-    Raises:
-        RuntimeError: the caller runs under torch.compile.
+    Raises RuntimeError: the caller runs under torch.compile.
     """
     if torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
@@ -154,7 +149,7 @@ class UnitHooks:
         for param in self._params - self._watched:
             if param.requires_grad:
                 self._watched.add(param)
-                arrived = _weakly(self.grad_arrived)
+                arrived = partial(_call_weakly, weakref.WeakMethod(self.grad_arrived))
                 self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
     @untraced
@@ -223,16 +218,10 @@ class UnitHooks:
             self.unit.free()
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _call_weakly(method: weakref.WeakMethod[Callable[[Tensor], None]], param: Tensor) -> None:
     """Garbage collection does not look into a parameter's hooks: they must not hold the model."""
-    reference = weakref.WeakMethod(method)
-
-    def call(param: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(param)
-
-    return call
+    if (alive := method()) is not None:
+        alive(param)
 
 
 def _may_get_grad(param: nn.Parameter) -> bool:
@@ -246,15 +235,10 @@ def _may_get_grad(param: nn.Parameter) -> bool:
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in a tree of sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    parts: Any = ()
-    if isinstance(value, Mapping):
-        parts = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    for part in parts:
-        yield from _tensors_in(part)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in([*leaf.values()])
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])

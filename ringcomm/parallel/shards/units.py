@@ -86,14 +86,14 @@ def params_of_units(
 
 def units_apart(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
     """The units that share no weight with the rest: fully_shard can have them beside the root."""
-    return [unit for unit in units if unit is not model and _is_apart(model, unit)]
 
+    def is_apart(unit: nn.Module) -> bool:
+        inside = set(unit.modules())
+        outside = (module for module in model.modules() if module not in inside)
+        others = {param for module in outside for param in module.parameters(recurse=False)}
+        return others.isdisjoint(unit.parameters())
 
-def _is_apart(model: nn.Module, unit: nn.Module) -> bool:
-    inside = set(unit.modules())
-    outside = (module for module in model.modules() if module not in inside)
-    others = {param for module in outside for param in module.parameters(recurse=False)}
-    return others.isdisjoint(unit.parameters())
+    return [unit for unit in units if unit is not model and is_apart(unit)]
 
 
 def check_params(model: nn.Module, *, allow_meta: bool) -> None:

@@ -5,8 +5,8 @@ memory comes and goes: unit_hooks.py says when, sharded_unit.py how.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.flat_collectives import reduce_scatter_mean
-from ringcomm.parallel.shards.sharded_unit import ShardedUnit, ShardHome
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 from ringcomm.parallel.shards.unit_hooks import UnitHooks, in_backward, refuse_copy
 from ringcomm.parallel.shards.units import (
     check_can_materialize,
@@ -75,13 +75,10 @@ class WeightShards:
             entries of every outermost nn.ModuleList, or of every outermost nn.Sequential if there
             is no such list. The model itself is the unit of all other parameters, and of those that
             several units share. All ranks run the same units in the same order.
-        home: for zero.shard(offload_weights=True), which keeps large shards elsewhere. The model
-            may be on the meta device then: no two units are whole at once.
 
     Attributes:
         group: as resolved.
         units: what is gathered together; the model itself first, if it has parameters of its own.
-        home_writing: around what replaces pieces outside of a step; set by who keeps the home.
 
     Raises:
         TypeError: a parameter is no plain tensor, a unit no module.
@@ -92,6 +89,8 @@ class WeightShards:
     Collective: one broadcast for each unit.
     """
 
+    _takes_meta = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -99,24 +98,22 @@ class WeightShards:
         *,
         mesh: DeviceMesh | None = None,
         units: Iterable[nn.Module] | None = None,
-        home: ShardHome | None = None,
     ) -> None:
         self.group = resolve_group(group, mesh)
         for name, param in model.named_parameters():
             if find_shards(param) is not None:
                 raise ValueError(f"{name} is sharded already: close() its WeightShards first")
         refuse_experts(model, "WeightShards")
-        check_params(model, allow_meta=home is not None)
+        check_params(model, allow_meta=self._takes_meta)
         check_can_materialize(model)
         found = params_of_units(model, default_units(model) if units is None else units)
         self._model = model
-        self.home_writing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._reads_freed = False
         self._hooks: dict[nn.Parameter, UnitHooks] = {}
         self.units = []
         for module, params in found:
             materialize(model, params, torch.device("cpu"))
-            self.units.append(ShardedUnit(module, params, self.group, home))
+            self.units.append(self._new_unit(module, params))
         for unit in self.units:
             hooks = UnitHooks(unit, is_root=unit.module is model)
             self._hooks.update(dict.fromkeys(unit.params, hooks))
@@ -133,46 +130,37 @@ class WeightShards:
         for module in model.modules():  # to(), half() and the like are made of it
             module._apply = _refuse_move  # type: ignore[method-assign]
 
+    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
+        return ShardedUnit(module, params, self.group)
+
     # ---- shards
+
+    def unit_of(self, param: Tensor) -> ShardedUnit:
+        """The unit of a parameter. Raises ValueError: it is not sharded here."""
+        return self._hooks_of(param).unit
 
     def shard_of(self, param: Tensor) -> Tensor:
         """This rank's piece of a parameter: what an optimizer updates in place.
 
-        Returns:
-            Elements range_of(param) of the flat parameter: one dimension, its dtype; the same
-            tensor every time. Whole weights take its values when they are gathered next.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
+        Elements range_of(param) of the flat parameter, the same tensor every time. Whole weights
+        take its values when they are gathered next. Raises ValueError: it is not sharded here.
         """
-        return self._hooks_of(param).unit.shards[param]  # type: ignore[index]
+        return self.unit_of(param).shards[param]  # type: ignore[index]
 
     def range_of(self, param: Tensor) -> tuple[int, int]:
-        """The elements [begin, end) of the flat parameter that this rank keeps, by shard_range().
-
-        Raises:
-            ValueError: the parameter is not sharded here.
-        """
-        return self._hooks_of(param).unit.range_of(param)
+        """The elements [begin, end) of the flat parameter in shard_of(), by shard_range()."""
+        return self.unit_of(param).range_of(param)
 
     def reduce_scatter(self, param: Tensor, grad: Tensor) -> Tensor:
-        """This rank's piece of the mean of the ranks' gradients.
-
-        Args:
-            param: whose gradient.
-            grad: this rank's, whole, of the parameter's shape; any floating dtype.
-
-        Returns:
-            A new tensor of one dimension, elements range_of(param), in the gradient's dtype.
+        """Elements range_of(param) of the mean of the ranks' whole gradients, in their dtype.
 
         Raises:
             ValueError: the parameter is not sharded here; the gradient is sparse, or of another
                 shape or device.
-            RingcommError: a rank failed or called something else.
 
         Collective; sends (N-1)/N of the gradient.
         """
-        self._hooks_of(param)
+        self.unit_of(param)
         if grad.shape != param.shape or grad.device != param.device or grad.is_sparse:
             kind = "sparse" if grad.is_sparse else "dense"
             raise ValueError(
@@ -192,12 +180,9 @@ class WeightShards:
     def release(self, param: Tensor) -> None:
         """Says that the parameter's gradient is made, and so its weight no longer needed.
 
-        For a gradient that autograd does not bring to the parameter itself; of others the shards
-        know. When a backward has all gradients of a unit, and has left it, its weights are freed;
-        those of the model itself when the backward ends.
-
-        Raises:
-            ValueError: the parameter is not sharded here.
+        For a gradient that autograd does not bring to the parameter itself. When a backward has all
+        gradients of a unit, and has left it, its weights are freed; those of the model itself when
+        the backward ends.
         """
         self._hooks_of(param).grad_arrived(param)
 
@@ -257,18 +242,6 @@ class WeightShards:
     if not TYPE_CHECKING:
         __getattr__ = object_getattr
 
-    def read_shard(self, param: nn.Parameter) -> Tensor:
-        """shard_of(), or a copy of a piece that is elsewhere: see `home`."""
-        return self._hooks_of(param).unit.read_shard(param)
-
-    def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
-        """Replaces this rank's piece, wherever it is; inside of writing()."""
-        self._hooks_of(param).unit.write_shard(param, value)
-
-    def is_away(self, param: nn.Parameter) -> bool:
-        """Whether this rank's piece is elsewhere."""
-        return self._hooks_of(param).unit.is_away(param)
-
     @contextmanager
     def reading_freed(self) -> Iterator[None]:
         """state_dict() of the model returns parameters inside, although they are freed."""
@@ -284,14 +257,11 @@ class WeightShards:
 
         Raises:
             RuntimeError: inside of gather(), which holds whole weights.
-
-        Collective where a home keeps pieces in files.
         """
         if any(unit.is_held for unit in self.units):
             raise RuntimeError("set_state_dict() inside of gather(), which holds the weights")
         self.release_all()
-        with self.home_writing():
-            yield
+        yield
 
     def _guard_state_dicts(self) -> list[RemovableHandle]:
         """state_dict() of freed weights would hand out memory that is not there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.model_axes import StagePart
 from ringcomm.parallel.shards import WeightShards, find_shards
 from ringcomm.parallel.state.tensor_part import (
     Box,
     Path,
     TensorPart,
-    all_gathered,
     fill,
     local_of,
     own_elements,
@@ -28,6 +28,7 @@ from ringcomm.parallel.state.tensor_part import (
 from ringcomm.parallel.tensor.splits import Split, split_params
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
+from ringcomm.parallel.zero.states import SCALE_KEYS
 
 __all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
 
@@ -38,12 +39,9 @@ MASTER = "master"
 
 
 class ModelParts:
-    """A module's parameters and buffers as parts of the whole model's.
+    """A module's parameters and buffers, by name in `values`, as parts of the whole model's.
 
-    Attributes:
-        values: by name, tied ones under each of their names: parameters and buffers themselves.
-        name_of: a parameter's first name.
-        shards: the WeightShards of its parameters.
+    Tied ones are under each of their names; `name_of` has the first. `shards` are WeightShards.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,11 +63,12 @@ class ModelParts:
         """A parameter or buffer as a part; with is_stored one of another tier is read when used."""
         shards = find_shards(value)
         if shards is None:
-            return self._placed(value.detach(), value, None, value.shape)
-        local = shards.read_shard(value)  # type: ignore[arg-type]
-        part = self._placed(local, value, shards.range_of(value), value.shape)
-        if is_stored and shards.is_away(value):  # type: ignore[arg-type]
-            return _stored(part, partial(shards.read_shard, value))  # type: ignore[arg-type]
+            return self._placed(value.detach(), value, None)
+        param: Any = value
+        unit = shards.unit_of(param)
+        part = self._placed(unit.read_shard(param), param, unit.range_of(param))
+        if is_stored and unit.is_away(param):
+            return part_of(part).stored(partial(unit.read_shard, param))
         return part
 
     def of_state(
@@ -93,21 +92,18 @@ class ModelParts:
             return value
         if param.dim() == 2 and key.endswith(("_row", "_col")) and value.dim() == 1:
             return value
-        shape = param.shape
         if not is_flat or param.dim() == 1:
-            return self._placed(value, param, span, shape)
+            return self._placed(value, param, span)
         begin = 0 if span is None else span[0]
         if isinstance(param, DTensor) and (boxes := part_of(param.detach()).boxes):
-            begin = boxes[0].offsets[0] * shape[1:].numel()
-        return TensorPart(value, [Box((begin,), (value.numel(),))], (shape.numel(),))
+            begin = boxes[0].offsets[0] * param.shape[1:].numel()
+        return TensorPart(value, [Box((begin,), (value.numel(),))], (param.numel(),))
 
-    def _placed(
-        self, value: Tensor, param: Any, span: tuple[int, int] | None, shape: Sequence[int]
-    ) -> Tensor:
+    def _placed(self, value: Tensor, param: Any, span: tuple[int, int] | None) -> Tensor:
         """A value of a weight, or of its shape; `span` says which elements of the flat one."""
         split = self._splits.get(param)
         if span is not None:
-            part = TensorPart(value, range_boxes(shape, *span), shape)
+            part = TensorPart(value, range_boxes(param.shape, *span), param.shape)
         elif isinstance(param, DTensor):
             if split is None and isinstance(value, DTensor):
                 return value
@@ -118,7 +114,7 @@ class ModelParts:
             part = part_of(value)
         if split is None:
             return part
-        whole = [*shape]
+        whole = [*param.shape]
         whole[split.dim] = split.total
         return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
 
@@ -127,12 +123,6 @@ def _shifted(box: Box, split: Split) -> Box:
     offsets = list(box.offsets)
     offsets[split.dim] += split.begin
     return Box(tuple(offsets), box.sizes)
-
-
-def _stored(part: Tensor, read: Any) -> TensorPart:
-    """A part that does not keep its elements."""
-    found = part_of(part)
-    return TensorPart(found.to_local(), found.boxes, found.shape, read)
 
 
 class OptimizerParts:
@@ -180,7 +170,7 @@ class OptimizerParts:
         self.groups = [
             {
                 **own,
-                **{_SCALE[key]: value for key, value in scale.items()},
+                **{SCALE_KEYS[key]: value for key, value in scale.items()},
                 "params": list(dict.fromkeys(name for names in of_ranks for name in names)),
             }
             for own, of_ranks in zip(self._native["param_groups"], everyone, strict=True)
@@ -196,7 +186,7 @@ class OptimizerParts:
                 is_flat = key == "exp_avg_sq" and "exp_avg" not in state
                 part = self._model.of_state(value, param, key, span, is_flat=is_flat)
                 if is_stored and part.dim():
-                    part = _stored(part, partial(self._read, param, key))
+                    part = part_of(part).stored(partial(self._read, param, key))
             if value is not None:
                 found[key] = part
         return found
@@ -240,9 +230,9 @@ class OptimizerParts:
         state = {self._numbers[param]: state for param, state in states.items() if state}
         native = {**self._native, "state": state}
         if "loss_scale" in native:
-            scale = {key: own_groups[0].get(name) for key, name in _SCALE.items()}
+            scale = {key: own_groups[0].get(name) for key, name in SCALE_KEYS.items()}
             native["loss_scale"] = scale if None not in scale.values() else native["loss_scale"]
-            for own, name in ((own, name) for own in own_groups for name in _SCALE.values()):
+            for own, name in ((own, name) for own in own_groups for name in SCALE_KEYS.values()):
                 own.pop(name, None)
         optimizer.load_state_dict(native)
 
@@ -256,10 +246,6 @@ class OptimizerParts:
         return self._state_of(param)[key]
 
 
-# As ZeroOptimizer has the loss scale in its parameter groups.
-_SCALE = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
-
-
 def _is_elsewhere(optimizer: Any) -> bool:
     """Whether states are in another tier than memory of the device."""
     return is_offloaded(getattr(optimizer, "_inner", optimizer))
@@ -267,27 +253,15 @@ def _is_elsewhere(optimizer: Any) -> bool:
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes state that torch's optimizers have only after their first step, of zeros."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if _is_elsewhere(optimizer) or any(param.grad is not None for param in params):
+    if _is_elsewhere(optimizer):
         return
-    if isinstance(optimizer, ZeroOptimizer):
-        states = (optimizer.part_state_of(param, is_new=False) for param in params)
-        if any(state.keys() - {MASTER} for state in states) or optimizer.gradient_tensors():
-            return
-    elif optimizer.state:
-        return
-    for param in params:
-        param.grad = torch.zeros_like(param) if param.requires_grad else None
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    if isinstance(optimizer, ZeroOptimizer):
-        optimizer.forget_steps()
-        return
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"].zero_()
+    if isinstance(optimizer, ZeroOptimizer):  # whose `state` is empty before the first step
+        states = (optimizer.part_state_of(p, is_new=False) for p in optimizer.all_params())
+        if not any(state.keys() - {MASTER} for state in states):
+            _init_optim_state(optimizer)
+            optimizer.forget_steps()
+    elif not optimizer.state:
+        _init_optim_state(optimizer)  # by a step with a rate of 0, which is not to count
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()

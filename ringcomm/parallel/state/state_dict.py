@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringcomm.backend import resolve_group
+from ringcomm.parallel.flat_collectives import all_gathered
 from ringcomm.parallel.parameter_server import ParameterServer
 from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.state.own_parts import MASTER, ModelParts, OptimizerParts, State
@@ -20,7 +21,6 @@ from ringcomm.parallel.state.tensor_part import (
     Path,
     SameAs,
     TensorPart,
-    all_gathered,
     fill,
     gather_whole,
     own_elements,
@@ -196,7 +196,7 @@ def _write(value: Tensor, part: Tensor, given: Any, device: torch.device | str |
     if value.is_meta:
         _give_memory(value, own_elements(part, given), device)
     elif shards is not None:
-        shards.write_shard(value, own_elements(part, given))  # type: ignore[arg-type]
+        shards.unit_of(value).write_shard(value, own_elements(part, given))  # type: ignore[arg-type]
     else:
         fill(part, given)
 

@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ringcomm.parallel.flat_collectives import device_of
+from ringcomm.parallel.flat_collectives import all_gathered, device_of
 
 __all__ = [
     "Box",
     "Path",
     "SameAs",
     "TensorPart",
-    "all_gathered",
     "fill",
     "gather_whole",
     "local_of",
@@ -104,6 +103,10 @@ class TensorPart(torch.Tensor):
         """The same part of another tensor of the whole shape."""
         return TensorPart(local, self.boxes, self.shape)
 
+    def stored(self, read: Read) -> TensorPart:
+        """The same part, whose elements are not kept but read."""
+        return TensorPart(self.to_local(), self.boxes, self.shape, read)
+
     def pieces(self) -> list[Tensor]:
         """The elements of each box, in its shape: views of to_local()."""
         local = self.to_local()
@@ -113,17 +116,12 @@ class TensorPart(torch.Tensor):
         return [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
 
     def cut(self, whole: Tensor) -> Tensor:
-        """These elements of another tensor of the whole shape; a view where that can be."""
+        """These elements of another tensor of the whole shape; a view of one box."""
         size = self._local.shape
         if not self.boxes:
             return whole.new_empty(size)
         if len(self.boxes) == 1:
             return self.boxes[0].of(whole).reshape(size)
-        first, last = self.boxes[0], self.boxes[-1]
-        ends = [begin + length - 1 for begin, length in zip(*last, strict=True)]
-        begin, end = _flat_index(first.offsets, whole.shape), _flat_index(ends, whole.shape) + 1
-        if whole.is_contiguous() and end - begin == size.numel():
-            return whole.view(-1)[begin:end].view(size)
         return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
 
     def is_part_of(self, other: TensorPart) -> bool:
@@ -201,13 +199,6 @@ def range_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     return boxes
 
 
-def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
-    found = 0
-    for at, size in zip(index, shape, strict=True):
-        found = found * size + at
-    return found
-
-
 # ---- tensors of any kind
 
 
@@ -240,15 +231,6 @@ def fill(part: Tensor, value: Any) -> None:
     local, mine = local_of(part), own_elements(part, value)
     if local.data_ptr() != mine.data_ptr():
         local.copy_(mine)
-
-
-def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Everybody's objects; this rank's alone without a group. Collective."""
-    if group is None:
-        return [mine]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 # ---- whole tensors
@@ -299,8 +281,11 @@ def gather_whole(
         for entry, owner in owners.items():
             if not entry.boxes:
                 continue
-            sent = _sent(parts.get(path), entry, owner, rank0_only, group)
-            if is_kept and sent is not None:
+            if group is not None and not (rank0_only and owner == 0):
+                sent = _sent(parts.get(path), entry, owner, group)
+            elif is_kept:
+                sent = local_of(parts[path]).detach().reshape(-1)
+            if is_kept:
                 part = TensorPart(sent, entry.boxes, entry.shape)
                 for box, piece in zip(part.boxes, part.pieces(), strict=True):
                     box.of(whole).copy_(piece)
@@ -309,27 +294,16 @@ def gather_whole(
     return found if is_kept else {}
 
 
-def _sent(
-    part: Any, entry: _Entry, owner: int, rank0_only: bool, group: dist.ProcessGroup | None
-) -> Tensor | None:
-    """The elements of a rank's part in one dimension, on all ranks, or on rank 0 alone."""
-    if group is None:
-        return local_of(part).detach().reshape(-1)
-    rank, device = group.rank(), device_of(group)
-    if rank == owner:
+def _sent(part: Any, entry: _Entry, owner: int, group: dist.ProcessGroup) -> Tensor:
+    """The elements of a rank's part in one dimension, on all ranks."""
+    device = device_of(group)
+    if group.rank() == owner:
         flat = local_of(part).detach().to(device).reshape(-1).contiguous()
-    elif rank0_only and rank != 0:
-        return None
     else:
         num_elems = sum(torch.Size(box.sizes).numel() for box in entry.boxes)
         flat = torch.empty(num_elems, dtype=entry.dtype, device=device)
-    raw = flat.view(torch.uint8)  # not every backend sends every dtype
-    if not rank0_only:
-        dist.broadcast(raw, group=group, group_src=owner)
-    elif owner != 0 and rank == owner:
-        dist.send(raw, group=group, group_dst=0)
-    elif owner != 0:
-        dist.recv(raw, group=group, group_src=owner)
+    # Not every backend sends every dtype.
+    dist.broadcast(flat.view(torch.uint8), group=group, group_src=owner)
     return flat
 
 

@@ -68,11 +68,9 @@ def shard(
             optimizer.step()
             optimizer.zero_grad()
 
-    With Phi weights, N ranks and AdamW a rank holds, in bytes, with `param_dtype` of 16 bits:
-    6 Phi + 12 Phi/N at stage 1 (weights and gradients whole, state in shards), 2 Phi + 16 Phi/N at
-    stage 2 (gradients in shards, too), 16 Phi/N at stage 3. It sends 2, 2 and 3 (N-1)/N Phi
-    elements a step. Gradients are averaged over the ranks; weights start from rank 0's, and are
-    equal on all ranks, to the last bit, ever after.
+    The optimizer's state is in shards at stage 1, gradients too at stage 2, weights too at stage 3;
+    predict_memory() and predict_traffic() say what that takes. Gradients are averaged over the
+    ranks; weights start from rank 0's, and are equal on all ranks, to the last bit, ever after.
 
     At stages 1 and 2 gradients are in the optimizer, and operators on `param.grad` raise: clip by
     optimizer.clip_grad_norm_() or clip_grad_norm=, and scale by loss_scale=. Ranks may leave out
@@ -83,13 +81,11 @@ def shard(
             stage 3 they become DTensors, and the model one of fully_shard. It may be on the meta
             device: modules then get values by reset_parameters(), at stage 3 unit by unit, and rank
             0's count.
-        optimizer: AdamW or SGD of torch.optim, or of ringcomm.parallel.offload for state in host
-            memory or files, over the model's weights, with any parameter groups and
-            hyper-parameters. Its state, if it has some, is sharded as well. It is not to be used
-            any more: schedulers are made for what is returned.
-        stage: 1, 2 or 3. Accumulating micro-batches before step() costs nothing more at stage 1; at
-            stages 2 and 3 each of them is reduced, but for those in the optimizer's no_sync(), and
-            stage 3 gathers weights for each.
+        optimizer: AdamW or SGD of torch.optim or of ringcomm.parallel.offload, over the model's
+            weights, with any parameter groups and hyper-parameters. Its state is sharded as well;
+            it is not to be used any more: schedulers are made for what is returned.
+        stage: 1, 2 or 3. At stages 2 and 3 each micro-batch is reduced, but for those in the
+            optimizer's no_sync(), and stage 3 gathers weights for each.
         mesh: in place of group, of one dimension. At stage 3 also of two, ("replicate", "shard"):
             weights are sharded over the second and replicated over the first (HSDP). Weights that
             are DTensors of torch's tensor parallelism (parallelize_module) are for stage 3 with
@@ -109,17 +105,15 @@ def shard(
         loss_scale: a factor for float16, or "dynamic": from 2**16, halved where a gradient is not
             finite on any rank, and then no rank changes a weight; doubled after 2000 good steps.
         offload_weights: at stage 3 keep weights and gradients where an optimizer of
-            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model is on the CPU, or
-            on the meta device: each unit then gets its values by reset_parameters() when it is
-            sharded. It may be of 16 bits, and has float32 masters. With a path, every step ends in
-            a commit. All ranks use the same weights in each backward pass, or all get an error.
+            ringcomm.parallel.offload keeps its state (ZeRO-Infinity). The model is on the CPU or
+            the meta device; it may be of 16 bits, and has float32 masters. With a path, every step
+            ends in a commit. All ranks use the same weights in each backward pass, or all get an
+            error.
         resume: with offload_weights go on after the last step whose files are complete; from the
             first weights if that is none.
         clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over all
-            ranks; without loss_scale, what is not finite is an error. This and loss_scale take an
-            all_gather of 8 bytes a rank. On a mesh the norm is the whole model's, and so is what
-            loss_scale looks at, for one such all_gather more over tensor-parallel ranks and over
-            stages. Or call the optimizer's clip_grad_norm_().
+            ranks and dimensions of a mesh; without loss_scale, what is not finite is an error. Or
+            call the optimizer's clip_grad_norm_().
 
     Returns:
         A torch.optim.Optimizer over the same groups.
@@ -239,12 +233,20 @@ def _check_params(
         owner = _sharded.get(param)
         if (owner is not None and owner() is not None) or find_shards(param) is not None:
             raise ValueError(f"{name} is sharded already")
+        if uses_fsdp and param.dim() == 0:
+            raise ValueError(
+                f"{name} has no dimensions, which fully_shard of stage 3 cannot cut: give it one,"
+                " or use stage 1 or 2"
+            )
         if isinstance(param, DTensor):
             _check_dtensor(model, param, name, mesh if uses_fsdp else None)
             if optimizer.state:
                 raise ValueError(f"{name} is a DTensor: zero.shard() takes a new optimizer of such")
-    if uses_fsdp:
-        _check_for_fsdp(names, options)
+    if uses_fsdp and options.loss_scale is not None and options.grad_dtype == torch.float16:
+        raise ValueError(
+            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would lose"
+            " small ones: reduce_dtype=torch.float32, which is the default"
+        )
     for param in params:
         _check_param(param, names[param], options, stage)
     if len({param.device for param in params}) > 1:
@@ -267,20 +269,6 @@ def _check_dtensor(model: nn.Module, param: DTensor, name: str, mesh: DeviceMesh
         raise ValueError(
             f"{name} is a DTensor on {own}: mesh= is other dimensions of the same DeviceMesh, got"
             f" {mesh}"
-        )
-
-
-def _check_for_fsdp(names: dict[nn.Parameter, str], options: ShardOptions) -> None:
-    if options.loss_scale is not None and options.grad_dtype == torch.float16:
-        raise ValueError(
-            "at stage 3 gradients are divided by loss_scale in reduce_dtype, and float16 would lose"
-            " small ones: reduce_dtype=torch.float32, which is the default"
-        )
-    scalar = next((name for param, name in names.items() if param.dim() == 0), None)
-    if scalar is not None:
-        raise ValueError(
-            f"{scalar} has no dimensions, which fully_shard of stage 3 cannot cut: give it one,"
-            " or use stage 1 or 2"
         )
 
 

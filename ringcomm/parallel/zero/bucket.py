@@ -32,10 +32,9 @@ class Bucket:
     Attributes:
         params: the weights, in the order of the buffer.
         weights: all ranks' shards of them, in rank order; one dimension.
-        shard: what the optimizer updates: this rank's part of `weights` or, where that has 16 bits,
-            of the same weights in float32.
+        shard: what the optimizer updates: this rank's part of `weights`; of 16-bit ones in float32,
+            where it has a master.
         shard_grad: the gradient of the shard; None before the first reduction.
-        has_master: whether the shard is kept in float32 beside 16-bit weights.
     """
 
     def __init__(
@@ -45,10 +44,7 @@ class Bucket:
         dtype: torch.dtype | None,
         grad_dtype: torch.dtype,
     ) -> None:
-        """Takes the values of rank 0, and keeps them as `dtype`, by default their own.
-
-        Gradients are accumulated and reduced in `grad_dtype`. Collective.
-        """
+        """Takes the values of rank 0, as `dtype`, which is by default their own. Collective."""
         self.params, self._group, self._grad_dtype = list(params), group, grad_dtype
         values = torch.cat([param.detach().reshape(-1) for param in params])
         dist.broadcast(values, group=group, group_src=0)
@@ -99,21 +95,19 @@ class Bucket:
     # ---- parts of weights
 
     def part_range(self, param: nn.Parameter, rank: int | None = None) -> tuple[int, int]:
-        """The elements [begin, end) of a weight that are in a rank's shard; by default this one's.
-
-        begin is at most end; an empty range is anywhere in the weight.
-        """
+        """The elements [begin, end) of a weight in a rank's shard, by default this one's."""
         rank = self._group.rank() if rank is None else rank
         first, last = shard_range(self.weights.numel(), self._group.size(), rank)
         begin, end = self._places[param]
         clamped = [min(max(edge, begin), end) - begin for edge in (first, last)]
         return clamped[0], clamped[1]
 
-    def place_in_shard(self, param: nn.Parameter) -> slice:
-        """Where this rank's part of a weight is in a tensor like `shard`."""
-        begin, end = self.part_range(param)
-        offset = self._places[param][0] - self.shard_range[0]
-        return slice(begin + offset, end + offset) if begin < end else slice(0, 0)
+    def place_in_shard(self, param: nn.Parameter, last: nn.Parameter | None = None) -> slice:
+        """Where this rank's part of a weight, or of all from it to `last`, is in `shard`."""
+        first, end = self._places[param][0], self._places[param if last is None else last][1]
+        begin, num_elems = self.shard_range[0], self.shard.numel()
+        edges = [min(max(edge - begin, 0), num_elems) for edge in (first, end)]
+        return slice(*edges)
 
     # ---- gradients
 
@@ -133,9 +127,7 @@ class Bucket:
 
     def take(self, param: nn.Parameter, grad: Tensor) -> None:
         """Adds a gradient to the buffer."""
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
-        view = self._view(self._grads, param)
+        view = self._view(self._buffer(), param)
         if param in self._arrived:
             view.add_(grad)
         else:
@@ -151,18 +143,19 @@ class Bucket:
 
     def whole_gradients(self) -> Tensor:
         """The buffer, with zeros for what has not come."""
-        if self._grads is None:
-            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
+        grads = self._buffer()
         for param in self.params:
             if param not in self._arrived:
-                self._view(self._grads, param).zero_()
+                self._view(grads, param).zero_()
+        return grads
+
+    def _buffer(self) -> Tensor:
+        if self._grads is None:
+            self._grads = torch.empty_like(self.weights, dtype=self._grad_dtype)
         return self._grads
 
     def reduce(self) -> None:
-        """Adds this rank's shard of the ranks' mean gradient to what it has. Collective.
-
-        The buffer begins a new sum.
-        """
+        """Adds this rank's shard of the ranks' mean gradient to what it has. Collective."""
         mean = reduce_scatter_mean(self.whole_gradients(), self._group)
         self.shard_grad = mean if self.shard_grad is None else self.shard_grad.add_(mean)
         self._reduced |= self._arrived
@@ -205,13 +198,10 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Weights of one dtype and device, of at most so many bytes; more only for one weight.
 
-    Gradients are expected in the reverse order of model.parameters(), and buckets are filled in
-    this order. At stage 2 they may hold weights of several parameter groups, so that each bucket is
-    complete, and freed, before the next begins to fill. Stage 1 keeps all gradients until the step:
-    a bucket there has weights of one parameter group, which one fused operator updates.
-
-    Returns:
-        The buckets, in the order in which their last gradients are expected.
+    They are filled, and returned, in the order in which gradients are expected: the reverse of
+    model.parameters(). At stage 2 they may hold weights of several parameter groups, so that each
+    is complete, and freed, before the next begins to fill. At stage 1 they are of one group, which
+    one fused operator updates.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     position = {param: i for i, param in enumerate(model.parameters())}
@@ -233,38 +223,34 @@ class BackwardPasses:
     """Takes the gradients of buckets' weights.
 
     With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
-    has a gradient: ranks that leave out different weights still make the same calls. A bucket is
-    reduced inside of the pass when the pass has brought all of its weights, or when a gradient of a
-    later bucket comes and the pass will not reach those that are left; the others at the end of the
-    pass. A gradient that comes after its bucket was reduced waits in the bucket's buffer for the
-    next pass, or for the step, where the ranks agree on the buckets with such gradients. So do
-    gradients of `late` weights, see GradientHooks, and of passes without `reduces`.
-
-    Ranks may make different numbers of passes, and a pass may reach no weight. A rank announces
-    each pass that reduces, and a rank in agree() takes part in it.
+    has a gradient. A bucket is reduced when the pass has brought all of its weights, or when a
+    gradient of a later bucket comes and the pass will not reach those that are left; the others at
+    the end of the pass. A gradient that comes after its bucket was reduced waits for the next pass,
+    or for the step, where the ranks agree on the buckets with such gradients. So do gradients of
+    `late` weights, see GradientHooks, and of passes without `reduces`. Ranks may make different
+    numbers of passes: a rank announces each, and a rank in agree() takes part in it.
     """
+
+    _has_begun: bool
+    _next: int  # the bucket that is to be reduced next
+    _left: list[set[nn.Parameter]]  # by bucket, the weights that the pass has not brought yet
+    _tasks: set[int]  # graph tasks that call _task_ended()
+    _expected: tuple[int, nn.Parameter] | None  # which the next bucket waits for, in a graph task
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         group: dist.ProcessGroup,
+        params: Iterable[nn.Parameter],
         late: Collection[nn.Parameter],
         *,
         reduces: bool,
     ) -> None:
         self._buckets, self._group, self.reduces = buckets, group, reduces
-        self._has_begun = False
         self._index = {param: i for i, bucket in enumerate(buckets) for param in bucket.params}
-        self.hooks = GradientHooks(self._index, self, late)
-        # The bucket that is to be reduced next.
-        self._next = 0
-        # By bucket, the weights that the pass has not brought yet.
-        self._left: list[set[nn.Parameter]] = [set(bucket.params) for bucket in buckets]
-        # Graph tasks that call _task_ended().
-        self._tasks: set[int] = set()
-        # A weight that the next bucket waits for, in a graph task.
-        self._expected: tuple[int, nn.Parameter] | None = None
+        self.hooks = GradientHooks(params, self, late)
         self._outer_hooks: list[Any] = []
+        self.forget()
 
     # ---- by weight
 
@@ -378,8 +364,5 @@ class BackwardPasses:
         """Waits for a new pass; of one that an error has ended nothing is left."""
         remove_hooks(self._outer_hooks)
         self._outer_hooks = []
-        self._next = 0
-        self._has_begun = False
+        self._has_begun, self._next, self._tasks, self._expected = False, 0, set(), None
         self._left = [set(bucket.params) for bucket in self._buckets]
-        self._tasks.clear()
-        self._expected = None

@@ -6,8 +6,8 @@ unit's weights come when it runs, and the next unit's are read meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.flat_collectives import takes_uneven
+from ringcomm.parallel.flat_collectives import all_gathered, takes_uneven
 from ringcomm.parallel.gradient_placeholder import GradientHooks
-from ringcomm.parallel.offload.operands import Operands
-from ringcomm.parallel.offload.tiers import FileTier, Loan, Tier, make_tier
+from ringcomm.parallel.offload.tiers import FileTier, Tier, make_tier
 from ringcomm.parallel.offload.transfers import BufferPool
-from ringcomm.parallel.offload.weight_home import WeightHome
 from ringcomm.parallel.same_gradients import check_same_gradients, progress
 from ringcomm.parallel.shards import WeightShards
-from ringcomm.parallel.shards.units import default_units
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
+from ringcomm.parallel.zero.home import Home, HomedUnit
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 _NO_BACKWARD = -1  # torch's id of no graph task
@@ -50,7 +49,7 @@ class ZeroInfinity(ZeroOptimizer):
         units: Iterable[nn.Module] | None,
     ) -> None:
         """Collective: a broadcast per unit."""
-        super().__init__(model, optimizer.param_groups, group, options)
+        super().__init__(model, optimizer, optimizer.param_groups, group, options)
         if not takes_uneven(group, torch.device("cpu")):
             raise ValueError("offload_weights wants a group of backend ringcomm")
         device = self._device()
@@ -68,21 +67,18 @@ class ZeroInfinity(ZeroOptimizer):
             self._tier.close()
             self._grads.close()
             raise
-        self._home = WeightHome(self._tier, is_filled=options.resume)
-        found = list(default_units(model) if units is None else units)
-        self._weights = WeightShards(model, group, units=found, home=self._home)
-        self._weights.home_writing = self._writing
-        self._operands = FetchedOperands(self._home, self._tier, self._grads)
+        self._home = Home(self._tier, self._grads, is_filled=options.resume)
+        self._weights = _HomedShards(model, group, units, self._home, self._replacing)
         self._shard_of = {param: self._weights.shard_of(param) for param in self.all_params()}
         groups = [
             {**g, "params": [*map(self._shard_of.get, g["params"])]} for g in self.param_groups
         ]
-        self._inner = optimizer.over(groups, tier=self._tier, operands=self._operands)
+        self._inner = optimizer.over(groups, tier=self._tier, operands=self._home)
         if options.resume:
             self._resume()
         else:
             self._commit()
-        self._hooks = GradientHooks(self._shard_of, self)
+        self._hooks = GradientHooks(self.all_params(), self)
         names = {param: name for name, param in model.named_parameters()}
         self._names = [names[param] for param in self._shard_of]
         # Since the last step: how many gradients have come, and the passes that were compared.
@@ -96,8 +92,7 @@ class ZeroInfinity(ZeroOptimizer):
         store = tier.store if isinstance(tier, FileTier) else None
         # All ranks make the same commits: a generation is the same state everywhere.
         mine = (store.generation, store.info.get("num_steps", 0)) if store is not None else (0, 0)
-        everyone: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = all_gathered(mine, self.group)
         (least, num_steps), (most, most_steps) = min(everyone), max(everyone)
         if not self.options.resume:
             if most_steps > 0:
@@ -120,14 +115,13 @@ class ZeroInfinity(ZeroOptimizer):
     def _resume(self) -> None:
         assert isinstance(self._tier, FileTier)
         info = self._tier.store.info
-        shapes = [list(self._operands.shape(shard)) for shard in self._shard_of.values()]
+        shapes = [list(self._home.shape(shard)) for shard in self._shard_of.values()]
         if info["shapes"] != shapes:
             raise ValueError("the files are of another model, or of other units")
         for i, unit in enumerate(self._weights.units):
             if unit.packed_row.numel():
-                loan = self._tier.fetch(f"packed.{i}")
-                unit.packed_row.copy_(loan.wait())
-                self._tier.give_back(loan, is_written=False)
+                with self._tier.row(f"packed.{i}") as row:
+                    unit.packed_row.copy_(row)
         steps = zip(self._shard_of.values(), info["steps"], strict=True)
         self._inner.steps.update((shard, step) for shard, step in steps if step is not None)
         if self._scale is not None and info["loss_scale"] is not None:
@@ -137,23 +131,20 @@ class ZeroInfinity(ZeroOptimizer):
         if not isinstance(self._tier, FileTier):
             return
         for i, unit in enumerate(self._weights.units):
-            row = unit.packed_row
-            if row.numel():
-                loan = self._tier.new(f"packed.{i}", row.numel(), row.dtype)
-                loan.wait().copy_(row)
-                self._tier.give_back(loan, is_written=True)
+            if unit.packed_row.numel():
+                self._tier.put(f"packed.{i}", unit.packed_row)
         steps = [self._inner.steps.get(shard) for shard in self._shard_of.values()]
         self._tier.store.commit(
             {
                 "num_steps": self.num_steps,
                 "steps": steps,
-                "shapes": [list(self._operands.shape(s)) for s in self._shard_of.values()],
+                "shapes": [list(self._home.shape(s)) for s in self._shard_of.values()],
                 "loss_scale": None if self._scale is None else self._scale.state(),
             }
         )
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _replacing(self) -> Iterator[None]:
         """Around what replaces weights outside of a step. Collective."""
         self._home.forget_ahead()
         self._states_come()
@@ -169,12 +160,12 @@ class ZeroInfinity(ZeroOptimizer):
             self._compare(task)
         self._num_grads[param] = self._num_grads.get(param, 0) + 1
         mine = self._weights.reduce_scatter(param, grad.to(self.options.grad_dtype))
-        self._operands.add_grad(self._shard_of[param], mine)
+        self._home.add_grad(self._shard_of[param], mine)
 
     def drop_gradient(self, param: nn.Parameter) -> None:
         """See GradientHooks."""
         self._num_grads.pop(param, None)
-        self._operands.drop_grad(self._shard_of[param])
+        self._home.drop_grad(self._shard_of[param])
 
     def _compare(self, task: int = _NO_BACKWARD) -> None:
         """The ranks compare which weights have a gradient, or get one in a backward pass.
@@ -207,7 +198,7 @@ class ZeroInfinity(ZeroOptimizer):
     def _agree(self) -> bool:
         self._compare()
         self._hooks.collect()
-        return any(map(self._operands.has_grad, self._shard_of.values()))
+        return any(map(self._home.has_grad, self._shard_of.values()))
 
     def _set_sync(self, is_on: bool) -> None:
         if not is_on:
@@ -218,14 +209,14 @@ class ZeroInfinity(ZeroOptimizer):
 
     def _shards(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for param, shard in self._shard_of.items():
-            if self._operands.has_grad(shard):
-                with self._operands.gradient(shard) as grad:
+            if self._home.has_grad(shard):
+                with self._home.gradient(shard) as grad:
                     yield param, grad
 
     def _scale_gradients(self, factor: float) -> None:
         for shard in self._shard_of.values():
-            if self._operands.has_grad(shard):
-                with self._operands.gradient(shard, is_written=True) as grad:
+            if self._home.has_grad(shard):
+                with self._home.gradient(shard, is_written=True) as grad:
                     grad.mul_(factor)
 
     def _forget_gradients(self) -> None:
@@ -241,18 +232,13 @@ class ZeroInfinity(ZeroOptimizer):
 
     def gradient_tensors(self) -> list[Tensor]:
         """See ZeroOptimizer."""
-        return list(self._operands.small_grads.values())
-
-    def state_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer: none is here."""
-        return []
+        return list(self._home.small_grads.values())
 
     # ---- the update
 
     def _update(self, factor: float) -> None:
         self._home.step_begins()
-        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._take_options()
         self._inner.update(factor)
         self.num_steps += 1
         self._commit()
@@ -275,19 +261,13 @@ class ZeroInfinity(ZeroOptimizer):
         stores = [t.store for t in (self._tier, self._grads) if isinstance(t, FileTier)]
         return sum(s.read_bytes for s in stores), sum(s.written_bytes for s in stores)
 
-    @property
-    def packed_bytes(self) -> list[int]:
-        """Of the small weights of each unit, which stay in memory and are written at each step."""
-        return [unit.packed_row.numel() for unit in self._weights.units]
-
     # ---- state
 
     @property
     def state(self) -> Any:
         """Not here: torch.distributed.checkpoint would find nothing.
 
-        Raises:
-            RuntimeError: always.
+        Raises RuntimeError: always.
         """
         raise RuntimeError(
             "states are elsewhere with offload_weights, where torch's own get_state_dict() cannot"
@@ -308,7 +288,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     def new_state_of(self, param: Any) -> dict[str, Any]:
         """See ZeroOptimizer."""
-        weight = self._weights.read_shard(param)
+        weight = self._weights.unit_of(param).read_shard(param)
         return self._inner.new_state_of(self._shard_of[param], weight)
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
@@ -323,77 +303,29 @@ class ZeroInfinity(ZeroOptimizer):
         self._commit()
 
 
-class FetchedOperands(Operands):
-    """Large shards and their gradients are rows of tiers, small ones stay in memory.
+class _HomedShards(WeightShards):
+    """WeightShards in a Home; models may be on the meta device: units become whole by turns.
 
-    `home` has the large shards of weights, in the tier `weights`; their gradients are in `grads`.
-
-    Attributes:
-        small_grads: by shard, the gradients in memory.
+    `replacing` is around what replaces pieces outside of a step.
     """
 
-    def __init__(self, home: WeightHome, weights: Tier, grads: Tier) -> None:
-        self._home, self._weights, self._grads = home, weights, grads
-        self._fresh: set[Tensor] = set()
-        self.small_grads: dict[Tensor, Tensor] = {}
-        self._loans: dict[Tensor, tuple[Loan, Loan]] = {}
+    _takes_meta = True
 
-    # ---- gradients
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        units: Iterable[nn.Module] | None,
+        home: Home,
+        replacing: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._home, self._replacing = home, replacing
+        super().__init__(model, group, units=units)
+
+    def _new_unit(self, module: nn.Module, params: list[nn.Parameter]) -> ShardedUnit:
+        return HomedUnit(self._home, module, params, self.group)
 
     @contextmanager
-    def gradient(self, shard: Tensor, *, is_written: bool = False) -> Iterator[Tensor]:
-        """The gradient that has come, to be read or written inside."""
-        key = self._home.key_of(shard)
-        if key is None:
-            yield self.small_grads[shard]
-            return
-        loan = self._grads.fetch(key)
-        yield loan.wait()
-        self._grads.give_back(loan, is_written=is_written)
-
-    def add_grad(self, shard: Tensor, grad: Tensor) -> None:
-        """Takes a gradient, or adds it to the one that is there."""
-        key = self._home.key_of(shard)
-        if shard in self._fresh:
-            with self.gradient(shard, is_written=True) as before:
-                before.add_(grad)
-        elif key is None:
-            self.small_grads[shard] = grad
-        else:
-            loan = self._grads.new(key, grad.numel(), grad.dtype)
-            loan.wait().copy_(grad)
-            self._grads.give_back(loan, is_written=True)
-        self._fresh.add(shard)
-
-    def drop_grad(self, shard: Tensor) -> None:
-        """Forgets one."""
-        self._fresh.discard(shard)
-        self.small_grads.pop(shard, None)
-
-    def shape(self, param: Tensor) -> torch.Size:
-        """See Operands."""
-        return self._home.shape_of(param)
-
-    def has_grad(self, param: Tensor) -> bool:
-        """See Operands."""
-        return param in self._fresh
-
-    def start(self, param: Tensor) -> None:
-        """See Operands."""
-        key = self._home.key_of(param)
-        if key is not None:
-            self._loans[param] = self._weights.fetch(key), self._grads.fetch(key)
-
-    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
-        """See Operands."""
-        if param in self._loans:
-            weights, grads = self._loans[param]
-            return weights.wait(), grads.wait()
-        return param.view(-1), self.small_grads[param].view(-1)
-
-    def done(self, param: Tensor) -> None:
-        """See Operands; weights go back as they are now."""
-        if param in self._loans:
-            weights, grads = self._loans.pop(param)
-            self._weights.give_back(weights, is_written=True)
-            self._grads.give_back(grads, is_written=False)
+    def writing(self) -> Iterator[None]:
+        with super().writing(), self._replacing():
+            yield

@@ -21,7 +21,8 @@ from ringcomm._renamed import object_getattr
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
-from ringcomm.parallel.model_axes import Axes, Held, axes_of
+from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.offload.operands import local_of
 from ringcomm.parallel.zero.states import States
 
 OFFLOADED = (offload.AdamW, offload.SGD)
@@ -77,10 +78,10 @@ class ShardOptions:
 class ZeroOptimizer(States):
     """A torch optimizer over weights of which each rank updates 1/N.
 
-    Its parameter groups are those of the optimizer that was given, so schedulers and users change
-    them as ever. A weight without a gradient on any rank is left alone, as by torch's optimizers.
-    At stages 1 and 2 a weight that only some ranks have a gradient of gets the mean with zeros for
-    the others, as under DistributedDataParallel(find_unused_parameters=True).
+    Its parameter groups are those of the optimizer that was given. A weight without a gradient on
+    any rank is left alone, as by torch's optimizers. At stages 1 and 2 one that only some ranks
+    have a gradient of gets the mean with zeros for the others, as under
+    DistributedDataParallel(find_unused_parameters=True).
 
     With gradients in buckets or elsewhere (stages 1 and 2, offload_weights) `param.grad` is None or
     has no values, and raises RuntimeError when it is used.
@@ -90,9 +91,12 @@ class ZeroOptimizer(States):
             2-norm of all gradients before clipping, without the loss scale. None before.
     """
 
+    _inner: Any
+
     def __init__(
         self,
         model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         groups: list[dict[str, Any]],
         group: dist.ProcessGroup,
         options: ShardOptions,
@@ -102,6 +106,7 @@ class ZeroOptimizer(States):
         self._scale = LossScale(options.loss_scale) if options.loss_scale is not None else None
         self.grad_norm: float | None = None
         self._model = weakref.ref(model)
+        self._is_offloaded = is_offloaded(optimizer)
         self._is_made = False
         _refuse_ddp(model, self)
         super().__init__([dict(param_group) for param_group in groups], {})
@@ -180,11 +185,10 @@ class ZeroOptimizer(States):
         Raises:
             ValueError: max_norm is not positive.
             RuntimeError: the norm is not finite, and error_if_nonfinite says that this is an error.
-                No weight has been written, and the gradients are dropped. Otherwise gradients stay
-                as they are: a loss scale, or torch.amp.GradScaler, skips the step.
+                The gradients are dropped. Otherwise they stay as they are: a loss scale, or
+                torch.amp.GradScaler, skips the step.
 
-        Collective: reduces the gradients where that is still to come, and an all_gather of 8 bytes
-        a rank over each dimension of a mesh.
+        Collective: reduces the gradients where that is still to come.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is positive, got {max_norm!r}")
@@ -203,19 +207,27 @@ class ZeroOptimizer(States):
             raise ValueError("add parameter groups to the optimizer before zero.shard()")
         super().add_param_group(param_group)
 
-    @abstractmethod
     def gradient_tensors(self) -> list[Tensor]:
         """What this rank keeps of gradients now, for measuring: buffers and shards."""
+        return [grad for _, grad in self._shards()]
 
-    @abstractmethod
     def state_tensors(self) -> list[Tensor]:
         """What it keeps of the optimizer's state, with float32 weights beside 16-bit ones."""
+        states = [] if self._is_offloaded else map(self._state_of, self.all_params())
+        values = (local_of(v) for state in states for v in state.values() if isinstance(v, Tensor))
+        return [value for value in values if value.dim()]
 
     # ---- the step
 
     def _device(self) -> torch.device:
         device: torch.device = self.all_params()[0].device
         return device
+
+    @property
+    def _late(self) -> frozenset[nn.Parameter]:
+        """Weights whose gradients are complete behind the backward passes."""
+        model = self._model()
+        return tied_over_stages(model) if model is not None else frozenset()
 
     @cached_property
     def _axes(self) -> Axes:
@@ -252,6 +264,11 @@ class ZeroOptimizer(States):
                     f"{name} was added or replaced after zero.shard(), and is not updated: change"
                     " the model first"
                 )
+
+    def _take_options(self) -> None:
+        """Has the inner optimizer go on with the hyper-parameters of these groups."""
+        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
 
     @property
     def _grad_scale(self) -> float:

@@ -53,33 +53,27 @@ def predict_memory(
 ) -> Memory:
     """What a rank will hold; the arguments are those of shard(), before it.
 
-    Args:
-        model: on any device, "meta" too.
-        optimizer: AdamW keeps two float32 numbers for a weight, SGD one if it has momentum; those
-            of ringcomm.parallel.offload keep nothing here.
-        stage: 0 for no sharding, 1, 2 or 3.
-        world_size: of the ranks to be.
-        rank: one of them; shards differ by an element, at stage 3 by a row.
-        units: as shard()'s.
-        options: as shard()'s.
+    The model may be on any device, "meta" too. Stage 0 is no sharding. Shards of the ranks, of
+    which there will be `world_size`, differ by an element, at stage 3 by a row.
 
     Raises:
         ValueError: there is no such stage or rank.
     """
-    chosen = ShardOptions(**options)
-    _check(stage, world_size, rank)
+    ranks = _Ranks(stage, world_size, rank, ShardOptions(**options))
     found = list(default_units(model) if units is None else units)
-    if chosen.offload_weights:
-        return _memory_of_infinity(model, world_size, rank, found, chosen)
-    states_of = {
-        param: _num_states(optimizer, group)
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    if stage == 3:
-        return _memory_of_stage3(model, states_of, world_size, rank, found, chosen)
-    buckets = _buckets(model, optimizer, stage, chosen)
-    return _memory_of_buckets(buckets, states_of, stage, world_size, rank, chosen)
+    if ranks.options.offload_weights:
+        return _of_infinity(ranks, params_of_units(model, found), model)
+    states = _states_of(optimizer)
+    if stage < 3:
+        parts = [_of_bucket(ranks, bucket, states) for bucket in _buckets(ranks, model, optimizer)]
+    else:
+        parts, seen = [], set[nn.Parameter]()
+        for unit in [*units_apart(model, found), model]:
+            own = [param for param in unit.parameters() if param not in seen]
+            seen.update(own)
+            parts.append(_of_unit(ranks, own, states))
+    parameters, gradients, kept, buffers = zip(*parts, strict=True)
+    return Memory(sum(parameters), sum(gradients), sum(kept), max(buffers))
 
 
 def predict_traffic(
@@ -94,165 +88,144 @@ def predict_traffic(
 ) -> int:
     """The bytes that a rank sends in a step over ringcomm, of weights and gradients.
 
-    Exact, uneven shards and stage 3's padding included, and to each other rank a byte for each
-    weight, and at stages 1 and 2 for each bucket and one more; at stage 2 in each backward pass,
-    too. With offload_weights it is 8 bytes for each trained weight, then and in each pass. With
-    clip_grad_norm or loss_scale 8 bytes go to each other rank, and to those of each other
-    dimension of the model's mesh.
-
-    Arguments as predict_memory()'s, of which `rank` matters: the one with the longer shard sends
-    less of gradients and more of weights. `num_backwards` is the number of backward passes before
-    step(): stages 2 and 3 reduce in each, and stage 3 gathers.
+    Exact, with uneven shards, stage 3's padding, and what ranks tell each other of gradients.
+    Arguments as predict_memory()'s; `num_backwards` is the number of backward passes before step():
+    stages 2 and 3 reduce in each, and stage 3 gathers.
 
     Raises:
         ValueError: there is no such stage or rank.
     """
     chosen = ShardOptions(**options)
-    _check(stage, world_size, rank)
+    ranks, others = _Ranks(stage, world_size, rank, chosen), world_size - 1
     if stage == 0:
         raise ValueError("traffic without sharding is the all_reduce's: stage is 1, 2 or 3")
-    grad_itemsize = chosen.grad_dtype.itemsize
-    num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
-    looks = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
-    total = 0
-    if stage == 3:
-        itemsize = (chosen.param_dtype or torch.float32).itemsize
-        for param in model.parameters():
-            grad_bytes = grad_itemsize if param.requires_grad else 0
-            if chosen.offload_weights:
-                mine = _shard_elems(param.numel(), world_size, rank)
-                total += 2 * param.element_size() * (world_size - 1) * mine
-                total += grad_bytes * (param.numel() - mine)
-            else:  # two gathers, and a gradient's way back, of shards as long as the longest
-                rows = _row_elems(param, world_size)
-                total += (2 * itemsize + grad_bytes) * (world_size - 1) * rows
-        num_facts = 8 * (num_backwards + 1) if chosen.offload_weights else 1
-        return num_backwards * total + (world_size - 1) * num_facts * num_trained + looks
-    buckets = _buckets(model, optimizer, stage, chosen)
-    # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
-    facts = (world_size - 1) * (1 + sum(1 + len(params) for params in buckets))
-    total = looks + facts * (1 + num_backwards if stage == 2 else 1)
-    for params in buckets:
-        num_elems = sum(param.numel() for param in params)
-        mine = _shard_elems(num_elems, world_size, rank)
-        # All but the own shard of gradients; the own shard of weights, to all others.
-        num_reductions = 1 if stage == 1 else num_backwards
-        total += num_reductions * grad_itemsize * (num_elems - mine)
-        total += (chosen.param_dtype or params[0].dtype).itemsize * (world_size - 1) * mine
+    total = bytes_over_all_ranks(axes_of(model), 8, world_size) if chosen.looks_first else 0
+    if stage < 3:
+        buckets = _buckets(ranks, model, optimizer)
+        # Whether a pass begins, which weights have a gradient, and which buckets are to be reduced.
+        facts = others * (1 + sum(1 + len(params) for params in buckets))
+        total += facts * (1 + num_backwards if stage == 2 else 1)
+        for params in buckets:
+            num_elems = sum(param.numel() for param in params)
+            mine = ranks.shard(num_elems)
+            # All but the own shard of gradients; the own shard of weights, to all others.
+            num_reductions = 1 if stage == 1 else num_backwards
+            total += num_reductions * ranks.grad_itemsize * (num_elems - mine)
+            total += ranks.itemsize(params[0]) * others * mine
+        return total
+    num_facts = 8 * (num_backwards + 1) if chosen.offload_weights else 1
+    total += others * num_facts * sum(len(group["params"]) for group in optimizer.param_groups)
+    for param in model.parameters():
+        grad_bytes = ranks.grad_itemsize if param.requires_grad else 0
+        if chosen.offload_weights:
+            mine = ranks.shard(param.numel())
+            sent = 2 * param.element_size() * others * mine + grad_bytes * (param.numel() - mine)
+        else:  # two gathers, and a gradient's way back, of shards as long as the longest
+            sent = (2 * ranks.itemsize(param) + grad_bytes) * others * ranks.rows(param)
+        total += num_backwards * sent
     return total
 
 
-def _check(stage: int, world_size: int, rank: int) -> None:
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"there is no rank {rank} of {world_size}")
+class _Ranks:
+    """What a rank has of weights; ValueError: there is no such stage or rank."""
 
+    def __init__(self, stage: int, world_size: int, rank: int, options: ShardOptions) -> None:
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage is 0, 1, 2 or 3, got {stage!r}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"there is no rank {rank} of {world_size}")
+        self.stage, self.world_size, self.rank, self.options = stage, world_size, rank, options
+        self.grad_itemsize = options.grad_dtype.itemsize
 
-def _num_states(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> int | None:
-    """Of an element; None if they are elsewhere, masters too."""
-    if is_offloaded(optimizer):
-        return None
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1 if group["momentum"] else 0
-    return 3 if group.get("amsgrad") else 2
+    def itemsize(self, param: nn.Parameter) -> int:
+        """Of an element that the model computes with."""
+        return (self.options.param_dtype or param.dtype).itemsize
 
+    def shard(self, num_elems: int) -> int:
+        """The elements of this rank's shard."""
+        begin, end = shard_range(num_elems, self.world_size, self.rank)
+        return end - begin if self.stage else num_elems
 
-def _shard_elems(num_elems: int, world_size: int, rank: int) -> int:
-    begin, end = shard_range(num_elems, world_size, rank)
-    return end - begin
+    def rows(self, param: nn.Parameter) -> int:
+        """The elements of a rank's shard of whole rows, padded to the longest."""
+        num_rows = param.shape[0] if param.dim() else 1
+        return -(-num_rows // self.world_size) * (param.numel() // max(1, num_rows))
 
 
 def _buckets(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stage: int, options: ShardOptions
+    ranks: _Ranks, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[list[nn.Parameter]]:
+    options = ranks.options
     return plan_buckets(
-        model, optimizer.param_groups, stage, options.bucket_bytes, options.param_dtype
+        model, optimizer.param_groups, ranks.stage, options.bucket_bytes, options.param_dtype
     )
 
 
-def _memory_of_buckets(
-    buckets: list[list[nn.Parameter]],
-    states_of: dict[nn.Parameter, int | None],
-    stage: int,
-    world_size: int,
-    rank: int,
-    options: ShardOptions,
+def _states_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int | None]:
+    """The numbers of an element's state; None if they are elsewhere, masters too."""
+    found: dict[nn.Parameter, int | None] = {}
+    for group in optimizer.param_groups:
+        num: int | None = 3 if group.get("amsgrad") else 2
+        if isinstance(optimizer, torch.optim.SGD):
+            num = 1 if group["momentum"] else 0
+        found |= dict.fromkeys(group["params"], None if is_offloaded(optimizer) else num)
+    return found
+
+
+def _of_bucket(
+    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
 ) -> Memory:
-    parameters = gradients = states = buffers = 0
-    for params in buckets:
-        num_elems = sum(param.numel() for param in params)
-        itemsize = (options.param_dtype or params[0].dtype).itemsize
-        grad_itemsize = options.grad_dtype.itemsize if stage else itemsize
-        mine = _shard_elems(num_elems, world_size, rank) if stage else num_elems
-        parameters += itemsize * num_elems
-        gradients += grad_itemsize * (mine if stage == 2 else num_elems)
-        counts = [states_of[param] for param in params]
-        if None not in counts:
-            num_masters = 1 if itemsize == 2 and stage else 0
-            states += 4 * (max(count or 0 for count in counts) + num_masters) * mine
-        buffers = max(buffers, grad_itemsize * num_elems if stage == 2 else 0)
-    return Memory(parameters, gradients, states, buffers)
+    num_elems = sum(param.numel() for param in params)
+    mine, itemsize = ranks.shard(num_elems), ranks.itemsize(params[0])
+    whole = (ranks.grad_itemsize if ranks.stage else itemsize) * num_elems
+    of_params = [states[param] for param in params]
+    num_states = 0
+    if None not in of_params:
+        num_masters = 1 if itemsize == 2 and ranks.stage else 0
+        num_states = max(num or 0 for num in of_params) + num_masters
+    return Memory(
+        itemsize * num_elems,
+        ranks.grad_itemsize * mine if ranks.stage == 2 else whole,
+        4 * num_states * mine,
+        whole if ranks.stage == 2 else 0,
+    )
 
 
-def _memory_of_stage3(
-    model: nn.Module,
-    states_of: dict[nn.Parameter, int | None],
-    world_size: int,
-    rank: int,
-    units: list[nn.Module],
-    options: ShardOptions,
+def _of_unit(
+    ranks: _Ranks, params: list[nn.Parameter], states: dict[nn.Parameter, int | None]
 ) -> Memory:
-    parameters = gradients = states = buffers = 0
-    itemsize = (options.param_dtype or torch.float32).itemsize
-    grad_itemsize = options.grad_dtype.itemsize
-    grad_bytes = itemsize + grad_itemsize if grad_itemsize != itemsize else itemsize
-    seen: set[nn.Parameter] = set()
-    for unit in [*units_apart(model, units), model]:
-        whole = 0
-        for param in unit.parameters():
-            if param in seen:
-                continue
-            seen.add(param)
-            rows = _row_elems(param, world_size)
-            parameters += 4 * rows
-            whole += (itemsize + (grad_bytes if param.requires_grad else 0)) * world_size * rows
-            if param.requires_grad:
-                gradients += 4 * rows
-                first = min(param.numel(), rank * rows)
-                states += 4 * (states_of.get(param) or 0) * min(rows, param.numel() - first)
-        buffers = max(buffers, whole)
-    return Memory(parameters, gradients, states, buffers)
+    """Of fully_shard; gradients are copied where they are reduced in another dtype."""
+    parameters = gradients = of_states = buffers = 0
+    for param in params:
+        rows, itemsize = ranks.rows(param), ranks.itemsize(param)
+        parameters += 4 * rows
+        buffers += itemsize * ranks.world_size * rows
+        if param.requires_grad:
+            gradients += 4 * rows
+            first = min(param.numel(), ranks.rank * rows)
+            of_states += 4 * (states.get(param) or 0) * min(rows, param.numel() - first)
+            grad_bytes = itemsize + ranks.grad_itemsize * (ranks.grad_itemsize != itemsize)
+            buffers += grad_bytes * ranks.world_size * rows
+    return Memory(parameters, gradients, of_states, buffers)
 
 
-def _memory_of_infinity(
-    model: nn.Module,
-    world_size: int,
-    rank: int,
-    units: list[nn.Module],
-    options: ShardOptions,
+def _of_infinity(
+    ranks: _Ranks, units: list[tuple[nn.Module, list[nn.Parameter]]], model: nn.Module
 ) -> Memory:
     resident = gradients = root = buffers = 0
-    grad_itemsize = options.grad_dtype.itemsize
-    for module, params in params_of_units(model, units):
+    for module, params in units:
         whole = shards = largest = 0
         for param in params:
-            mine = _shard_elems(param.numel(), world_size, rank)
+            mine = ranks.shard(param.numel())
             whole += param.nbytes
-            is_cast = options.grad_dtype != param.dtype
-            largest = max(largest, param.nbytes + is_cast * grad_itemsize * param.numel())
+            is_cast = ranks.options.grad_dtype != param.dtype
+            largest = max(largest, param.nbytes + is_cast * ranks.grad_itemsize * param.numel())
             if param.nbytes >= PACKED_BYTES:
                 shards += mine * param.element_size()
             else:
                 resident += mine * param.element_size()
-                gradients += grad_itemsize * mine if param.requires_grad else 0
+                gradients += ranks.grad_itemsize * mine if param.requires_grad else 0
         if module is model:
             root, whole = whole, 0
         buffers = max(buffers, whole + 2 * shards + largest)
     return Memory(resident, gradients, 0, root + buffers)
-
-
-def _row_elems(param: nn.Parameter, world_size: int) -> int:
-    """The elements of a rank's shard of whole rows, padded to the longest."""
-    num_rows = param.shape[0] if param.dim() else 1
-    return -(-num_rows // world_size) * (param.numel() // max(1, num_rows))

@@ -22,7 +22,7 @@ from ringcomm.parallel.shards.units import (
     units_apart,
     watch_whole_weights,
 )
-from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer, is_offloaded
+from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
 
 class Zero3(ZeroOptimizer):
@@ -51,8 +51,7 @@ class Zero3(ZeroOptimizer):
             {**old, "params": [new[names[param]] for param in old["params"]]}
             for old in optimizer.param_groups
         ]
-        super().__init__(model, groups, group, options)
-        self._is_offloaded = is_offloaded(optimizer)
+        super().__init__(model, optimizer, groups, group, options)
         self._inner = optimizer.over(groups) if self._is_offloaded else type(optimizer)(groups)
         self._is_synced = True
         # The weights that autograd has made a gradient of on this rank since the last step, those
@@ -158,18 +157,8 @@ class Zero3(ZeroOptimizer):
             if param.grad is not None:
                 yield param, local_of(param.grad)
 
-    def gradient_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        return [grad for _, grad in self._shards()]
-
-    def state_tensors(self) -> list[Tensor]:
-        """See ZeroOptimizer."""
-        states = (value for state in self._inner.state.values() for value in state.values())
-        return [local_of(value) for value in states if isinstance(value, Tensor)]
-
     def _update(self, factor: float) -> None:
-        for inner, outer in zip(self._inner.param_groups, self.param_groups, strict=True):
-            inner.update({key: value for key, value in outer.items() if key != "params"})
+        self._take_options()
         self._scale_gradients(factor)
         self._inner.step()
 
@@ -224,27 +213,20 @@ class Zero3(ZeroOptimizer):
 
     def _cut(self, param: Any, value: Tensor) -> Tensor:
         """This rank's rows of a whole state, or the rows that it has already."""
-        if isinstance(value, DTensor):
-            return self._taken(value.to_local(), param)
-        whole = value.to(device=param.device, dtype=self._state_dtype(param))
-        # None: every rank has the whole value, and nothing is sent.
-        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-
-    def _taken(self, local: Tensor, param: Any) -> Any:
-        """A copy of a state of this rank's shard, as the optimizer keeps it."""
-        dtype = self._state_dtype(param)
-        return _spread(local.to(device=param.device, dtype=dtype, copy=True), param)
-
-    def _state_dtype(self, param: Any) -> torch.dtype:
-        return torch.float32 if self._is_offloaded else param.dtype
+        if not isinstance(value, DTensor):
+            # None: every rank has the whole value, and nothing is sent.
+            mesh, whole = param.device_mesh, value.to(param.device)
+            value = distribute_tensor(whole, mesh, param.placements, src_data_rank=None)
+        return value.to_local()
 
     def _set_state(self, param: Any, state: dict[str, Any]) -> None:
-        mine = {}
+        dtype, mine = torch.float32 if self._is_offloaded else param.dtype, {}
         for key, value in state.items():
-            if key == "step" or not isinstance(value, Tensor):
-                mine[key] = value
-            elif key != "master" or self._is_offloaded:  # else the weights themselves
-                mine[key] = value if isinstance(value, DTensor) else self._taken(value, param)
+            if key == "master" and not self._is_offloaded:
+                continue  # the weights themselves
+            mine[key] = value
+            if isinstance(value, Tensor) and key != "step":
+                mine[key] = _spread(value.to(device=param.device, dtype=dtype, copy=True), param)
         if self._is_offloaded:
             self._inner.set_state_of(param, mine)
             return

@@ -17,7 +17,7 @@ from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import gather_parts
 
 # Of a parameter group in a state_dict(): the loss scale, which torch's format has no place for.
-_SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
+SCALE_KEYS = {"value": "loss_scale", "num_good_steps": "loss_scale_good_steps"}
 _ROWS = (Shard(0),)
 
 
@@ -47,16 +47,15 @@ class States(torch.optim.Optimizer):
         found = []
         for group in self.param_groups:
             mine = {key: value for key, value in group.items() if key != "params"}
-            mine |= {_SCALE_KEYS[key]: value for key, value in scale.items()}
+            mine |= {SCALE_KEYS[key]: value for key, value in scale.items()}
             found.append({**mine, "params": [numbers[param] for param in group["params"]]})
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format; states are DTensors, of which this rank has rows.
 
-        For torch.distributed.checkpoint and its get_state_dict(model, optimizer), which save it in
-        parts and load it with other world sizes and stages, or into torch's own optimizer. It is a
-        rank's own for torch.save(). "master" is a weight in float32, beside 16-bit ones.
+        For torch.distributed.checkpoint and its get_state_dict(model, optimizer); for torch.save()
+        it is a rank's own. "master" is a weight in float32, beside 16-bit ones.
 
         Collective at stages 1 and 2 and with offload_weights: whole states are gathered, one at a
         time, and cut into rows.
@@ -71,11 +70,7 @@ class States(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a state_dict(); the weights are the model's own.
-
-        Args:
-            state_dict: of this rank, or of torch's optimizer; whole states are the same on all
-                ranks.
+        """Goes on from a state_dict() of this rank, or from torch's optimizer's, whole.
 
         Raises:
             ValueError: it is of another rank or world size, or of another optimizer. Nothing has
@@ -100,7 +95,7 @@ class States(torch.optim.Optimizer):
     ) -> None:
         for saved, group in zip(groups, self.param_groups, strict=True):
             given = {key: value for key, value in saved.items() if key != "params"}
-            scale = {key: given.pop(name, None) for key, name in _SCALE_KEYS.items()}
+            scale = {key: given.pop(name, None) for key, name in SCALE_KEYS.items()}
             group.update(given)
             if self._scale is not None and scale["value"] is not None:
                 self._scale.load(scale)

@@ -166,7 +166,7 @@ def test_two_crashes_at_every_operation(num_steps: int, kind: str, tmp_path: Pat
         run_and_check(folder, names, values, "steps")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
 def test_every_operation_fails_once(code: int, tmp_path: Path) -> None:
     """The error names the folder, the step succeeds when done again, and no crash loses more."""
     values = itertools.count(1)

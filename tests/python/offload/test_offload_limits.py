@@ -122,26 +122,3 @@ def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
         assert mine[-1] == theirs[-1]  # the digests
         done = [line for line in mine if "loss" in line]
         assert done == theirs[-1 - len(done) : -1]
-
-
-def test_a_step_on_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE in place of a disk that is full."""
-    program = (
-        "import resource, runpy, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
-        "sys.argv = sys.argv[1:]\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    options = ["--store", tmp_path / "store", "--to", "nvme", "--path", tmp_path / "files"]
-    done = subprocess.run(
-        [str(word) for word in (sys.executable, "-c", program, JOB, *options)],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "OSError" in done.stderr
-    assert str(tmp_path / "files") in done.stderr

@@ -12,28 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zero_models import STEPS, Net, batch, loss_of, make_optimizer, weights
+from zero_models import Net, make_optimizer, train, weights
 
 from ringcomm.parallel import offload
 
 
 def place(to: str, folder: Path) -> dict[str, Any]:
     return {"to": to, **({"path": folder / "states"} if to == "nvme" else {})}
-
-
-def offloaded(model: nn.Module, kind: str, **options: Any) -> Any:
-    """The optimizer of the tests of ZeRO, with its state elsewhere."""
-    groups = make_optimizer(model, kind).param_groups
-    made = offload.AdamW if kind == "adamw" else offload.SGD
-    return made(groups, **options)
-
-
-def steps_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    device = next(model.parameters()).device
-    for step in steps:
-        loss_of(model, *(values.to(device) for values in batch(step))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -49,9 +34,9 @@ def steps_alone(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 )
 def test_steps_of_torch(device: str, kind: str, to: str, chunk_elems: int, tmp_path: Path) -> None:
     ours, theirs = Net().to(device), Net().to(device)
-    optimizer = offloaded(ours, kind, chunk_elems=chunk_elems, **place(to, tmp_path))
-    steps_alone(ours, optimizer, range(STEPS))
-    steps_alone(theirs, make_optimizer(theirs, kind), range(STEPS))
+    optimizer = make_optimizer(ours, kind, chunk_elems=chunk_elems, **place(to, tmp_path))
+    train(ours, optimizer)
+    train(theirs, make_optimizer(theirs, kind))
     for name, value in weights(theirs).items():
         torch.testing.assert_close(weights(ours)[name], value, rtol=1e-5, atol=1e-6)
     assert not optimizer.state
@@ -62,17 +47,17 @@ def test_steps_of_torch(device: str, kind: str, to: str, chunk_elems: int, tmp_p
 @pytest.mark.parametrize(("kind", "to"), [("adamw", "nvme"), ("sgd", "nvme"), ("momentum", "cpu")])
 def test_state_goes_to_torch_and_back(kind: str, to: str, tmp_path: Path) -> None:
     first, second, third = Net(), Net(), Net()
-    optimizer = offloaded(first, kind, chunk_elems=50, **place(to, tmp_path))
-    steps_alone(first, optimizer, range(2))
+    optimizer = make_optimizer(first, kind, chunk_elems=50, **place(to, tmp_path))
+    train(first, optimizer, steps=range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     theirs = make_optimizer(second, kind)
     theirs.load_state_dict(saved)
     second.load_state_dict(first.state_dict())
-    other = offloaded(third, kind, chunk_elems=1000, to="cpu")
+    other = make_optimizer(third, kind, chunk_elems=1000, to="cpu")
     other.load_state_dict(theirs.state_dict())
     third.load_state_dict(first.state_dict())
     for model, found in ((first, optimizer), (second, theirs), (third, other)):
-        steps_alone(model, found, range(2, 4))
+        train(model, found, steps=range(2, 4))
     for name, value in weights(first).items():
         assert torch.equal(weights(third)[name], value)
         torch.testing.assert_close(weights(second)[name], value, rtol=1e-5, atol=1e-6)
@@ -99,8 +84,8 @@ def test_16_bit_weights_have_masters(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     half = nn.Linear(33, 17).to(torch.bfloat16)
     whole = copy.deepcopy(half).float()
-    ours = offloaded(half, kind, to="nvme", path=tmp_path, chunk_elems=100)
-    theirs = offloaded(whole, kind)
+    ours = make_optimizer(half, kind, to="nvme", path=tmp_path, chunk_elems=100)
+    theirs = make_optimizer(whole, kind)
     for step in range(4):
         grads = [
             torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -150,6 +135,10 @@ def test_errors(tmp_path: Path) -> None:
         offload.AdamW(model.parameters(), to="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk_elems"):
         offload.SGD(model.parameters(), chunk_elems=0)
+    for option in ("fused", "amsgrad", "maximize"):
+        options: Any = {option: True}
+        with pytest.raises(ValueError, match=f"{option} is not to be had"):
+            offload.AdamW(model.parameters(), **options)
     with pytest.raises(ValueError, match="float32"):
         offload.AdamW(nn.Linear(2, 2, dtype=torch.float64).parameters())
     with pytest.raises(ValueError, match="not contiguous"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pair_table import Case, Meaningless, Table
+from pair_table import Case, Table
 from torch import Tensor
 
 OUTPUTS = ("loss", "lse", "entropy", "accuracy")
@@ -216,7 +216,7 @@ OPTION_AXES: dict[str, dict[str, dict[str, Any]]] = {
 def covering(axes: dict[str, Iterable[str]], *never: dict[str, tuple[str, ...]]) -> list[Case]:
     """Cases that hold every pair of values, but for values that never go together."""
     table = {axis: tuple(values) for axis, values in axes.items()}
-    return Table(table, (), tuple(Meaningless(when) for when in never)).covering
+    return Table(table, (), tuple(never)).covering
 
 
 def named(case: Case) -> str:

@@ -7,23 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_loops import LOOPS, loop_of
-from pair_model import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    DTYPES,
-    GRADIENTS,
-    SCALE,
-    WORLD_SIZE,
-    Base,
-    Net,
-    local_of,
-    params_in_groups,
-)
-from pair_table import Case, Meaningless, Refused, Table
+from pair_loops import LOOPS, Training
+from pair_model import CLIP_VALUE, GRADIENTS, WORLD_SIZE, local_of, params_in_groups
+from pair_table import Case, Refused, Table, condition
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import WeightShards
@@ -53,83 +41,72 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"weights in": REPLICAS, "around": ("DDP",)},
-            "ValueError|RuntimeError",  # compiled models meet it in the backward pass
-            "DistributedDataParallel",
+            "weights in: replicas or replicas without group=; around: DDP",
+            "ValueError|RuntimeError: DistributedDataParallel",
             "the model itself, and group=",
         ),
         Refused(
-            {"weights in": ("WeightShards", "fully_shard"), "around": ("DDP",)},
-            "RuntimeError",
-            "DistributedDataParallel|Cannot flatten",  # torch's own words, and reasons
+            "weights in: WeightShards or fully_shard; around: DDP",
+            "RuntimeError: DistributedDataParallel|Cannot flatten",
             "the model itself: its gradients are reduced",
         ),
         Refused(
-            {"weights in": ("replicas without group=",)},
-            "ValueError",
-            "group=dist.group.WORLD",
+            "weights in: replicas without group=",
+            "ValueError: group=dist.group.WORLD",
             'group=dist.group.WORLD; group="none" for ranks that train apart',
         ),
         Refused(
-            {"clipping": ("torch",)},
-            "RuntimeError",
-            "clip_grad_norm=",
+            "clipping: torch",
+            "RuntimeError: clip_grad_norm=",
             "the option clip_grad_norm=",
             is_late=True,
         ),
         Refused(
-            {"loss scale": ("GradScaler",)},
-            "RuntimeError",
-            "loss_scale=",
+            "loss scale: GradScaler",
+            "RuntimeError: loss_scale=",
             "the option loss_scale=, and optimizer.scale(loss).backward()",
             is_late=True,
         ),
         Refused(
-            {"around": LOOPS, "loss scale": ("GradScaler",)},
-            "ValueError",
-            'GradScaler.*loss_scale="dynamic"',
+            "around: Accelerate or Trainer; loss scale: GradScaler",
+            'ValueError: GradScaler.*loss_scale="dynamic"',
             'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
-            {"clipping": ("norm in two passes",), "accumulation": ("3",)},
-            "ValueError",
-            "cannot accumulate",
+            "clipping: norm in two passes; accumulation: 3",
+            "ValueError: cannot accumulate",
             'clip_mode="deferred"',
         ),
         Refused(
-            {"weights in": ("WeightShards",), "compile": ("yes",)},
-            "RuntimeError",
-            "torch.compile",
+            "weights in: WeightShards; compile: yes",
+            "RuntimeError: torch.compile",
             "fully_shard, or no torch.compile",
         ),
         Refused(
-            {"weights in": ("WeightShards", "fully_shard"), "gradients": ("none on rank 1",)},
-            "RuntimeError",
-            "some ranks",
+            "weights in: WeightShards or fully_shard; gradients: none on rank 1",
+            "RuntimeError: some ranks",
             "replicas with group=, or a loss that uses every weight on every rank",
         ),
         Refused(
-            {"weights in": ("WeightShards",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "weights in: WeightShards; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "replicas with group=, or a loss that uses every weight on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
         ),
         Refused(
-            {"weights in": ("fully_shard",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "weights in: fully_shard; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "replicas with group=, or a loss that uses every weight on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
             is_late=True,
         ),
     ),
     meaningless=(
-        Meaningless({"dtype": ("float32",), "rounding": ("stochastic", "split")}),
-        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
-        Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
-        Meaningless({"weights in": ("WeightShards", "fully_shard"), "overlap": ("yes",)}),
-        Meaningless({"given": ("model",), "groups": ("decay first", "no decay first")}),
+        condition("dtype: float32; rounding: stochastic or split"),
+        condition("dtype: float32; reduce dtype: 16 bits"),
+        condition("accumulation: 1; gradients: none in the first micro-batch"),
+        condition("weights in: WeightShards or fully_shard; overlap: yes"),
+        condition("given: model; groups: decay first or no decay first"),
     ),
     also=(
         {  # gradients that wait for step() beside those that are used
@@ -142,55 +119,38 @@ TABLE = Table(
 )
 
 
-def _options(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"accumulation_steps": int(case["accumulation"])}
-    if case["weights in"] == "replicas":
-        options["group"] = group
-    if case["reduce dtype"] == "16 bits":
-        options["reduce_dtype"] = DTYPES[case["dtype"]]
-    if case["overlap"] == "yes":
-        options["overlap"] = True
-    if case["rounding"] == "stochastic":
-        options["stochastic_rounding"] = True
-    if case["rounding"] == "split":
-        options["master"] = "split"
-    if case["clipping"].startswith("norm"):
-        options["clip_grad_norm"] = CLIP_NORM
-        options["clip_mode"] = "two_pass" if "two passes" in case["clipping"] else "deferred"
-    if case["clipping"] == "value":
-        options["clip_grad_value"] = CLIP_VALUE
-    if case["loss scale"] == "fixed":
-        options["loss_scale"] = SCALE
-    if case["loss scale"] == "dynamic":
-        options["loss_scale"] = "dynamic"
-    return options
-
-
-class Training(Base):
+class LomoTraining(Training):
     """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
-        model = Net(case["weights"], case["recompute"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
-        loop = loop_of(case, model, WORLD_SIZE, folder)
-        super().__init__(case, model, loop)
+        super().__init__(case, WORLD_SIZE, folder)
+        model = self.model
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:
                 fully_shard(module)
         kind: Any = Lomo if case["optimizer"] == "Lomo" else AdaLomo
-        rest = {"lr": 0.2 if kind is Lomo else 0.05, "weight_decay": 0.01, **_options(case, group)}
+        rest = {"lr": 0.2 if kind is Lomo else 0.05, "weight_decay": 0.01, **self._own(group)}
         if case["given"] == "model":
             self.optimizer = kind(model, **rest)
         else:
             self.optimizer = kind(params_in_groups(model, case["groups"]), model=model, **rest)
-        if case["compile"] == "yes":
-            model.compile(backend="aot_eager")
-        if case["around"] == "DDP":
-            self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-        if loop is not None:
-            loop.take(self.optimizer)
+        self.wrap()
+
+    def _own(self, group: dist.ProcessGroup | None) -> dict[str, Any]:
+        case = self.case
+        options = {"accumulation_steps": int(case["accumulation"]), **self.options()}
+        if case["weights in"] == "replicas":
+            options["group"] = group
+        if case["overlap"] == "yes":
+            options["overlap"] = True
+        options["stochastic_rounding"] = case["rounding"] == "stochastic"
+        options["master"] = "split" if case["rounding"] == "split" else None
+        if case["clipping"].startswith("norm"):
+            options["clip_mode"] = "two_pass" if "two passes" in case["clipping"] else "deferred"
+        if case["clipping"] == "value":
+            options["clip_grad_value"] = CLIP_VALUE
+        return options
 
     def snapshot(self) -> list[Tensor]:
         if self.shards is None:

@@ -1,4 +1,4 @@
-"""The loops of Accelerate and transformers' Trainer around the cases of a table of pairs."""
+"""How a case of a table of pairs trains: in our loop, or that of Accelerate or of Trainer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pair_model import CLIP_NORM, CLIP_VALUE, WORLD_SIZE, MicroBatch, micro_batches
+from full_states import full_weights, load_full_weights
+from pair_model import (
+    CLIP_NORM,
+    CLIP_VALUE,
+    DTYPES,
+    SCALE,
+    WORLD_SIZE,
+    MicroBatch,
+    Net,
+    local_of,
+    micro_batches,
+)
 from pair_table import Case
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringcomm.parallel import get_state_dict, set_state_dict
 
 LOOPS = ("Accelerate", "Trainer")
 
@@ -139,7 +153,7 @@ class TrainerLoop:
 
 def loop_of(case: Case, model: nn.Module, num_ranks: int, folder: Path) -> Any:
     """What goes around a case's model, which take()s the optimizer; None for our own loop."""
-    match case["around"]:
+    match case.get("around"):
         case "Accelerate":
             return AccelerateLoop(case, model, num_ranks)
         case "Trainer":
@@ -154,3 +168,96 @@ def _loss(case: Case, batch: MicroBatch, model: nn.Module) -> Tensor:
 
 def _clips_in_loop(case: Case) -> bool:
     return case["clipping"] in ("optimizer", "norm", "norm in two passes")
+
+
+class Training:
+    """One case, from its start or from a checkpoint: our own loop, and states."""
+
+    optimizer: Any
+
+    def __init__(self, case: Case, num_ranks: int, folder: Path) -> None:
+        self.case = case
+        has_experts = "experts" in case.get("mesh", "")
+        self.model: Any = Net(case["weights"], case["recompute"], has_experts)
+        if case["dtype"].endswith("weights"):
+            self.model.to(DTYPES[case["dtype"]])
+        self.wrapped: Any = self.model
+        self.loop: Any = loop_of(case, self.model, num_ranks, folder) or self
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+    def wrap(self) -> None:
+        """Puts around the model and its optimizer what the case has."""
+        if self.case["compile"] == "yes":
+            self.model.compile(backend="aot_eager")
+        if self.case["around"] == "DDP":
+            self.wrapped = DistributedDataParallel(self.model, find_unused_parameters=True)
+        if self.loop is not self:
+            self.loop.take(self.optimizer)
+
+    def options(self) -> dict[str, Any]:
+        """Of the optimizer, as all of the library call them."""
+        found: dict[str, Any] = {}
+        if self.case["clipping"] == "option" or self.case["clipping"].startswith("norm"):
+            found["clip_grad_norm"] = CLIP_NORM
+        if self.case["loss scale"] in ("fixed", "dynamic"):
+            found["loss_scale"] = SCALE if self.case["loss scale"] == "fixed" else "dynamic"
+        if self.case.get("reduce dtype") == "16 bits":
+            found["reduce_dtype"] = DTYPES[self.case["dtype"]]
+        return found
+
+    def run(self, steps: range, ranks: range) -> None:
+        """Some steps, on the micro-batches of some ranks, which this one stands for."""
+        for step in steps:
+            batches = [batch for rank in ranks for batch in micro_batches(self.case, step, rank)]
+            for batch in batches:
+                waits = "no_sync" in self.case["accumulation"] and batch is not batches[-1]
+                with self.optimizer.no_sync() if waits else contextlib.nullcontext():
+                    self.backward(batch, 1 / len(ranks))
+            self.finish_step()
+
+    def backward(self, batch: MicroBatch, share: float) -> None:
+        loss = batch.loss(self.wrapped) * share
+        if self.case["loss scale"] == "GradScaler":
+            self.scaler.scale(loss).backward()
+        elif self.case["clipping"] == "norm in two passes":
+            self.optimizer.backward(loss)
+        else:
+            self.optimizer.scale(loss).backward()
+
+    def finish_step(self) -> None:
+        """Clips, and steps."""
+        clipping, is_scaled = self.case["clipping"], self.case["loss scale"] == "GradScaler"
+        if is_scaled and clipping in ("torch", "optimizer"):
+            self.scaler.unscale_(self.optimizer)
+        if clipping == "torch":
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        if clipping == "optimizer":
+            self.optimizer.clip_grad_norm_(CLIP_NORM)
+        if is_scaled:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def snapshot(self) -> list[Tensor]:
+        """What tells whether a weight has been written since."""
+        return [local_of(p).clone() for g in self.optimizer.param_groups for p in g["params"]]
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        """On every rank. Collective."""
+        return full_weights(self.model)
+
+    def saved(self) -> Any:
+        """Whole weights, and the optimizer's state: its own, or that of all ranks. Collective."""
+        if self.case["resume"] == "same ranks":
+            return self.whole_weights(), self.optimizer.state_dict()
+        return get_state_dict(self.model, self.optimizer, full=True)
+
+    def load(self, saved: Any) -> None:
+        """Goes on from what saved() has returned."""
+        if self.case["resume"] == "same ranks":
+            load_full_weights(self.model, saved[0])
+            self.optimizer.load_state_dict(saved[1])
+        else:
+            set_state_dict(self.model, self.optimizer, *saved)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_model import CLIP_NORM, DTYPES, SCALE, Base, MicroBatch, Net, params_in_groups
-from pair_table import Case, Meaningless, Refused, Table
+from pair_loops import Training
+from pair_model import CLIP_NORM, MicroBatch, Net, params_in_groups
+from pair_table import Case, Refused, Table, condition
 from pair_zero import torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -53,10 +54,9 @@ OTHER_MESHES = {
     "experts 4 x data 4": ("experts 2 x data 4",),
 }
 
-SEQUENCE = ("sequence 2 x data 2", "pipeline 2 x sequence 2")
-TENSOR = ("tensor 2 x data 2", "pipeline 2 x tensor 2", *SEQUENCE)
 PIPELINE = ("pipeline 2 x data 2", "pipeline 2 x tensor 2", "pipeline 2 x sequence 2")
-EXPERTS = ("experts 2 x data 4", "experts 4 x data 4")
+PIPELINES = " or ".join(PIPELINE)
+EXPERTS = "experts 2 x data 4 or experts 4 x data 4"
 ZERO = ("zero 1", "zero 2", "zero 3")
 OF_TORCH = ("optimizer", "DDP", "fully_shard")
 
@@ -78,65 +78,56 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"mesh": EXPERTS, "trained by": (*ZERO, "Lomo")},
-            "ValueError",
-            "experts of its own",
+            f"mesh: {EXPERTS}; trained by: zero 1 or zero 2 or zero 3 or Lomo",
+            "ValueError: experts of its own",
             "an optimizer of torch, and expert.average_gradients()",
         ),
         Refused(
-            {"mesh": PIPELINE, "trained by": ("zero 3",)},
-            "ValueError",
-            "which a pipeline does not call",
+            f"mesh: {PIPELINES}; trained by: zero 3",
+            "ValueError: which a pipeline does not call",
             "stage 1 or 2, or Pipeline(wrap=lambda stage: fully_shard(stage, mesh=...))",
         ),
         Refused(
-            {"mesh": SEQUENCE, "trained by": ("fully_shard",)},
-            "ValueError",
-            "sequence_dim.*fully_shard",
+            "mesh: sequence 2 x data 2 or pipeline 2 x sequence 2; trained by: fully_shard",
+            "ValueError: sequence_dim.*fully_shard",
             "DistributedDataParallel, or zero.shard at stage 1 or 2",
         ),
         Refused(
-            {"mesh": SEQUENCE[:1], "trained by": ("zero 3",)},
-            "ValueError",
-            "summed over the ranks of a tensor-parallel group",
+            "mesh: sequence 2 x data 2; trained by: zero 3",
+            "ValueError: summed over the ranks of a tensor-parallel group",
             "stage 1 or 2",
         ),
         Refused(
-            {"mesh": PIPELINE, "trained by": ("Lomo",), "clipping": ("option",)},
-            "ValueError",
-            "stages of the pipeline alone",
+            f"mesh: {PIPELINES}; trained by: Lomo; clipping: option",
+            "ValueError: stages of the pipeline alone",
             "zero.shard",
         ),
         Refused(
-            {"mesh": PIPELINE, "trained by": ("Lomo",), "loss scale": ("fixed", "dynamic")},
-            "ValueError",
-            "stages of the pipeline alone",
+            f"mesh: {PIPELINES}; trained by: Lomo; loss scale: fixed or dynamic",
+            "ValueError: stages of the pipeline alone",
             "zero.shard",
         ),
         Refused(
-            {"mesh": PIPELINE, "trained by": ("Lomo",), "weights": ("tied",)},
-            "ValueError",
-            "shared by stages",
+            f"mesh: {PIPELINES}; trained by: Lomo; weights: tied",
+            "ValueError: shared by stages",
             "zero.shard at stage 1 or 2",
         ),
         Refused(
-            {"trained by": ("Lomo",), "clipping": ("function",)},
-            "RuntimeError",
-            "clip_grad_norm=",
+            "trained by: Lomo; clipping: function",
+            "RuntimeError: clip_grad_norm=",
             "the option clip_grad_norm= of Lomo",
             is_late=True,
         ),
         Refused(
-            {"trained by": ("zero 3",), "dtype": ("bfloat16 weights",)},
-            "ValueError",
-            "float32",
+            "trained by: zero 3; dtype: bfloat16 weights",
+            "ValueError: float32",
             "float32 weights and param_dtype=torch.bfloat16",
         ),
     ),
     meaningless=(
-        Meaningless({"trained by": OF_TORCH, "clipping": ("option",)}),
-        Meaningless({"trained by": OF_TORCH, "loss scale": ("fixed", "dynamic")}),
-        Meaningless({"trained by": ("Lomo",), "optimizer": ("adamw",)}),
+        condition("trained by: optimizer or DDP or fully_shard; clipping: option"),
+        condition("trained by: optimizer or DDP or fully_shard; loss scale: fixed or dynamic"),
+        condition("trained by: Lomo; optimizer: adamw"),
     ),
 )
 
@@ -201,7 +192,7 @@ def split_in_tensor_parallel(model: Any, group: dist.ProcessGroup, shares_tokens
                 tensor.all_reduce_grad_(param, group)
 
 
-class Training(Base):
+class MeshTraining(Training):
     """One case, on a mesh of all ranks."""
 
     def __init__(
@@ -215,9 +206,8 @@ class Training(Base):
         # The ranks of the first mesh that a rank of this one stands for.
         num = DATA_RANKS[case["mesh"]] // mesh.data.size()
         self.ranks = range(mesh.data_rank * num, (mesh.data_rank + 1) * num)
-        model: Any = Net(case["weights"], case["recompute"], has_experts="experts" in case["mesh"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
+        super().__init__(case, WORLD_SIZE, folder)
+        model = self.model
         if mesh.tensor is not None:
             split_in_tensor_parallel(model, mesh.tensor, mesh.shares_tokens)
         if mesh.experts is not None:
@@ -228,7 +218,6 @@ class Training(Base):
                     group=mesh.experts,
                     replica_group=mesh.replicas,
                 )
-        super().__init__(case, model)
         self.pipe: pipeline.Pipeline | None = None
         if mesh.pipeline is not None:
             self._make_pipeline(model, mesh.pipeline)
@@ -273,11 +262,6 @@ class Training(Base):
     def _make_optimizer(self) -> Any:
         case, kind = self.case, self.case["trained by"]
         groups = params_in_groups(self.model, case["groups"])
-        options: dict[str, Any] = {}
-        if case["clipping"] == "option":
-            options["clip_grad_norm"] = CLIP_NORM
-        if case["loss scale"] != "none":
-            options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
         if kind == "Lomo":
             return Lomo(
                 groups,
@@ -288,7 +272,7 @@ class Training(Base):
                 accumulation_steps=int(case["accumulation"])
                 * len(self.ranks)
                 * (1 if self.pipe is None else 2),
-                **options,
+                **self.options(),
             )
         optimizer = torch_optimizer(case, groups)
         if kind.startswith("zero"):
@@ -298,7 +282,7 @@ class Training(Base):
                 int(kind[-1]),
                 group=self.mesh.data,
                 bucket_bytes=200,
-                **options,
+                **self.options(),
             )
         return optimizer
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from full_states import full_weights, load_full_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-
-from ringcomm.parallel import get_state_dict, set_state_dict
 
 WORLD_SIZE = 2
 STEPS = 4
@@ -227,74 +223,6 @@ def initial(case: dict[str, str]) -> dict[str, Tensor]:
 def local_of(tensor: Tensor) -> Tensor:
     """What this rank holds of a weight."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-class Base:
-    """One case, from its start or from a checkpoint: steps, and states."""
-
-    optimizer: Any
-
-    def __init__(self, case: dict[str, str], model: nn.Module, loop: Any = None) -> None:
-        self.case, self.model, self.wrapped = case, model, model
-        self.loop: Any = self if loop is None else loop
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-
-    def run(self, steps: range, ranks: range) -> None:
-        """Some steps, on the micro-batches of some ranks, which this one stands for."""
-        for step in steps:
-            batches = [batch for rank in ranks for batch in micro_batches(self.case, step, rank)]
-            for batch in batches:
-                waits = "no_sync" in self.case["accumulation"] and batch is not batches[-1]
-                with self.optimizer.no_sync() if waits else nullcontext():
-                    self.backward(batch, 1 / len(ranks))
-            self.finish_step()
-
-    def backward(self, batch: MicroBatch, share: float) -> None:
-        loss = batch.loss(self.wrapped) * share
-        if self.case["loss scale"] == "GradScaler":
-            self.scaler.scale(loss).backward()
-        elif self.case["clipping"] == "norm in two passes":
-            self.optimizer.backward(loss)
-        else:
-            self.optimizer.scale(loss).backward()
-
-    def finish_step(self) -> None:
-        """Clips, and steps."""
-        clipping, is_scaled = self.case["clipping"], self.case["loss scale"] == "GradScaler"
-        if is_scaled and clipping in ("torch", "optimizer"):
-            self.scaler.unscale_(self.optimizer)
-        if clipping == "torch":
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        if clipping == "optimizer":
-            self.optimizer.clip_grad_norm_(CLIP_NORM)
-        if is_scaled:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def snapshot(self) -> list[Tensor]:
-        """What tells whether a weight has been written since."""
-        return [local_of(p).clone() for g in self.optimizer.param_groups for p in g["params"]]
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        """On every rank. Collective."""
-        return full_weights(self.model)
-
-    def saved(self) -> Any:
-        """Whole weights, and the optimizer's state: its own, or that of all ranks. Collective."""
-        if self.case["resume"] == "same ranks":
-            return self.whole_weights(), self.optimizer.state_dict()
-        return get_state_dict(self.model, self.optimizer, full=True)
-
-    def load(self, saved: Any) -> None:
-        """Goes on from what saved() has returned."""
-        if self.case["resume"] == "same ranks":
-            load_full_weights(self.model, saved[0])
-            self.optimizer.load_state_dict(saved[1])
-        else:
-            set_state_dict(self.model, self.optimizer, *saved)
 
 
 def error_of(

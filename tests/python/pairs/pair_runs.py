@@ -24,9 +24,9 @@ Oracle = Callable[[Case, list[Any]], torch.optim.Optimizer]
 
 # By name: the table, what trains a case, and the optimizer of one process.
 TABLES: dict[str, tuple[Table, Any, Oracle]] = {
-    "zero.shard": (pair_zero.TABLE, pair_zero.Training, pair_zero.torch_optimizer),
-    "Lomo and AdaLomo": (pair_lomo.TABLE, pair_lomo.Training, pair_lomo.oracle),
-    "Meshes": (pair_mesh.TABLE, pair_mesh.Training, pair_mesh.oracle),
+    "zero.shard": (pair_zero.TABLE, pair_zero.ZeroTraining, pair_zero.torch_optimizer),
+    "Lomo and AdaLomo": (pair_lomo.TABLE, pair_lomo.LomoTraining, pair_lomo.oracle),
+    "Meshes": (pair_mesh.TABLE, pair_mesh.MeshTraining, pair_mesh.oracle),
 }
 
 
@@ -90,7 +90,7 @@ def _train(rank: int, training: Any, case: Case, folder: Path) -> dict[str, Tens
         saved = training.saved()
         if "mesh" in case:
             mesh = pair_mesh.mesh_to_go_on(case)
-            training = pair_mesh.Training(case, dist.group.WORLD, _sub(folder, "second"), mesh)
+            training = pair_mesh.MeshTraining(case, dist.group.WORLD, _sub(folder, "second"), mesh)
         elif case["resume"] == "one rank":  # that stands for all
             group = [dist.new_group([r]) for r in range(WORLD_SIZE)][rank]
             ranks = range(WORLD_SIZE)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 
 Case = dict[str, str]
 Condition = Mapping[str, tuple[str, ...]]
@@ -20,34 +21,38 @@ Pair = frozenset[tuple[str, str]]
 NUM_DRAWS = 30
 
 
+@cache
+def condition(words: str) -> Condition:
+    """By axis the values that meet: "axis: value or value; axis: value"."""
+    parts = (part.split(": ") for part in words.split("; ") if part)
+    return {axis: tuple(values.split(" or ")) for axis, values in parts}
+
+
 @dataclasses.dataclass(frozen=True)
 class Refused:
     """Values that do not go together, and the error that says so.
 
     Attributes:
-        when: by axis the values that meet; all axes must match.
-        error: the name of the exception's class, or of several by |.
-        says: a regular expression of its text.
+        when: the values that meet; see condition().
+        raises: the names of exceptions by |, and a regular expression of their text.
         instead: what to do, for the documentation.
         besides: what a case must have besides, to be refused for this and nothing else.
         only_with: what a case must have for the error; with other values it ends in a time-out.
         is_late: raised in the first step, but after the backward pass has written weights.
     """
 
-    when: Condition
-    error: str
-    says: str
+    when: str
+    raises: str
     instead: str
-    besides: Condition = dataclasses.field(default_factory=dict)
-    only_with: Condition = dataclasses.field(default_factory=dict)
+    besides: str = ""
+    only_with: str = ""
     is_late: bool = False
 
-
-@dataclasses.dataclass(frozen=True)
-class Meaningless:
-    """Values that say nothing together: an option without what it is for."""
-
-    when: Condition
+    def explains(self, kind: str, text: str, is_unchanged: bool) -> bool:
+        """Whether an error is this one."""
+        kinds, says = self.raises.split(": ", 1)
+        is_right = kind in kinds.split("|") and re.search(says, text) is not None
+        return is_right and (is_unchanged or self.is_late)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Table:
 
     axes: Mapping[str, tuple[str, ...]]
     refused: tuple[Refused, ...]
-    meaningless: tuple[Meaningless, ...]
+    meaningless: tuple[Condition, ...]
     also: tuple[Mapping[str, str], ...] = ()
 
     @property
@@ -73,11 +78,11 @@ class Table:
 
     def refusals_of(self, case: Mapping[str, str]) -> list[Refused]:
         """Why a case, or a part of one, is refused; several reasons where several apply."""
-        return [refused for refused in self.refused if _matches(refused.when, case)]
+        return [each for each in self.refused if _matches(condition(each.when), case)]
 
     def makes_sense(self, case: Mapping[str, str]) -> bool:
         """Whether no two values of a case, or of a part of one, are meaningless together."""
-        return not any(_matches(item.when, case) for item in self.meaningless)
+        return not any(_matches(when, case) for when in self.meaningless)
 
     def allows(self, case: Mapping[str, str]) -> bool:
         """Whether a case, or a part of one, is to equal one process."""
@@ -92,8 +97,7 @@ class Table:
     @cached_property
     def covering(self) -> list[Case]:
         """Allowed cases which hold every pair that an allowed case can hold, and `also`."""
-        never = [item.when for item in self.meaningless]
-        never += [refused.when for refused in self.refused]
+        never = [*self.meaningless, *(condition(each.when) for each in self.refused)]
         also = [{**self.plain, **values} for values in self.also]
         left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in also)]
         return also + self._cover(left, never)
@@ -103,18 +107,20 @@ class Table:
         """Refused cases: for each refusal and its values a plain one; and for all pairs left."""
         found = []
         for refused in self.refused:
-            conditions = {**refused.besides, **refused.only_with, **refused.when}
+            conditions = dict[str, tuple[str, ...]]()
+            for words in (refused.besides, refused.only_with, refused.when):
+                conditions |= condition(words)
             for values in itertools.product(*conditions.values()):
                 case = {**self.plain, **dict(zip(conditions, values, strict=True))}
                 if self.makes_sense(case) and self.refusals_of(case) == [refused]:
                     found.append(case)
         tried = [*self.covering, *found]
         left = [pair for pair in self.pairs() if not any(pair.items() <= c.items() for c in tried)]
-        never = [item.when for item in self.meaningless]
+        never = [*self.meaningless]
         for refused in self.refused:  # and would end in a time-out
-            for axis, values in refused.only_with.items():
+            for axis, values in condition(refused.only_with).items():
                 others = tuple(value for value in self.axes[axis] if value not in values)
-                never.append({**refused.when, axis: others})
+                never.append({**condition(refused.when), axis: others})
         return found + self._cover(left, never)
 
     def _cover(self, pairs: list[Case], never: list[Condition]) -> list[Case]:

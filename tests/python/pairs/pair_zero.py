@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pair_loops import LOOPS, loop_of
-from pair_model import CLIP_NORM, DTYPES, GRADIENTS, SCALE, Base, Net, params_in_groups
-from pair_table import Case, Meaningless, Refused, Table
+from pair_loops import LOOPS, Training
+from pair_model import DTYPES, GRADIENTS, params_in_groups
+from pair_table import Case, Refused, Table, condition
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.parallel import offload, zero
 
@@ -40,112 +39,91 @@ TABLE = Table(
     },
     refused=(
         Refused(
-            {"around": ("DDP",)},
-            "RuntimeError",
-            "DistributedDataParallel|Cannot flatten",  # of stage 3 torch refuses DTensors
+            "around: DDP",
+            "RuntimeError: DistributedDataParallel|Cannot flatten",
             "the model itself: zero.shard reduces gradients",
         ),
         Refused(
-            {
-                "stage": ("3",),
-                "dtype": ("float16",),
-                "reduce dtype": ("16 bits",),
-                "loss scale": ("fixed", "dynamic"),
-            },
-            "ValueError",
-            "reduce_dtype",
+            "stage: 3; dtype: float16; reduce dtype: 16 bits; loss scale: fixed or dynamic",
+            "ValueError: reduce_dtype",
             "reduce_dtype=torch.float32, the default",
         ),
+        Refused("around: fully_shard before", "ValueError: sharded already", "one of the two"),
         Refused(
-            {"around": ("fully_shard before",)}, "ValueError", "sharded already", "one of the two"
-        ),
-        Refused(
-            {"stage": ("1", "2", "infinity"), "clipping": ("torch",)},
-            "RuntimeError",
-            r"optimizer\.clip_grad_norm_",
+            "stage: 1 or 2 or infinity; clipping: torch",
+            r"RuntimeError: optimizer\.clip_grad_norm_",
             "optimizer.clip_grad_norm_(max_norm), or the option clip_grad_norm=",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("1", "2", "infinity"), "loss scale": ("GradScaler",)},
-            "RuntimeError",
-            "loss_scale=",
+            "stage: 1 or 2 or infinity; loss scale: GradScaler",
+            "RuntimeError: loss_scale=",
             "the option loss_scale=, and optimizer.scale(loss).backward()",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"around": LOOPS, "loss scale": ("GradScaler",)},
-            "ValueError",
-            'GradScaler.*loss_scale="dynamic"',
+            "around: Accelerate or Trainer; loss scale: GradScaler",
+            'ValueError: GradScaler.*loss_scale="dynamic"',
             'mixed_precision="no", and the option loss_scale=',
         ),
         Refused(
-            {"stage": ("infinity",), "state": ("device",)},
-            "ValueError",
-            "ringcomm.parallel.offload",
+            "stage: infinity; state: device",
+            "ValueError: ringcomm.parallel.offload",
             "an optimizer of ringcomm.parallel.offload",
         ),
         Refused(
-            {"stage": ("infinity",), "dtype": ("bfloat16", "float16")},
-            "ValueError",
-            "offload_weights .* param_dtype",
+            "stage: infinity; dtype: bfloat16 or float16",
+            "ValueError: offload_weights .* param_dtype",
             "a model of 16-bit weights: model.to(dtype)",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "backend": ("gloo",)},
-            "ValueError",
-            "ringcomm",
+            "stage: infinity; backend: gloo",
+            "ValueError: ringcomm",
             "a group of backend ringcomm",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "compile": ("yes",)},
-            "RuntimeError",
-            "torch.compile",
+            "stage: infinity; compile: yes",
+            "RuntimeError: torch.compile",
             "stage 3, or no torch.compile",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("3",), "dtype": ("bfloat16 weights",)},
-            "ValueError",
-            "float32",
+            "stage: 3; dtype: bfloat16 weights",
+            "ValueError: float32",
             "float32 weights and param_dtype=torch.bfloat16",
         ),
         Refused(
-            {"stage": ("infinity",), "accumulation": ("3 with no_sync",)},
-            "RuntimeError",
-            r"no_sync\(\)",
+            "stage: infinity; accumulation: 3 with no_sync",
+            r"RuntimeError: no_sync\(\)",
             "accumulation without it, or another stage",
-            HOST_STATE,
+            besides="state: host",
         ),
         Refused(
-            {"stage": ("infinity",), "gradients": ("none on rank 1",)},
-            "RuntimeError",
-            "some ranks only, which zero.shard",
+            "stage: infinity; gradients: none on rank 1",
+            "RuntimeError: some ranks only, which zero.shard",
             "stage 1 or 2, or a loss that uses every weight on every rank",
-            {**HOST_STATE, "backend": ("ringcomm",)},
+            besides="state: host; backend: ringcomm",
         ),
         Refused(
-            {"stage": ("infinity",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "stage: infinity; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "stage 1 or 2, or a loss that uses every weight on every rank",
-            HOST_STATE,
-            {"backend": ("ringcomm",)},
+            besides="state: host",
+            only_with="backend: ringcomm",
         ),
         Refused(
-            {"stage": ("3",), "gradients": ("layer skipped on rank 1",)},
-            "MismatchError",
-            "",
+            "stage: 3; gradients: layer skipped on rank 1",
+            "MismatchError: ",
             "stage 1 or 2, or a loss that uses every layer on every rank",
-            only_with={"backend": ("ringcomm",)},
+            only_with="backend: ringcomm",
         ),
     ),
     meaningless=(
-        Meaningless({"dtype": ("float32",), "reduce dtype": ("16 bits",)}),
-        Meaningless({"accumulation": ("1",), "gradients": ("none in the first micro-batch",)}),
-        Meaningless({"accumulation": ("3 with no_sync",), "around": LOOPS}),  # which have their own
+        condition("dtype: float32; reduce dtype: 16 bits"),
+        condition("accumulation: 1; gradients: none in the first micro-batch"),
+        condition("accumulation: 3 with no_sync; around: Accelerate or Trainer"),
     ),
 )
 
@@ -168,43 +146,21 @@ def _optimizer(case: Case, model: nn.Module, folder: Path) -> torch.optim.Optimi
     return offload.AdamW(groups, 0.02, eps=1e-3, **place)
 
 
-def _options(case: Case) -> dict[str, Any]:
-    options: dict[str, Any] = {"bucket_bytes": 200}
-    dtype = DTYPES[case["dtype"]]
-    if case["dtype"] in ("bfloat16", "float16"):
-        options["param_dtype"] = dtype
-    if case["reduce dtype"] == "16 bits":
-        options["reduce_dtype"] = dtype
-    if case["clipping"] == "option":
-        options["clip_grad_norm"] = CLIP_NORM
-    if case["loss scale"] in ("fixed", "dynamic"):
-        options["loss_scale"] = SCALE if case["loss scale"] == "fixed" else "dynamic"
-    if case["stage"] == "infinity":
-        options["offload_weights"] = True
-    return options
-
-
-class Training(Base):
+class ZeroTraining(Training):
     """One case, on the ranks of a group."""
 
     def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
-        model = Net(case["weights"], case["recompute"])
-        if case["dtype"].endswith("weights"):
-            model.to(DTYPES[case["dtype"]])
-        loop = loop_of(case, model, group.size(), folder)
-        super().__init__(case, model, loop)
+        super().__init__(case, group.size(), folder)
         if case["around"] == "fully_shard before":
-            fully_shard(model)
+            fully_shard(self.model)
+        options: dict[str, Any] = {"bucket_bytes": 200, **self.options()}
+        if case["dtype"] in ("bfloat16", "float16"):
+            options["param_dtype"] = DTYPES[case["dtype"]]
         stage = 3 if case["stage"] == "infinity" else int(case["stage"])
-        self.optimizer = zero.shard(
-            model, _optimizer(case, model, folder), stage, group=group, **_options(case)
-        )
-        if case["compile"] == "yes":
-            model.compile(backend="aot_eager")
-        if case["around"] == "DDP":
-            self.wrapped = DistributedDataParallel(model)
-        if loop is not None:
-            loop.take(self.optimizer)
+        options["offload_weights"] = case["stage"] == "infinity"
+        optimizer = _optimizer(case, self.model, folder)
+        self.optimizer = zero.shard(self.model, optimizer, stage, group=group, **options)
+        self.wrap()
 
     def snapshot(self) -> list[Tensor]:
         if isinstance(self.optimizer, zero.ZeroInfinity):  # whose weights are elsewhere

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import ringcomm
-from ringcomm.parallel import zero
+from ringcomm.parallel import offload, zero
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 
 ROWS = 12
@@ -22,12 +24,12 @@ BUCKET_BYTES = 300
 class Net(nn.Module):
     """Layers that no number of ranks divides, a tied weight and one smaller than the world."""
 
-    def __init__(self, *, is_tied: bool = False, is_frozen: bool = False) -> None:
+    def __init__(self, *, width: int = 13, is_tied: bool = False, is_frozen: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first = nn.Linear(7, 13)
-        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
-        self.last = nn.Linear(13, 3)
+        self.first = nn.Linear(7, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.last = nn.Linear(width, 3)
         self.scale = nn.Parameter(torch.ones(1))
         if is_tied:
             self.blocks[2].weight = self.blocks[0].weight
@@ -42,6 +44,29 @@ class Net(nn.Module):
         return out
 
 
+class Towers(nn.Module):
+    """A stem, towers of which each call runs some, and a head; the last tower never runs."""
+
+    def __init__(self, *dims: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 6)
+        self.towers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(dims))  # of none, by default
+
+    def forward(self, x: Tensor, used: list[int] | None, reentrant: bool = False) -> Tensor:
+        if used is None:  # no weight at all
+            return x
+        x = torch.tanh(self.stem(x))
+        for i in used:
+            tower: Any = self.towers[i]
+            y = checkpoint(tower, x, use_reentrant=True) if reentrant else tower(x)
+            x = x + torch.tanh(y)
+        out: Tensor = self.head(x) * self.scale if used else x.square()
+        return out
+
+
 def batch(step: int, rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
     """A rank's rows of a step, or all."""
     generator = torch.Generator().manual_seed(100 + step)
@@ -49,18 +74,19 @@ def batch(step: int, rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor
     return x.chunk(world_size)[rank], y.chunk(world_size)[rank]
 
 
-def make_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Two parameter groups of their own; frozen weights are left out."""
+def make_optimizer(model: nn.Module, kind: str, **place: Any) -> Any:
+    """Two parameter groups of their own, without frozen weights; of offload with a place."""
     params = [param for param in model.parameters() if param.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": params[:3]},
         {"params": params[3:], "lr": 0.02, "weight_decay": 0.1},
     ]
     if kind == "adamw":
-        return torch.optim.AdamW(groups, 0.01, fused=True)
-    if kind == "sgd":
-        return torch.optim.SGD(groups, 0.05, weight_decay=0.01)
-    return torch.optim.SGD(groups, 0.05, weight_decay=0.01, momentum=0.9, nesterov=True)
+        made: Any = offload.AdamW if place else partial(torch.optim.AdamW, fused=True)
+        return made(groups, 0.01, **place)
+    made = offload.SGD if place else torch.optim.SGD
+    options = {"momentum": 0.9, "nesterov": True} if kind == "momentum" else {}
+    return made(groups, 0.05, weight_decay=0.01, **options, **place)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -69,6 +95,16 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
         name: param.full_tensor() if isinstance(param, DTensor) else param.detach().clone()
         for name, param in model.named_parameters()
     }
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether all that is expected is there, to the last bit."""
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].cpu(), value.cpu(), rtol=0, atol=atol, msg=name)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -82,34 +118,47 @@ def train_alone(
     """The same steps in one process, on all rows."""
     model = Net(**options)
     optimizer = make_optimizer(model, kind)
-    for step in range(STEPS):
-        for part in range(num_micro_batches):
-            loss_of(model, *batch(num_micro_batches * step + part)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+    if clip is not None:
+        params = list(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: clip_(params, clip))
+    train(model, optimizer, num_micro_batches=num_micro_batches)
     return weights(model)
 
 
+def clip_(params: list[nn.Parameter], clip: float) -> None:
+    nn.utils.clip_grad_norm_(params, clip)
+
+
 def make(
-    stage: int, kind: str = "momentum", model: nn.Module | None = None, **options: Any
-) -> tuple[nn.Module, zero.ZeroOptimizer]:
+    stage: int,
+    kind: str = "momentum",
+    model: nn.Module | None = None,
+    place: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, zero.ZeroOptimizer]:
     model = model or Net()
     options = {"bucket_bytes": BUCKET_BYTES, **options}
-    return model, zero.shard(model, make_optimizer(model, kind), stage, **options)
+    return model, zero.shard(model, make_optimizer(model, kind, **place or {}), stage, **options)
 
 
 def train(
-    model: nn.Module, optimizer: Any, rank: int, world_size: int, steps: range = range(STEPS)
+    model: nn.Module,
+    optimizer: Any,
+    rank: int = 0,
+    world_size: int = 1,
+    steps: range = range(STEPS),
+    num_micro_batches: int = 1,
 ) -> list[float]:
     losses = []
+    device = next(model.parameters()).device
     for step in steps:
-        loss = loss_of(model, *batch(step, rank, world_size))
-        optimizer.scale(loss).backward()
+        for part in range(num_micro_batches):
+            rows = batch(num_micro_batches * step + part, rank, world_size)
+            loss = loss_of(model, *(x.to(device) for x in rows))
+            (optimizer.scale(loss) if hasattr(optimizer, "scale") else loss).backward()
+            losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
     return losses
 
 

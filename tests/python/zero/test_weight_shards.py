@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from sharded_net import (
     DIM,
     VOCAB,
@@ -154,7 +154,8 @@ def test_memory(mode: str) -> None:
     run_ranks(2, check_memory, mode)
 
 
-def check_two_backwards(rank: int) -> None:
+@in_ranks(2)
+def test_two_backwards(rank: int) -> None:
     """A graph that is kept, a backward that fails, and a unit that autograd does not see."""
     net = make()
     shards = WeightShards(net)
@@ -183,10 +184,6 @@ def check_two_backwards(rank: int) -> None:
     assert live_bytes(net) == 0
 
 
-def test_two_backwards() -> None:
-    run_ranks(2, check_two_backwards)
-
-
 class Fused(torch.autograd.Function):
     """A product whose weight's gradient autograd does not see; a token stands for it."""
 
@@ -212,7 +209,8 @@ class FusedLinear(nn.Module):
         return y
 
 
-def check_release(rank: int) -> None:
+@in_ranks(2)
+def test_release(rank: int) -> None:
     """The first layer's input has no gradient that would tell that the backward has left."""
     first, second = FusedLinear(), FusedLinear()
     layers = nn.Sequential(first, nn.ReLU(inplace=True), second)
@@ -230,11 +228,8 @@ def check_release(rank: int) -> None:
     assert live_bytes(layers) == 0
 
 
-def test_release() -> None:
-    run_ranks(2, check_release)
-
-
-def check_freed_with_the_model(rank: int) -> None:
+@in_ranks(2)
+def test_freed_with_the_model(rank: int) -> None:
     net = make()
     shards = WeightShards(net)
     loss_of(net, 0, rank).backward()
@@ -243,7 +238,3 @@ def check_freed_with_the_model(rank: int) -> None:
     del net, shards
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-
-
-def test_freed_with_the_model() -> None:
-    run_ranks(2, check_freed_with_the_model)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_states import full_weights, load_full_weights
-from ranks import run_ranks
-from sharded_net import DIM, assert_near, loss_of, make
+from ranks import in_ranks, run_ranks
+from sharded_net import DIM, loss_of, make
 from torch import Tensor, nn
 
 import ringcomm
@@ -63,24 +63,6 @@ def test_pieces(world_size: int, backend: str) -> None:
     run_ranks(world_size, check_pieces, backend=backend)
 
 
-def check_state_dict(rank: int) -> None:
-    """Other claims of states: tests/python/mesh/test_state.py."""
-    net = make("tied")
-    expected = {name: value.clone() for name, value in net.state_dict().items()}
-    shards = WeightShards(net)
-    state = full_weights(shards)
-    assert_near(state, expected, atol=0)
-    assert state["head.weight"] is state["embed.weight"]
-    load_full_weights(shards, {name: value * 2 for name, value in state.items()})
-    assert all(torch.equal(value, 2 * state[name]) for name, value in full_weights(shards).items())
-    with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
-        load_full_weights(shards, state)
-
-
-def test_state_dict() -> None:
-    run_ranks(2, check_state_dict)
-
-
 # ---- units
 
 
@@ -93,7 +75,8 @@ def units_of(net: nn.Module, **options: Any) -> set[str]:
     return found
 
 
-def check_units(rank: int) -> None:
+@in_ranks(2)
+def test_units(rank: int) -> None:
     net = make()
     assert units_of(net) == {"", "blocks.0", "blocks.1", "blocks.2"}
     assert units_of(net, units=[]) == {""}
@@ -103,10 +86,6 @@ def check_units(rank: int) -> None:
     assert units_of(layers) == {"0", "2"}
     pairs = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})])
     assert units_of(nn.Sequential(pairs)) == {"0.0.a", "0.0.b"}
-
-
-def test_units() -> None:
-    run_ranks(2, check_units)
 
 
 # ---- errors
@@ -130,7 +109,8 @@ def wrong_models() -> Iterator[tuple[nn.Module, type[Exception], str]]:
     yield nn.ParameterList([torch.ones(2)]), ValueError, "one can call, got a ParameterList"
 
 
-def check_errors(rank: int) -> None:
+@in_ranks(2)
+def test_errors(rank: int) -> None:
     for module, kind, text in wrong_models():
         with pytest.raises(kind, match=text):
             WeightShards(module)
@@ -148,6 +128,9 @@ def check_errors(rank: int) -> None:
             read()
     with pytest.raises(RuntimeError, match=r"call ringcomm.parallel.set_state_dict"):
         net.load_state_dict({})
+    state = full_weights(shards)
+    with shards.gather(), pytest.raises(RuntimeError, match="inside of gather"):
+        load_full_weights(shards, state)
     for duplicate in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(RuntimeError, match="sharded weights have no copy"):
             duplicate(net.blocks[0].get_parameter("up.weight"))
@@ -174,10 +157,6 @@ def check_errors(rank: int) -> None:
     assert net.double().head.weight.dtype == torch.float64
 
 
-def test_errors() -> None:
-    run_ranks(2, check_errors)
-
-
 def check_death(rank: int, in_backward: bool) -> None:
     net = make()
     WeightShards(net)
@@ -199,15 +178,3 @@ def check_death(rank: int, in_backward: bool) -> None:
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_rank_that_dies(in_backward: bool) -> None:
     run_ranks(2, check_death, in_backward, fresh=True, may_die=[1])
-
-
-def check_other_layers(rank: int) -> None:
-    net = make()
-    WeightShards(net)
-    module, x = (net.blocks[1], torch.ones(1, DIM)) if rank else (net, torch.tensor([1]))
-    with pytest.raises(ringcomm.MismatchError):
-        module(x)
-
-
-def test_ranks_that_run_other_layers() -> None:
-    run_ranks(2, check_other_layers, fresh=True)

@@ -12,33 +12,30 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_state
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from zero_models import (
     STAGES,
     STEPS,
     Net,
+    assert_close,
     batch,
     loss_of,
     make,
     make_optimizer,
+    same,
     sent_bytes,
+    train,
     train_alone,
     weights,
 )
-from zero_models import train as train_steps
 
 # How much sums of three or four ranks' gradients may differ from one sum; AdamW amplifies it.
 ATOL = {"sgd": 1e-6, "momentum": 1e-6, "adamw": 2e-5}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].cpu(), value, rtol=0, atol=atol)
-
-
-def train(
+def train_ranks(
     rank: int,
     device: str,
     world_size: int,
@@ -47,75 +44,43 @@ def train(
     options: dict[str, Any],
     num_micro_batches: int,
 ) -> dict[str, Tensor]:
-    where = place(device, rank)
     options = dict(options)
-    uses_mesh, is_synced = options.pop("mesh", False), options.pop("sync", True)
-    model = Net(is_tied=options.pop("tied", False)).to(where)
-    if uses_mesh:
+    model = Net(is_tied=options.pop("tied", False)).to(place(device, rank))
+    if options.pop("mesh", False):
         options["mesh"] = init_device_mesh(device, (world_size,))
     if rank != 0:
         torch.nn.init.zeros_(model.last.weight)  # rank 0's count
     _, optimizer = make(stage, kind, model, **options)
-
-    def backward(step: int, part: int) -> None:
-        rows = batch(num_micro_batches * step + part, rank, world_size)
-        optimizer.scale(loss_of(model, *(x.to(where) for x in rows))).backward()
-
-    for step in range(STEPS):
-        before = sent_bytes()
-        for part in range(num_micro_batches - 1):
-            if is_synced:
-                backward(step, part)
-            else:
-                with optimizer.no_sync():
-                    backward(step, part)
-        if not is_synced and stage < 3:
-            assert sent_bytes() == before
-        if is_synced or stage == 3:
-            backward(step, num_micro_batches - 1)
-        else:  # step() reduces what no pass has
-            with optimizer.no_sync():
-                backward(step, num_micro_batches - 1)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, world_size, num_micro_batches=num_micro_batches)
     return weights(model)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "stage", "kind", "options", "num_micro_batches"),
+    ("world_size", "backend", "case"),
     [
-        (1, "ringcomm", 1, "adamw", {"clip_grad_norm": 0.1}, 1),
-        (1, "ringcomm", 2, "momentum", {}, 2),
-        (1, "ringcomm", 3, "momentum", {"loss_scale": 1024.0}, 1),
-        (2, "gloo", 1, "momentum", {"mesh": True}, 1),
-        (2, "gloo", 2, "adamw", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 2),
-        (2, "gloo", 3, "adamw", {"loss_scale": 1024.0}, 2),
-        (3, "ringcomm", 1, "adamw", {"loss_scale": 1024.0, "tied": True}, 2),
-        (3, "ringcomm", 2, "adamw", {"bucket_bytes": 1 << 20}, 1),
-        (3, "ringcomm", 3, "momentum", {"clip_grad_norm": 0.1, "mesh": True}, 1),
-        (4, "ringcomm", 2, "momentum", {"clip_grad_norm": 0.1, "tied": True}, 1),
-        (4, "ringcomm", 3, "adamw", {"tied": True}, 1),
-        (2, "ringcomm", 1, "momentum", {"sync": False}, 2),
-        (3, "ringcomm", 2, "momentum", {"sync": False, "clip_grad_norm": 0.1}, 3),
-        (3, "ringcomm", 3, "momentum", {"sync": False}, 3),
+        (1, "ringcomm", (1, "adamw", {"clip_grad_norm": 0.1}, 1)),
+        (1, "ringcomm", (2, "momentum", {}, 2)),
+        (1, "ringcomm", (3, "momentum", {"loss_scale": 1024.0}, 1)),
+        (2, "gloo", (1, "momentum", {"mesh": True}, 1)),
+        (2, "gloo", (2, "adamw", {"clip_grad_norm": 0.1, "loss_scale": 1024.0}, 2)),
+        (2, "gloo", (3, "adamw", {"loss_scale": 1024.0}, 2)),
+        (3, "ringcomm", (1, "adamw", {"loss_scale": 1024.0, "tied": True}, 2)),
+        (3, "ringcomm", (2, "adamw", {"bucket_bytes": 1 << 20}, 1)),
+        (3, "ringcomm", (3, "momentum", {"clip_grad_norm": 0.1, "mesh": True}, 1)),
+        (4, "ringcomm", (2, "momentum", {"clip_grad_norm": 0.1, "tied": True}, 1)),
+        (4, "ringcomm", (3, "adamw", {"tied": True}, 1)),
     ],
 )
 def test_steps_are_those_of_one_process(
-    device: str,
-    world_size: int,
-    backend: str,
-    stage: int,
-    kind: str,
-    options: dict[str, Any],
-    num_micro_batches: int,
+    device: str, world_size: int, backend: str, case: tuple[int, str, dict[str, Any], int]
 ) -> None:
-    arguments = (device, world_size, stage, kind, options, num_micro_batches)
-    results = run_ranks(world_size, train, *arguments, backend=backend)
-    model_options = {"is_tied": options.get("tied", False)}
-    expected = train_alone(kind, options.get("clip_grad_norm"), num_micro_batches, **model_options)
+    _, kind, options, num_micro_batches = case
+    results = run_ranks(world_size, train_ranks, device, world_size, *case, backend=backend)
+    is_tied = options.get("tied", False)
+    expected = train_alone(kind, options.get("clip_grad_norm"), num_micro_batches, is_tied=is_tied)
     for found in results:
         assert_close(found, expected, ATOL[kind])
-        assert all(torch.equal(value, results[0][name]) for name, value in found.items())
+        assert same(found, results[0])
 
 
 # ---- bits
@@ -139,7 +104,7 @@ def train_halves() -> dict[str, Tensor]:
 
 def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
     model, optimizer = make(stage)
-    train_steps(model, optimizer, rank, 2)
+    train(model, optimizer, rank, 2)
     return weights(model)
 
 
@@ -150,46 +115,14 @@ def train_bits(rank: int, stage: int) -> dict[str, Tensor]:
 def test_two_ranks_have_the_bits_of_one(stage: int, backend: str) -> None:
     expected = train_halves()
     for found in run_ranks(2, train_bits, stage, backend=backend):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert same(found, expected)
 
 
-# ---- passes without communication
+# ---- no_sync(), overflow and clipping
 
 
-def mix_passes(rank: int, stage: int) -> None:
-    """Passes inside and outside of no_sync(), not the same on both ranks, around a clip."""
-    model, optimizer = make(stage)
-    alone = Net()
-    plain = make_optimizer(alone, "momentum")
-    for step in range(3):
-        for part in range(4):
-            if part == rank or (part == 3 and step == 1):
-                with optimizer.no_sync():
-                    loss_of(model, *batch(4 * step + part, rank, 2)).backward()
-            else:
-                loss_of(model, *batch(4 * step + part, rank, 2)).backward()
-            loss_of(alone, *batch(4 * step + part)).backward()
-            if part == 2:
-                optimizer.clip_grad_norm_(0.1)
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-    assert_close(weights(model), weights(alone), 2e-6)
-    before = weights(model)
-    with optimizer.no_sync():
-        loss_of(model, *batch(0, rank, 2)).backward()
-    optimizer.zero_grad()
-    optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_passes_in_and_out_of_no_sync(stage: int) -> None:
-    run_ranks(2, mix_passes, stage)
-
-
-def keep_gradients(rank: int) -> None:
+@in_ranks(2)
+def test_stage_3_refuses_a_step_that_lacks_gradients(rank: int) -> None:
     """At stage 3 fully_shard keeps them, and would go on without them in silence."""
     model, optimizer = make(3)
     before = weights(model)
@@ -197,7 +130,7 @@ def keep_gradients(rank: int) -> None:
         loss_of(model, *batch(0, rank, 2)).backward()
     with pytest.raises(RuntimeError, match=r"no_sync\(\) are not reduced at stage 3"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     loss_of(model, *batch(1, rank, 2)).backward()
     optimizer.step()
     alone = Net()
@@ -215,16 +148,9 @@ def keep_gradients(rank: int) -> None:
     assert_close(weights(model), weights(alone))
 
 
-def test_stage_3_refuses_a_step_that_lacks_gradients() -> None:
-    run_ranks(2, keep_gradients)
-
-
-# ---- overflow and clipping
-
-
 def overflow(rank: int, stage: int, where: str) -> None:
     model, optimizer = make(stage, "adamw", loss_scale="dynamic")
-    train_steps(model, optimizer, rank, 2, range(2))
+    train(model, optimizer, rank, 2, range(2))
     before, state, scale = weights(model), full_state(optimizer), optimizer.loss_scale
     x, y = batch(2, rank, 2)
     if stage < 3 and rank == 1:
@@ -238,10 +164,10 @@ def overflow(rank: int, stage: int, where: str) -> None:
     optimizer.zero_grad()
     assert optimizer.grad_norm is not None
     assert not math.isfinite(optimizer.grad_norm)
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     assert optimizer.loss_scale == scale / 2
     assert str(full_state(optimizer)["state"]) == str(state["state"])
-    train_steps(model, optimizer, rank, 2, range(3, 4))
+    train(model, optimizer, rank, 2, range(3, 4))
     assert not torch.equal(weights(model)[where], before[where])
 
 
@@ -265,8 +191,8 @@ def clip_nan(rank: int, stage: int) -> None:
         with pytest.raises(RuntimeError, match="norm is nan; no weight has been written"):
             call()
     optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
-    train_steps(model, optimizer, rank, 2)
+    assert same(weights(model), before)
+    train(model, optimizer, rank, 2)
     assert_close(weights(model), train_alone("momentum", clip=1.0))
 
 
@@ -276,14 +202,20 @@ def test_clipping_nan_is_an_error_on_all_ranks(stage: int) -> None:
 
 
 def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | None) -> list[Tensor]:
-    """In every step, after two of three backward passes: what came before is clipped."""
+    """After two of three backward passes, some in no_sync(), not the same ones on all ranks."""
     model, optimizer = make(stage, loss_scale=scale)
     alone, norms = Net(), []
     plain = make_optimizer(alone, "momentum")
     for step in range(STEPS):
         for part in range(3):
-            loss = loss_of(model, *batch(3 * step + part, rank, world_size))
-            optimizer.scale(loss).backward()
+            loss = optimizer.scale(loss_of(model, *batch(3 * step + part, rank, world_size)))
+            if stage < 3 and part == rank:
+                sent = sent_bytes()
+                with optimizer.no_sync():
+                    loss.backward()
+                assert sent_bytes() == sent
+            else:
+                loss.backward()
             loss_of(alone, *batch(3 * step + part)).backward()
             if part == 1:
                 seen = optimizer.clip_grad_norm_(math.inf)  # looks, and clips nothing
@@ -295,6 +227,12 @@ def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | Non
             each.step()
             each.zero_grad()
     assert_close(weights(model), weights(alone), 2e-6)
+    before = weights(model)
+    with optimizer.no_sync():
+        loss_of(model, *batch(0, rank, world_size)).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert same(weights(model), before)
     return norms
 
 

@@ -67,7 +67,7 @@ def test_formulas_by_hand() -> None:
             facts *= 2 if stage == 2 else 1
             assert found == (parts + 2 * each) * 3 * 4 * 256 // 4 + facts
     odd = Net()
-    optimizer = make_optimizer(odd, "adamw")  # type: ignore[assignment]
+    optimizer = make_optimizer(odd, "adamw")
     num_elems = sum(param.numel() for param in odd.parameters())
     by_rank = [zero.predict_traffic(odd, optimizer, 2, world_size=3, rank=r) for r in range(3)]
     num_facts = len(list(odd.parameters())) + 2  # of a byte

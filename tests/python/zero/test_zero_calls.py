@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from full_states import full_state, load_full_state
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import (
     BUCKET_BYTES,
     STEPS,
     Net,
+    Towers,
+    assert_close,
     batch,
     loss_of,
     make,
     make_optimizer,
+    same,
     train,
     train_alone,
     weights,
@@ -30,12 +33,13 @@ from ringcomm.parallel import zero
 # ---- what is refused
 
 
-def check_errors(rank: int) -> None:
+@in_ranks(2)
+def test_errors(rank: int) -> None:
     model = Net()
     sgd = make_optimizer(model, "sgd")
     adam = torch.optim.Adam(model.parameters())
     frozen = Net()
-    half = nn.Linear(3, 3).to(torch.bfloat16)
+    half, scalar = nn.Linear(3, 3).to(torch.bfloat16), Towers()
     cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         (model, adam, {"stage": 1}, TypeError, " to shard, got Adam"),
         (model, sgd, {"stage": 4}, ValueError, "stage is 1, 2 or 3, got 4"),
@@ -50,6 +54,7 @@ def check_errors(rank: int) -> None:
         (model, sgd, {"stage": 1, "clip_grad_norm": 0}, ValueError, "clip_grad_norm is a positive"),
         (model, sgd, {"stage": 2, "units": []}, ValueError, "at stage 3 alone"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 3}, ValueError, "are float32"),
+        (scalar, torch.optim.SGD(scalar.parameters()), {"stage": 3}, ValueError, "no dimensions"),
         (half, torch.optim.SGD(half.parameters()), {"stage": 1, "param_dtype": torch.bfloat16},
          ValueError, "bfloat16 already"),
     ]  # fmt: skip
@@ -57,7 +62,7 @@ def check_errors(rank: int) -> None:
         with pytest.raises(kind, match=text):
             zero.shard(of_model, optimizer, **options)
     before = weights(model)
-    assert all(torch.equal(value, before[name]) for name, value in weights(Net()).items())
+    assert same(weights(Net()), before)
     optimizer_of_all = torch.optim.SGD(frozen.parameters())
     frozen.blocks[0].requires_grad_(False)
     with pytest.raises(ValueError, match="does not require grad"):
@@ -75,7 +80,7 @@ def check_errors(rank: int) -> None:
     with pytest.raises(ValueError, match="is of rank 7 of 9"):
         sharded.load_state_dict({**state, "rank": 7, "world_size": 9})
     sharded.step()  # without gradients: nothing
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert same(weights(model), before)
     loss_of(model, *batch(0)).backward()
     model.added = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"added.weight was added or replaced"):
@@ -91,48 +96,33 @@ def check_errors(rank: int) -> None:
         sharded.step()
 
 
-def test_errors() -> None:
-    run_ranks(2, check_errors)
-
-
-def ddp_runs_a_part(model: nn.Module, original: Any, sharded: Any) -> None:
-    """Whose forward the model's own hook does not see."""
-    assert isinstance(model, Net)
-    replica = DistributedDataParallel(model.last)
-    replica(torch.randn(2, 13)).sum().backward()
-
-
-def original_steps(model: nn.Module, original: Any, sharded: Any) -> None:
-    loss_of(model, *batch(0)).backward()
-    original.step()
-
-
-def sets_to_zero(model: nn.Module, original: Any, sharded: Any) -> None:
-    loss_of(model, *batch(0)).backward()
-    model.zero_grad(set_to_none=False)
-
-
-def refuse(rank: int, stage: int, do: Callable[[Any, Any, Any], None]) -> None:
+def refuse(rank: int, stage: int, how: str) -> None:
     model = Net()
     original = make_optimizer(model, "momentum")
     sharded = zero.shard(model, original, stage)
     before = weights(model)
+    if how == "DDP":  # around a part, whose forward the model's own hook does not see
+        replica = DistributedDataParallel(model.last)
+        call: Any = replica(torch.randn(2, 13)).sum().backward
+    else:
+        loss_of(model, *batch(0)).backward()
+        call = {"step": original.step, "zero": partial(model.zero_grad, set_to_none=False)}[how]
     with pytest.raises(RuntimeError, match=r"param\.grad of a weight that zero"):
-        do(model, original, sharded)
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+        call()
+    assert same(weights(model), before)
+    del sharded
 
 
-@pytest.mark.parametrize(
-    ("stage", "do"), [(1, original_steps), (2, sets_to_zero), (2, ddp_runs_a_part)]
-)
-def test_what_would_go_by_one_rank_raises(stage: int, do: Any) -> None:
-    run_ranks(2, refuse, stage, do)
+@pytest.mark.parametrize(("stage", "how"), [(1, "step"), (2, "zero"), (2, "DDP")])
+def test_what_would_go_by_one_rank_raises(stage: int, how: str) -> None:
+    run_ranks(2, refuse, stage, how)
 
 
 # ---- odd ones, and what comes later
 
 
-def train_odd_groups(rank: int) -> None:
+@in_ranks(3)
+def test_odd_groups(rank: int) -> None:
     """An empty parameter group, weights without elements, schedulers and closures."""
     model: Any = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
     model.nothing = nn.Parameter(torch.empty(0, 4))
@@ -156,11 +146,8 @@ def train_odd_groups(rank: int) -> None:
     assert first.abs().max() > 0
 
 
-def test_odd_groups() -> None:
-    run_ranks(3, train_odd_groups)
-
-
-def shard_again(rank: int) -> None:
+@in_ranks(2)
+def test_a_model_can_be_sharded_again(rank: int) -> None:
     """What has lost its optimizer can have another; hooks of the first are mute."""
     model, first = make(2)
     train(model, first, rank, 2, range(1))
@@ -171,13 +158,7 @@ def shard_again(rank: int) -> None:
     second = zero.shard(model, optimizer, 1, bucket_bytes=BUCKET_BYTES)
     load_full_state(second, state)
     train(model, second, rank, 2, range(1, STEPS))
-    expected = train_alone("momentum")
-    for name, value in weights(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
-
-
-def test_a_model_can_be_sharded_again() -> None:
-    run_ranks(2, shard_again)
+    assert_close(weights(model), train_alone("momentum"))
 
 
 def load_weights(rank: int, stage: int) -> None:
@@ -189,7 +170,7 @@ def load_weights(rank: int, stage: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train(model, optimizer, rank, 2, range(1))
-    assert all(torch.equal(value, loaded[name]) for name, value in weights(model).items())
+    assert same(weights(model), loaded)
     masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)

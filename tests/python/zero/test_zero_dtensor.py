@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from zero_models import assert_close, same
 
 from ringcomm.parallel import get_state_dict, offload, set_state_dict, zero
 
@@ -58,10 +59,10 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
     model, norms = Net(), []
     optimizer = optimizer_of(model)
     for at in range(STEPS):
+        optimizer.zero_grad()
         step(model, at).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-        optimizer.zero_grad()
     return model.state_dict(), norms
 
 
@@ -98,8 +99,7 @@ def train(rank: int, device: str, shape: tuple[int, ...], folder: Path) -> Any:
         step(again, i, *at).backward()
         resumed.step()
         resumed.zero_grad()
-    for name, value in get_state_dict(again, full=True)[0].items():
-        assert torch.equal(value, found[name]), name
+    assert same(get_state_dict(again, full=True)[0], found)
     return found, norms
 
 
@@ -110,11 +110,11 @@ def test_as_one_process(shape: tuple[int, ...], device: str, tmp_path: Path) -> 
     num_ranks = torch.Size(shape).numel()
     for found, own_norms in run_ranks(num_ranks, train, device, shape, tmp_path):
         assert own_norms == pytest.approx(norms, rel=1e-5)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
+        assert_close(found, expected, 2e-5)
 
 
-def refuse(rank: int) -> None:
+@in_ranks(2)
+def test_what_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
     model = split("cpu", mesh)
     sgd: Any = torch.optim.SGD(model.parameters(), 0.1)
@@ -135,7 +135,3 @@ def refuse(rank: int) -> None:
     adamw.step()
     with pytest.raises(ValueError, match="takes a new optimizer"):
         zero.shard(model, adamw, 3, mesh=mesh["fsdp"])
-
-
-def test_what_is_refused() -> None:
-    run_ranks(2, refuse)

@@ -132,25 +132,3 @@ def test_a_rank_that_is_a_step_ahead_goes_back(last_step: int, tmp_path: Path) -
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
         assert begun == last_step - 1
         assert same(mine, theirs)
-
-
-def begin_again(rank: int, folder: Path) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Linear(200, 200)
-    own = offload.SGD(model.parameters(), to="nvme", path=folder)
-    optimizer = zero.shard(model, own, 3, offload_weights=True)
-    assert isinstance(optimizer, zero.ZeroInfinity)
-    found = [*full_weights(optimizer).values()]
-    optimizer.close()
-    return found
-
-
-def test_files_without_a_step_are_replaced(tmp_path: Path) -> None:
-    """A job that failed before its first step may begin again, with another model."""
-    run_ranks(2, train_to, tmp_path, 0)
-    torch.manual_seed(0)
-    expected = [*nn.Linear(200, 200).state_dict().values()]
-    for found in run_ranks(2, begin_again, tmp_path):
-        assert same(found, expected)
-    with pytest.raises(AssertionError, match="of another model"):
-        run_ranks(2, train_to, tmp_path, 1, True)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from full_states import full_state
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
-from zero_models import live_bytes, weights
+from zero_models import Towers, assert_close, live_bytes, same, weights
 
 import ringcomm
 from ringcomm.parallel import get_state_dict, offload, zero
@@ -26,29 +23,6 @@ UNUSED_AT_STAGE_3 = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     reason="fully_shard reduces zeros for unused weights from torch 2.13 on",
 )
-
-
-class Towers(nn.Module):
-    """A stem, towers of which each call runs some, and a head; the last tower never runs."""
-
-    def __init__(self, *dims: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.towers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_TOWERS))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(dims))  # of none, by default
-
-    def forward(self, x: Tensor, used: list[int] | None, reentrant: bool = False) -> Tensor:
-        if used is None:  # no weight at all
-            return x
-        x = torch.tanh(self.stem(x))
-        for i in used:
-            tower: Any = self.towers[i]
-            y = checkpoint(tower, x, use_reentrant=True) if reentrant else tower(x)
-            x = x + torch.tanh(y)
-        out: Tensor = self.head(x) * self.scale if used else x.square()
-        return out
 
 
 def used_by(step: int, part: int, rank: int) -> list[int]:
@@ -140,30 +114,26 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "backend", "stage", "kind", "clip", "reentrant"),
+    ("world_size", "backend", "case"),
     [
-        (3, "ringcomm", 2, "adamw", 0.5, False),
-        (2, "gloo", 1, "momentum", 0.5, True),
-        (2, "ringcomm", 2, "amsgrad", None, True),
-        (2, "ringcomm", 1, "offload", None, False),
-        (1, "ringcomm", 2, "momentum", None, False),
-        pytest.param(2, "ringcomm", 3, "adamw", None, False, marks=UNUSED_AT_STAGE_3),
-        pytest.param(2, "ringcomm", 3, "momentum", 0.5, False, marks=UNUSED_AT_STAGE_3),
+        (3, "ringcomm", (2, "adamw", 0.5, False)),
+        (2, "gloo", (1, "momentum", 0.5, True)),
+        (2, "ringcomm", (2, "amsgrad", None, True)),
+        (2, "ringcomm", (1, "offload", None, False)),
+        pytest.param(2, "ringcomm", (3, "momentum", 0.5, False), marks=UNUSED_AT_STAGE_3),
     ],
 )
-def test_as_one_process_that_averages(
-    world_size: int, backend: str, stage: int, kind: str, clip: float | None, reentrant: bool
-) -> None:
+def test_as_one_process_that_averages(world_size: int, backend: str, case: Any) -> None:
     """Accumulated, with momentum and weight decay, whatever each rank leaves out.
 
     At stages 1 and 2 a rank may leave out all weights in a pass; fully_shard refuses that.
     """
+    stage, kind, clip, _ = case
     expected, expected_state = train_alone(model_for(stage), world_size, kind, clip, stage < 3)
-    results = run_ranks(world_size, train, stage, kind, clip, reentrant, backend=backend)
+    results = run_ranks(world_size, train, *case, backend=backend)
     for found, state in results:
-        assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-5)
+        assert same(found, results[0][0])
+        assert_close(found, expected, 2e-5)
         # What no rank has ever had a gradient of has no state; the others' steps are their own.
         assert state.keys() == expected_state.keys()
         for name, wanted in expected_state.items():
@@ -173,27 +143,8 @@ def test_as_one_process_that_averages(
     assert f"towers.{NEVER}.weight" in expected
 
 
-def skip_units(rank: int) -> None:
-    """Stage 3 cannot have ranks that run other units."""
-    scalar = Towers()
-    with pytest.raises(ValueError, match="scale has no dimensions"):
-        zero.shard(scalar, make_optimizer(scalar, "sgd"), 3)
-    model = Towers(1)
-    group = dist.new_group()  # whose ranks are not in step any more, afterwards
-    sharded = zero.shard(model, make_optimizer(model, "sgd"), 3, group=group)
-    before = [param.to_local().clone() for param in sharded.all_params()]
-    with pytest.raises(RuntimeError, match="called all_gather"):
-        backward(model, 1, 1, rank)
-    assert used_by(1, 1, 0) != used_by(1, 1, 1)
-    after = [param.to_local() for param in sharded.all_params()]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_stage_3_refuses_ranks_that_run_other_units() -> None:
-    run_ranks(2, skip_units)
-
-
-def count_calls(rank: int, reentrant: bool) -> None:
+@in_ranks(2)
+def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
     """Every backward pass makes as many reductions as there are buckets."""
     model = Towers()
     sharded: Any = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
@@ -204,7 +155,7 @@ def count_calls(rank: int, reentrant: bool) -> None:
 
     for part in range(4):
         before = num_reductions()
-        backward(model, 1, part, rank, reentrant and part > 1)
+        backward(model, 1, part, rank, part > 1)
         assert num_reductions() - before == len(sharded._buckets)
     # The same graph twice, and a part of the weights.
     loss = model(rows(0, 0, rank), [0, 1]).sum()
@@ -215,10 +166,6 @@ def count_calls(rank: int, reentrant: bool) -> None:
     before = num_reductions()
     torch.autograd.grad(loss, [model.stem.weight])
     assert num_reductions() == before
-
-
-def test_a_backward_pass_reduces_each_bucket_once() -> None:
-    run_ranks(2, count_calls, True)
 
 
 # ---- what is dropped, and what is put there by hand
@@ -246,8 +193,7 @@ def break_and_go_on(rank: int, forgets: bool) -> None:
         for _ in range(2):
             net(rows(0, 1, 0), [0, 1]).sum().backward()
         optimizer.step()
-    for name, value in weights(other).items():
-        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
+    assert_close(weights(model), weights(other), 1e-5)
 
 
 @pytest.mark.parametrize("forgets", [True, False])
@@ -271,8 +217,7 @@ def drop_and_give(rank: int, stage: int) -> None:
         net.towers[0].bias.grad = None
         optimizer.step()
         optimizer.zero_grad()
-    for name, value in weights(other).items():
-        torch.testing.assert_close(weights(model)[name], value, rtol=1e-5, atol=1e-6)
+    assert_close(weights(model), weights(other), 1e-5)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -299,12 +244,13 @@ class Deep(nn.Module):
         return x
 
 
-def watch_memory(rank: int, order: Callable[[Any, Any], list[Any]]) -> None:
+def watch_memory(rank: int, is_by_layer: bool) -> None:
+    """A group for each weight, the first layers first; or biases first."""
     model = Deep()
     params = list(model.parameters())
-    decay = {"params": [p for p in params if p.dim() == 2]}
-    no_decay = {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(order(decay, no_decay))
+    optimizer: Any = make_optimizer(model, "adamw")
+    if is_by_layer:
+        optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
     options: Any = {"bucket_bytes": 3 * 64 * 66 * 4}
     expected = zero.predict_memory(model, optimizer, 2, world_size=2, rank=rank, **options)
     sharded: Any = zero.shard(model, optimizer, 2, **options)
@@ -327,17 +273,6 @@ def watch_memory(rank: int, order: Callable[[Any, Any], list[Any]]) -> None:
     gc.collect()
 
 
-def no_decay_first(decay: Any, no_decay: Any) -> list[Any]:
-    return [no_decay, decay]
-
-
-def by_layer(decay: Any, no_decay: Any) -> list[Any]:
-    """A group for each weight, the first layers first."""
-    pairs = zip(decay["params"], no_decay["params"][::3], strict=True)
-    rest = [p for i, p in enumerate(no_decay["params"]) if i % 3]
-    return [*({"params": list(pair)} for pair in pairs), {"params": rest}]
-
-
-@pytest.mark.parametrize("order", [no_decay_first, by_layer])
-def test_one_bucket_of_whole_gradients_in_any_order_of_groups(order: Any) -> None:
-    run_ranks(2, watch_memory, order)
+@pytest.mark.parametrize("is_by_layer", [False, True])
+def test_one_bucket_of_whole_gradients_in_any_order_of_groups(is_by_layer: bool) -> None:
+    run_ranks(2, watch_memory, is_by_layer)

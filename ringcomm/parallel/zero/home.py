@@ -1,0 +1,190 @@
+"""Where ZeRO-Infinity has weights and gradients that nobody needs: rows of tiers, read ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.tiers import Loan, Tier
+from ringcomm.parallel.shards.sharded_unit import ShardedUnit
+
+Loans = dict[Tensor, Loan]
+
+
+class Home(Operands):
+    """Large shards are rows of the tier `weights`, their gradients of `grads`; small ones stay.
+
+    `is_filled` says that the tier has the shards. Which unit is next is what it was in the step
+    before, as long as the model does the same.
+
+    Attributes:
+        small_grads: by shard, the gradients in memory.
+    """
+
+    def __init__(self, weights: Tier, grads: Tier, *, is_filled: bool) -> None:
+        self._weights, self._grads, self._is_filled = weights, grads, is_filled
+        self._keys: dict[Tensor, str] = {}
+        self._shapes: dict[Tensor, torch.Size] = {}
+        self._order: list[HomedUnit] = []  # of the last step
+        self._came: list[HomedUnit] = []  # of this one
+        self._ahead: tuple[HomedUnit, Loans] | None = None
+        self._fresh: set[Tensor] = set()  # shards that have a gradient
+        self.small_grads: dict[Tensor, Tensor] = {}
+        self._of_update: dict[Tensor, tuple[Loan, Loan]] = {}
+
+    # ---- weights
+
+    def keep(self, shards: Iterable[Tensor]) -> None:
+        """Takes the large shards of a new unit."""
+        for shard in shards:
+            key = f"weight.{len(self._keys)}"
+            self._keys[shard], self._shapes[shard] = key, shard.shape
+            if not self._is_filled:
+                self._weights.put(key, shard)
+            _empty(shard)
+
+    @contextmanager
+    def in_memory(self, unit: HomedUnit) -> Iterator[None]:
+        """A unit's shards have their values inside; the next unit's are read meanwhile."""
+        if self._ahead is not None and self._ahead[0] is unit:
+            loans, self._ahead = self._ahead[1], None
+        else:
+            self.forget_ahead()
+            loans = self._fetch(unit)
+        self._came.append(unit)
+        for shard, loan in loans.items():
+            shard.data = loan.wait()
+        num_came = len(self._came)
+        if self._came == self._order[:num_came] and num_came < len(self._order):
+            following = self._order[num_came]
+            self._ahead = following, self._fetch(following)
+        try:
+            yield
+        finally:
+            for shard, loan in loans.items():
+                self._weights.give_back(loan, is_written=False)
+                _empty(shard)
+
+    def row(self, shard: Tensor, *, is_written: bool) -> AbstractContextManager[Tensor]:
+        """The values of a large shard, to be read or written inside."""
+        self.forget_ahead()
+        return self._weights.row(self._keys[shard], is_written=is_written)
+
+    def step_begins(self) -> None:
+        """Weights are going to be written, and then the model does again what it did."""
+        self.forget_ahead()
+        self._order, self._came = self._came, []
+
+    def forget_ahead(self) -> None:
+        """Gives back what was read ahead, and is not needed now."""
+        if self._ahead is not None:
+            for loan in self._ahead[1].values():
+                self._weights.give_back(loan, is_written=False)
+            self._ahead = None
+
+    def _fetch(self, unit: HomedUnit) -> Loans:
+        shards = (unit.shards[param] for param in unit.large)
+        return {shard: self._weights.fetch(self._keys[shard]) for shard in shards}
+
+    # ---- gradients
+
+    def gradient(
+        self, shard: Tensor, *, is_written: bool = False
+    ) -> AbstractContextManager[Tensor]:
+        """The gradient that has come, to be read or written inside."""
+        if shard not in self._keys:
+            return nullcontext(self.small_grads[shard])
+        return self._grads.row(self._keys[shard], is_written=is_written)
+
+    def add_grad(self, shard: Tensor, grad: Tensor) -> None:
+        """Takes a gradient, or adds it to the one that is there."""
+        if shard in self._fresh:
+            with self.gradient(shard, is_written=True) as before:
+                before.add_(grad)
+        elif shard not in self._keys:
+            self.small_grads[shard] = grad
+        else:
+            self._grads.put(self._keys[shard], grad)
+        self._fresh.add(shard)
+
+    def drop_grad(self, shard: Tensor) -> None:
+        """Forgets one."""
+        self._fresh.discard(shard)
+        self.small_grads.pop(shard, None)
+
+    # ---- the update: see Operands
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """Of a shard, in memory or not."""
+        return self._shapes.get(param, param.shape)
+
+    def has_grad(self, param: Tensor) -> bool:
+        """Whether a gradient has come."""
+        return param in self._fresh
+
+    def start(self, param: Tensor) -> None:
+        """Starts reading a large shard and its gradient."""
+        if (key := self._keys.get(param)) is not None:
+            self._of_update[param] = self._weights.fetch(key), self._grads.fetch(key)
+
+    def get(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Waits for them."""
+        if param in self._of_update:
+            weights, grads = self._of_update[param]
+            return weights.wait(), grads.wait()
+        return param.view(-1), self.small_grads[param].view(-1)
+
+    def done(self, param: Tensor) -> None:
+        """Weights go back as they are now."""
+        if param in self._of_update:
+            weights, grads = self._of_update.pop(param)
+            self._weights.give_back(weights, is_written=True)
+            self._grads.give_back(grads, is_written=False)
+
+
+class HomedUnit(ShardedUnit):
+    """A unit whose large shards are in a Home."""
+
+    def __init__(
+        self,
+        home: Home,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(module, params, group)
+        self._home = home
+        self.free()
+        home.keep(self.shards[param] for param in self.large)
+
+    def _exchange(self) -> None:
+        with self._home.in_memory(self):
+            super()._exchange()
+
+    def is_away(self, param: nn.Parameter) -> bool:
+        """See ShardedUnit."""
+        return any(param is large for large in self.large)
+
+    def read_shard(self, param: nn.Parameter) -> Tensor:
+        """See ShardedUnit."""
+        if not self.is_away(param):
+            return super().read_shard(param)
+        with self._home.row(self.shards[param], is_written=False) as row:
+            return row.clone()
+
+    def write_shard(self, param: nn.Parameter, value: Tensor) -> None:
+        """See ShardedUnit."""
+        if not self.is_away(param):
+            super().write_shard(param, value)
+            return
+        with self._home.row(self.shards[param], is_written=True) as row:
+            row.copy_(value)
+
+
+def _empty(shard: Tensor) -> None:
+    shard.data = shard.new_empty(0)
