@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.parallel import zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.constant_buffer import broadcast_
-from ringcomm.parallel.expert.gradients import average_gradients
 from ringcomm.parallel.expert.layer import MixtureOfExperts
-from ringcomm.parallel.expert.local_experts import expert_parameters
+from ringcomm.parallel.expert.local_experts import average_gradients, expert_parameters
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.shards.units import default_units
