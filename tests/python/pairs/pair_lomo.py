@@ -171,6 +171,8 @@ class Training(Base):
 
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
         model = Net(case["weights"], case["recompute"])
+        # Selective checkpoints of torch allow one backward pass.
+        model.is_selective = case["clipping"] != "norm in two passes"
         if case["dtype"].endswith("weights"):
             model.to(DTYPES[case["dtype"]])
         loop = loop_of(case, model, WORLD_SIZE, folder)
