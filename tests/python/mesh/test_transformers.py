@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ringcomm.integrations.transformers import patch_loss
+from ringcomm.integrations.transformers import expert_parallelize, patch_loss
 from ringcomm.integrations.transformers.training import causal_lm_loss
 
 transformers = pytest.importorskip("transformers")
@@ -100,3 +100,15 @@ def test_other_models_are_refused() -> None:
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(ValueError, match="not ForCausalLMLoss"):
         patch_loss(model)
+
+
+def test_experts_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="Linear has no MixtralSparseMoeBlock"):
+        expert_parallelize(nn.Linear(2, 2))
+    for option, words in (
+        ("router_jitter_noise", "set it to 0"),
+        ("output_router_logits", "False"),
+    ):
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: 1})
+        with pytest.raises(ValueError, match=f"{option}.*{words}"):
+            expert_parallelize(transformers.MixtralForCausalLM(config))
