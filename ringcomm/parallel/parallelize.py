@@ -229,7 +229,7 @@ def _pipeline_of(
 
     blocks = model
     if loss_fn is None:
-        from ringcomm.integrations.transformers import pipeline_blocks
+        from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
         blocks, vocab_size = pipeline_blocks(model), model.config.vocab_size
         compute = model.loss_function

@@ -105,10 +105,10 @@ def test_other_models_are_refused() -> None:
 def test_experts_that_are_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no MixtralSparseMoeBlock"):
         expert_parallelize(nn.Linear(2, 2))
-    for option, words in (
-        ("router_jitter_noise", "set it to 0"),
-        ("output_router_logits", "False"),
+    for option, value, words in (
+        ("router_jitter_noise", 0.1, "set it to 0"),
+        ("output_router_logits", True, "set it to False, and add load_balancing"),
     ):
-        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: 1})
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=2, **{option: value})
         with pytest.raises(ValueError, match=f"{option}.*{words}"):
             expert_parallelize(transformers.MixtralForCausalLM(config))
