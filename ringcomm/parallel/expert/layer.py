@@ -81,7 +81,22 @@ class TopKRouter(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check(num_experts, top_k, capacity_factor, normalize_weights)
+        if num_experts < 1:
+            raise ValueError(f"num_experts is 1 or more, got {num_experts}")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
+            )
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(
+                f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or"
+                " None, which drops none"
+            )
+        if normalize_weights and top_k == 1 < num_experts:
+            raise ValueError(
+                "the weight of one expert, normalized, is always 1, and the router would learn"
+                " nothing: normalize_weights=False, or top_k=2"
+            )
         super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
         self.num_experts, self.top_k = num_experts, top_k
         self.capacity_factor, self.normalize_weights = capacity_factor, normalize_weights
@@ -133,27 +148,6 @@ def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
     """How often each number below num_kinds is there; unlike bincount() without waiting for it."""
     flat = numbers.reshape(-1)
     return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
-
-
-def _check(
-    num_experts: int, top_k: int, capacity_factor: float | None, normalize_weights: bool
-) -> None:
-    if num_experts < 1:
-        raise ValueError(f"num_experts is 1 or more, got {num_experts}")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(
-            f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
-        )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise ValueError(
-            f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or None,"
-            " which drops none"
-        )
-    if normalize_weights and top_k == 1 < num_experts:
-        raise ValueError(
-            "the weight of one expert, normalized, is always 1, and the router would learn nothing:"
-            " normalize_weights=False, or top_k=2"
-        )
 
 
 class MixtureOfExperts(nn.Module):
