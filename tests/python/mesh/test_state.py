@@ -273,10 +273,8 @@ def test_a_range_of_a_flat_tensor_is_boxes(shape: tuple[int, ...]) -> None:
 
 
 SYSTEMS = {
-    "WeightShards, Lomo": 1e-5,
     "WeightShards, AdaLomo": 1e-4,
     "fully_shard, AdaLomo": 1e-4,
-    "Infinity in memory": 5e-3,
     "Infinity in files, 16 bits": 5e-3,
     "offload": 1e-4,
     "ZeRO-1 over offload, 16 bits": 5e-3,
@@ -294,11 +292,10 @@ def system_of(name: str, folder: Path) -> tuple[nn.Module, Any, Any]:
         nn.Linear(7, wide), nn.Tanh(), nn.Linear(wide, 131), nn.Unflatten(1, (1, 131))
     )
     model.extend([nn.Conv1d(1, 2, 5), nn.Flatten(), nn.Linear(254, 3)])
-    if "Lomo" in name:
+    if "AdaLomo" in name:
         around: dict[str, Any] = {"WeightShards": WeightShards, "fully_shard": fully_shard}
-        shards = around.get(name.split(", ", maxsplit=1)[0], lambda _: None)(model)
-        kind = AdaLomo if "AdaLomo" in name else Lomo
-        return model, kind(model, 0.02), shards
+        shards = around.get(name.partition(", ")[0], lambda _: None)(model)
+        return model, AdaLomo(model, 0.02), shards
     own = offload.AdamW(
         model.to(dtype if "Infinity" in name else torch.float32).parameters(),
         *(0.01, (0.9, 0.999), 1e-2),
