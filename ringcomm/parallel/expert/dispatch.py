@@ -102,8 +102,10 @@ class DispatchPlan(NamedTuple):
     table: list[list[int]]  # rows from each rank for each expert of this rank
     needs_grad: bool  # some rank's backward pass, and so all ranks'
 
-    num_rows = property(lambda self: sum(self.sent))  # of this rank, whether they travel or not
-    received = property(lambda self: [sum(of_rank) for of_rank in self.table])  # from each rank
+    @property
+    def received(self) -> list[int]:
+        """Rows from each rank."""
+        return [sum(of_rank) for of_rank in self.table]
 
 
 def plan_dispatch(
@@ -158,7 +160,7 @@ def _agree(facts: Sequence[Sequence[int]]) -> bool:
 
 
 def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
-    """Brings rows, (plan.num_rows, width) by expert, to the ranks of their experts.
+    """Brings this rank's rows, (rows, width) by expert, to the ranks of their experts.
 
     Returns the rows for this rank's experts, those of rank 0 first. Collective, forward and
     backward: the bytes of the rows whose experts are on other ranks, and backward those that have

@@ -293,7 +293,7 @@ class MixtureOfExperts(nn.Module):
             self.experts.group,
             is_grad_needed=x.requires_grad or is_trained,
         )
-        slots = routing.slots_by_expert()[: plan.num_rows]
+        slots = routing.slots_by_expert()[: sum(plan.sent)]
         top_k = self.router.top_k
         results = self.experts(rows_of_tokens(wire, slots, top_k), plan)
         weighted = results * routing.weights.reshape(-1).index_select(0, slots)[:, None]

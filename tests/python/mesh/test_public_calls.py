@@ -44,7 +44,7 @@ WITHOUT = {
 
 def public() -> dict[str, Any]:
     """What users import, by its module and name; no modules."""
-    names = {}
+    names: dict[str, Any] = {}
     for module_name in MODULES:
         module: Any = importlib.import_module(module_name)
         names |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}

@@ -111,8 +111,9 @@ class Net(nn.Module):
             elif self.recompute == "reentrant":
                 x = checkpoint(block, x, with_adapter, use_reentrant=True)
             else:
-                options = {"context_fn": keep_products} if i == 2 and self.is_selective else {}
-                x = checkpoint(block, x, with_adapter, use_reentrant=False, **options)
+                is_selective = self.is_selective and i == 2
+                more: Any = {"context_fn": keep_products} if is_selective else {}
+                x = checkpoint(block, x, with_adapter, use_reentrant=False, **more)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
