@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
 from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
 from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
 from zero_models import batch as zero_batch
 
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
@@ -127,13 +128,9 @@ def save(rank: int, name: str, folder: Path) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    assert one[0].keys() == other[0].keys()
-    for name, value in one[0].items():
-        assert torch.equal(value, other[0][name]), name
+    assert_close(one[0], other[0], rtol=0, atol=0)
     assert one[1]["param_groups"] == other[1]["param_groups"]
-    for name, of_param in one[1]["state"].items():
-        for key, value in of_param.items():
-            assert torch.equal(value, other[1]["state"][name][key]), (name, key)
+    assert_close(one[1]["state"], other[1]["state"], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
@@ -172,13 +169,8 @@ def test_plain_torch_goes_on_from_it(name: str, checkpoints: Any) -> None:
 def test_whole_states_are_those_of_one_process(name: str, checkpoints: Any) -> None:
     values, state, losses = alone()
     for (mine, of_optimizer), resumed in checkpoints[1][name]:
-        assert mine.keys() == values.keys()
-        for key, value in values.items():
-            torch.testing.assert_close(mine[key], value, rtol=1e-4, atol=1e-5)
-        for key, of_param in state["state"].items():
-            for kind, value in of_param.items():
-                found = of_optimizer["state"][key][kind]
-                torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-6)
+        assert_close(mine, values, rtol=1e-4, atol=1e-5)
+        assert_close(of_optimizer["state"], state["state"], rtol=1e-3, atol=1e-6)
         for given, wanted in zip(of_optimizer["param_groups"], state["param_groups"], strict=True):
             assert sorted(given["params"]) == sorted(wanted["params"])
             assert given["weight_decay"] == wanted["weight_decay"]
@@ -363,16 +355,8 @@ def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
     (expected,) = run_ranks(1, straight, name, tmp_path / "straight")
     ways = [way for n in (3, 1) for way in run_ranks(n, load_system, name, tmp_path)]
     for found in (state for of_rank in ways for state in of_rank):
-        assert found[0].keys() == expected[0].keys()
-        for key, value in expected[0].items():
-            torch.testing.assert_close(found[0][key], value, rtol=0.01, atol=SYSTEMS[name])
-        assert found[1]["state"].keys() == expected[1]["state"].keys()
-        for param, state in expected[1]["state"].items():
-            assert found[1]["state"][param].keys() == state.keys()
-            for key, value in state.items():
-                mine = found[1]["state"][param][key]
-                assert mine.shape == value.shape
-                torch.testing.assert_close(mine, value, rtol=0.05, atol=SYSTEMS[name])
+        assert_close(found[0], expected[0], rtol=0.01, atol=SYSTEMS[name])
+        assert_close(found[1]["state"], expected[1]["state"], rtol=0.05, atol=SYSTEMS[name])
 
 
 def load_file(rank: int, folder: Path) -> None:

@@ -23,16 +23,8 @@ accelerate = pytest.importorskip("accelerate")
 
 LR = 0.05
 # What torchrun says.
-ENV = [
-    {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    for rank in range(2)
-]
+SIZES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+ENV = [{"RANK": rank, "LOCAL_RANK": rank, **SIZES} for rank in "01"]
 
 
 def on_two(fn: Any, *args: Any) -> list[Any]:

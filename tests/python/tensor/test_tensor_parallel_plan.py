@@ -97,9 +97,7 @@ def test_the_training_of_one_process(name: str, world_size: int, is_sequence_spl
     for losses, state, _ in results:
         assert losses == results[0][0]
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-        assert state.keys() == whole.keys()
-        for key, value in whole.items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=5e-6)
+        torch.testing.assert_close(state, dict(whole), rtol=0, atol=5e-6)
     num_elems = sum(param.numel() for param in model.parameters())
     assert max(num for *_, num in results) < num_elems
 
