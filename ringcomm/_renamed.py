@@ -117,6 +117,7 @@ _GONE = {
     },
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
+        "Memory": "it is private now: predict_memory() returns one",
         "Statistics": _STATISTICS,
         "ZeroAdamW": _SHARDED,
         "ZeroSGD": _SHARDED,
