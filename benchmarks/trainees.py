@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.measure.operations import RINGCOMM
 from ringcomm.optim import Lomo
-from ringcomm.parallel import ParameterServer, WeightShards, find_shards, offload, zero
+from ringcomm.parallel import ParameterServer, WeightShards, offload, zero
+from ringcomm.parallel.shards import find_shards
 
 if TYPE_CHECKING:
     from systems import Systems

@@ -13,7 +13,8 @@ from ringcomm import ops
 from ringcomm._renamed import getattr_of
 from ringcomm.backend import stats
 from ringcomm.errors import CollectiveTimeoutError, MismatchError, PeerDiedError, RingcommError
-from ringcomm.memory import empty_shared, is_shared
+from ringcomm.memory import empty_shared
+from ringcomm.memory import is_shared as is_shared
 from ringcomm.ops.collectives import monitored_barrier
 from ringcomm.options import Options
 from ringcomm.version import __version__
@@ -28,7 +29,6 @@ __all__ = [
     "RingcommError",
     "__version__",
     "empty_shared",
-    "is_shared",
     "monitored_barrier",
     "ops",
     "stats",

@@ -60,7 +60,11 @@ _GONE = {
         "join_weight": "it was removed; the fp32 weight is ((weight.view(torch.int16).int() << 16)"
         " + low).view(torch.float32)",
     },
-    "ringcomm.nn": {"Routing": _PRIVATE},
+    "ringcomm.nn": {
+        "Routing": _PRIVATE,
+        "TopKRouter": "it is private now: MixtureOfExperts makes one, its `router`",
+    },
+    "ringcomm.parallel": {"find_shards": _PRIVATE},
     "ringcomm.parallel.tensor": {
         "enter": "it is copy_to_tp now",
         "join": "it is gather_from_tp now",
@@ -79,6 +83,7 @@ _GONE = {
     "ringcomm.integrations.transformers": {
         "apply": "it is patch_loss now",
         "causal_lm_loss": _PRIVATE,
+        "pipeline_blocks": "it is private now: ringcomm.parallel.parallelize() calls it",
     },
     "ringcomm.optim": {
         "ClipProposal": _CLIP_MODE,
@@ -112,6 +117,7 @@ _GONE = {
     },
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
+        "Memory": "it is private now: predict_memory() returns one",
         "Statistics": _STATISTICS,
         "ZeroAdamW": _SHARDED,
         "ZeroSGD": _SHARDED,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
 from ringcomm.ops.losses.modules import CrossEntropyLoss, LinearCrossEntropyLoss
-from ringcomm.parallel.expert.layer import MixtureOfExperts, TopKRouter
+from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -17,7 +17,6 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "MixtureOfExperts",
     "RowParallelLinear",
-    "TopKRouter",
     "VocabParallelEmbedding",
 ]
 

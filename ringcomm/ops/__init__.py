@@ -17,10 +17,10 @@ from ringcomm.ops.updates.fused_update import (
     LomoStep,
     SGDStep,
     new_shard_state,
-    optimizer_update_,
     reduce_scatter_update_all_gather_,
     shard_range,
 )
+from ringcomm.ops.updates.fused_update import optimizer_update_ as optimizer_update_
 
 __all__ = [
     "AdamWStep",
@@ -32,7 +32,6 @@ __all__ = [
     "cross_entropy",
     "linear_cross_entropy",
     "new_shard_state",
-    "optimizer_update_",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_update_all_gather_",

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.optim.in_backward import InBackwardOptimizer
+from ringcomm.optim.in_backward import InBackwardOptimizer as InBackwardOptimizer
 from ringcomm.optim.lomo import AdaLomo, Lomo
 
-__all__ = ["AdaLomo", "InBackwardOptimizer", "Lomo"]
+__all__ = ["AdaLomo", "Lomo"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ringcomm.optim.fused_layers import fuse, is_fusable, unfuse
 from ringcomm.optim.gradients import Uses, exact
 from ringcomm.optim.slot import Slot
-from ringcomm.parallel import find_shards
 from ringcomm.parallel.expert.local_experts import refuse_experts
 from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
+from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import watch_whole_weights
 from ringcomm.parallel.tensor.splits import split_params
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringcomm.optim.fused_layers import Handle
 from ringcomm.optim.gradients import Gradient
-from ringcomm.parallel import find_shards
 from ringcomm.parallel.gradient_placeholder import GradientPlaceholder
 from ringcomm.parallel.model_axes import Held
+from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.tensor.splits import Split, SplitModule
 
 Groups = tuple[dist.ProcessGroup, ...]

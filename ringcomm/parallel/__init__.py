@@ -3,12 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ringcomm._renamed import getattr_of
 from ringcomm.parallel import activations, constant_buffer, expert, offload, tensor, zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.parallelize import parallelize
 from ringcomm.parallel.parameter_server import ParameterServer
-from ringcomm.parallel.shards import WeightShards, find_shards
+from ringcomm.parallel.shards import WeightShards
 from ringcomm.parallel.state import get_state_dict, set_state_dict
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ __all__ = [
     "clip_grad_norm_",
     "constant_buffer",
     "expert",
-    "find_shards",
     "get_state_dict",
     "offload",
     "parallelize",
@@ -37,4 +37,4 @@ def __getattr__(name: str) -> Any:
     """torch.distributed.pipelining takes a quarter of the time of everything here to import."""
     if name == "pipeline":
         return import_module("ringcomm.parallel.pipeline")
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr_of(__name__)(name)

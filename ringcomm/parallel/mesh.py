@@ -152,11 +152,8 @@ class ParallelDims:
             for axis in (*_AXES, "ep", "edp")
             if len(ranks := self.ranks_of(axis)) > 1 and (axis != "edp" or self.ep > 1)
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        width = max(len(ranks) for _, _, ranks, _ in rows)
+        lines = [f"{axis:4}  {size:4}  {ranks:{width}}  {what}" for axis, size, ranks, what in rows]
         factors = " x ".join(f"{axis} {getattr(self, axis)}" for axis in _AXES)
         return "\n".join([f"{self.world_size} ranks = {factors}, ep {self.ep}", *lines])
 

@@ -28,22 +28,15 @@ _part_of_block: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StagePart]] = (
 class StagePart(nn.Module):
     """This rank's blocks of a pipeline, under their names in the whole model. Cannot be called.
 
-    Args:
-        group: the pipeline's ranks.
-        blocks: all blocks of the model, of other ranks too.
-
-    Attributes:
-        is_counted_elsewhere: whether an earlier rank of the pipeline has the same parameter.
-        tied: this rank's parameters that other ranks of the pipeline have as well. Their gradients
-            are complete when Pipeline.step() returns.
-        first_names: of a parameter's name here, the name of the first block of the whole model that
-            has it.
+    It is made of the pipeline's ranks, and all blocks of the model, of other ranks too.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.group = group
         self.tensor_groups = tensor_groups_of(blocks)
+        # Whether an earlier rank has a parameter; those that other ranks have as well, whose
+        # gradients are complete when Pipeline.step() returns; by name here that in the model.
         self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
         self.tied: frozenset[nn.Parameter] = frozenset()
         self.first_names: dict[str, str] = {}
@@ -71,14 +64,10 @@ class Held(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Who holds what of a model.
-
-    `groups` are all groups of `held`, in the order in which every rank sums over them, which is
-    also the order within each parameter's.
-    """
+    """Who holds what of a model."""
 
     held: dict[nn.Parameter, Held]  # each parameter of this rank that counts here
-    groups: tuple[dist.ProcessGroup, ...]
+    groups: tuple[dist.ProcessGroup, ...]  # all of them, in the order in which every rank sums
     stages: dist.ProcessGroup | None  # of a pipeline, which sums last
 
     def sharded_over(self, group: dist.ProcessGroup) -> Axes:
@@ -103,8 +92,7 @@ def tensor_groups_of(modules: Iterable[nn.Module]) -> list[dist.ProcessGroup]:
 def axes_of(model: nn.Module) -> Axes:
     """Who holds what of a model, as its modules and parameters say.
 
-    Raises:
-        ValueError: it is a piece of a pipeline. Others than this rank have the rest.
+    Raises ValueError for a piece of a pipeline, of which other ranks have the rest.
     """
     part = _stage_part_of(model)
     tensor_groups = tensor_groups_of([model])

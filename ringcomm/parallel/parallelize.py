@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from ringcomm.parallel import zero
 from ringcomm.parallel.clip import clip_grad_norm_
 from ringcomm.parallel.constant_buffer import broadcast_
-from ringcomm.parallel.expert.gradients import average_gradients
 from ringcomm.parallel.expert.layer import MixtureOfExperts
-from ringcomm.parallel.expert.local_experts import expert_parameters
+from ringcomm.parallel.expert.local_experts import average_gradients, expert_parameters
 from ringcomm.parallel.flat_collectives import check_agreement
 from ringcomm.parallel.mesh import ParallelDims
 from ringcomm.parallel.shards.units import default_units
@@ -114,7 +113,7 @@ def parallelize(
         model = pipe.module
     elif recompute:
         for layer in default_units(model):
-            layer.forward = _recomputed(layer.forward)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     made = optimizer(pipe.parameters() if pipe is not None else model.parameters())
     if stage == 3 and pipe is None:
         made = zero.shard(model, made, 3, mesh=data_mesh, **shard_options)
@@ -124,10 +123,9 @@ def parallelize(
 
 
 class Parallelized:
-    """A model on a mesh, and its optimizer; made by parallelize().
+    """A model on a mesh, `dims`, and its optimizer; made by parallelize().
 
     Attributes:
-        dims: the mesh.
         model: as it was given; with a pipeline this rank's part of it, which cannot be called.
         optimizer: of this rank's parameters; step() and zero_grad() are the loop's.
         pipeline: None without one.
@@ -230,30 +228,16 @@ def _pipeline_of(
 
     blocks = model
     if loss_fn is None:
-        from ringcomm.integrations.transformers import pipeline_blocks
+        from ringcomm.integrations.transformers.pipeline import pipeline_blocks
 
-        blocks, vocab_size = pipeline_blocks(model), model.config.vocab_size
-        compute = model.loss_function
-
-        def loss_fn(logits: Any, labels: Tensor) -> Tensor:
-            loss: Tensor = compute(logits, labels, vocab_size)
-            return loss
-
+        blocks = pipeline_blocks(model)
+        loss_fn = partial(model.loss_function, vocab_size=model.config.vocab_size)
     return Pipeline(
         *(blocks, loss_fn, schedule, num_microbatches),
         group=dims.group("pp"),
         recompute=recompute,
         wrap=wrap,
     )
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
 
 
 def _modules_of(model: Any) -> list[nn.Module]:

@@ -8,12 +8,14 @@ See docs/design/planner.md.
 """
 
 from ringcomm._renamed import getattr_of
-from ringcomm.planner.hardware import Cluster, Hardware
+from ringcomm.planner.hardware import Cluster
+from ringcomm.planner.hardware import Hardware as Hardware
 from ringcomm.planner.job import Job
-from ringcomm.planner.models import ModelShape
-from ringcomm.planner.plans import Plan, Plans
+from ringcomm.planner.models import ModelShape as ModelShape
+from ringcomm.planner.plans import Plan as Plan
+from ringcomm.planner.plans import Plans as Plans
 from ringcomm.planner.search import plan
 
-__all__ = ["Cluster", "Hardware", "Job", "ModelShape", "Plan", "Plans", "plan"]
+__all__ = ["Cluster", "Job", "plan"]
 
 __getattr__ = getattr_of(__name__)

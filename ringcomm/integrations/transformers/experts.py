@@ -52,8 +52,8 @@ def expert_parallelize(
             same values on all ranks.
         group: the ranks that share the experts; None for the default group.
         mesh: a one-dimensional DeviceMesh of them, in place of a group.
-        replica_group: the ranks that have the same experts as this one.
-        capacity_factor: see TopKRouter.
+        replica_group: see MixtureOfExperts.
+        capacity_factor: see MixtureOfExperts.
 
     Returns:
         `model`.

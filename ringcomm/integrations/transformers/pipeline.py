@@ -16,31 +16,14 @@ __all__ = ["pipeline_blocks"]
 
 
 def pipeline_blocks(model: Any) -> dict[str, nn.Module]:
-    """The modules of a causal language model, in the order in which a pipeline runs them.
-
-        pipe = Pipeline(
-            pipeline_blocks(model),
-            lambda logits, labels: model.loss_function(logits, labels, model.config.vocab_size),
-        )
-        loss = pipe.step(ids, ids)
+    """The modules of a causal language model by name, in the order in which a pipeline runs them.
 
     Each layer, called with hidden states alone, gets masks and positions from the model's own
     forward, in which the other layers do nothing. So blocks compute what the model computes, for
-    every kind of layer that it has.
+    every kind of layer that it has. Rows are whole sequences from position 0, without padding.
 
-    Args:
-        model: with a plan for pipelines in its config (Llama, Mistral, Mixtral, Qwen, Phi, Gemma),
-            whole or after tensor_parallelize(). Changed in place: its modules are for a pipeline
-            from now on, and the model itself cannot be called.
-
-    Returns:
-        The modules by their names in the model's state_dict(), from token ids, shape (rows,
-        tokens), to logits.
-
-    Raises:
-        TypeError: the model has no plan for pipelines, or no output layer.
-
-    Rows are whole sequences from position 0; padding masks are not passed on.
+    The model has a plan for pipelines in its config, else TypeError, and is whole or comes from
+    tensor_parallelize(). It is changed in place, and cannot be called any more.
     """
     base: Any = getattr(model, "base_model", None)
     plan = getattr(getattr(base, "config", None), "base_model_pp_plan", None)

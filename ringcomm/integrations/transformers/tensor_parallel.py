@@ -131,18 +131,13 @@ def tensor_parallelize(
 
 
 class _Blocks:
-    """The layers of a model by what its plan says of them, and what they are children of.
-
-    Attributes:
-        columns: for each module around layers that share its input: their names in it.
-        rows: for each such module the layers behind.
-        summed: modules that all ranks have, on activations that differ.
-    """
+    """The layers of a model by what its plan says of them."""
 
     def __init__(self, base: nn.Module, plan: Mapping[str, str]) -> None:
+        # By the module around layers that share its input: their names in it, and those behind.
         self.columns: dict[nn.Module, list[str]] = {}
         self.rows: dict[nn.Module, list[str]] = {}
-        self.summed: list[nn.Module] = []
+        self.summed: list[nn.Module] = []  # what all ranks have, on activations that differ
         patterns = {re.escape(name).replace(r"\*", r"[^.]+"): plan[name] for name in plan}
 
         def style_of(name: str) -> str | None:
@@ -213,9 +208,7 @@ def _ends_of_tokens(
 ) -> tuple[nn.Module, nn.Module]:
     """The first layer and the last norm, between which ranks share the tokens.
 
-    Raises:
-        ValueError: there is something else that may mix tokens, or that changes the embedding's
-            result, of which each rank has a part of the sum.
+    Anything else may mix tokens, or change the embedding's result, which is a part of a sum.
     """
     name = type(base).__name__
     layers = getattr(base, "layers", None)

@@ -44,11 +44,7 @@ def patch_loss(
 
 
 def loss_options_of(model: Any) -> dict[str, Any]:
-    """What the model's loss is called with besides, where it is causal_lm_loss or transformers'.
-
-    Raises:
-        TypeError, ValueError: as patch_loss().
-    """
+    """What the model's loss is called with besides; raises as patch_loss() for another loss."""
     if not isinstance(getattr(type(model), "loss_function", None), property):
         raise TypeError(
             f"{type(model).__name__} has no loss_function to set: it is no model of transformers"
@@ -78,21 +74,10 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     **unused: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss, with its arguments, for logits that a group has in parts.
+    """transformers' ForCausalLMLoss, with its arguments, for logits that a group may have in parts.
 
-    Args:
-        logits: shape (batch, length, classes); of this rank's classes with a group.
-        labels: shape (batch, length); token n predicts label n + 1.
-        vocab_size: the classes of the whole vocabulary.
-        num_items_in_batch: what the sum is divided by. Default: the tokens that count.
-        ignore_index: labels without loss.
-        shift_labels: labels that are shifted already, in place of `labels`.
-        group: whose ranks share the classes. Default: this rank has all of them.
-        vocab_start: with a group this rank's first class.
-        inplace: as in patch_loss().
-        label_smoothing: likewise.
-        z_loss: likewise.
-        unused: what models pass on.
+    With a group, logits (batch, length, classes) are of this rank's classes, from vocab_start on;
+    label n + 1 is what token n predicts. The other options are those of patch_loss().
     """
     if shift_labels is None:
         if labels is None:

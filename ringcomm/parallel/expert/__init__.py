@@ -3,8 +3,11 @@
 from typing import TYPE_CHECKING
 
 from ringcomm._renamed import getattr_of
-from ringcomm.parallel.expert.gradients import average_gradients
-from ringcomm.parallel.expert.local_experts import expert_parameters, ignore_in_ddp
+from ringcomm.parallel.expert.local_experts import (
+    average_gradients,
+    expert_parameters,
+    ignore_in_ddp,
+)
 
 __all__ = ["average_gradients", "expert_parameters", "ignore_in_ddp"]
 

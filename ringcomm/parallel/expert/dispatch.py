@@ -7,8 +7,7 @@ another rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from ringcomm.parallel.flat_collectives import shard_sizes
 
 __all__ = [
     "DispatchPlan",
+    "by_expert",
     "combine",
     "dispatch",
     "plan_dispatch",
@@ -29,30 +29,23 @@ __all__ = [
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows, whose backward pass is one in the other direction.
-
-    Rows are in the order of the ranks that they go to, or come from. `link` is what the exchange
-    before this one has returned, or an empty tensor that requires grad if some rank of the group
-    needs a gradient: a rank whose own rows need none still answers the others in the backward pass.
-    """
+    """all_to_all of rows, by the ranks that they go to; backward it is one the other way."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        link: Tensor,
         sent: Sequence[int],
         received: Sequence[int],
         group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group), link.new_empty(0)
+        return _all_to_all(rows, sent, received, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group)
-        return grad, grads[1], None, None, None
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _all_to_all(
@@ -95,92 +88,68 @@ class _RowsOfTokens(torch.autograd.Function):
         return sums_of_rows(grads[0], slots, ctx.num_tokens, ctx.num_choices), None, None
 
 
-# What ranks tell each other in front of the counts: see _facts_of().
-FACTS = ("the need of gradients", "the width of a token", "the dtype of tokens")
+# What a rank says of itself in front of its counts: of its gradients, and its place in DTYPES.
 NO_GRAD, NEEDS_NO_GRADIENT, NEEDS_GRADIENT = 0, 1, 2
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NUM_FACTS = 2
 
 
-@dataclass(frozen=True)
-class DispatchPlan:
+class DispatchPlan(NamedTuple):
     """How many rows go where, as the ranks of a group have agreed; for one dispatch and combine."""
 
     group: dist.ProcessGroup
-    sent: Sequence[int]  # this rank's rows for each rank
-    table: Sequence[Sequence[int]]  # rows from each rank for each expert of this rank
-    width: int  # of a row
-    dtype: torch.dtype  # of the rows on the wire
-    link: Tensor  # see _Exchange
+    sent: list[int]  # this rank's rows for each rank
+    table: list[list[int]]  # rows from each rank for each expert of this rank
+    needs_grad: bool  # some rank's backward pass, and so all ranks'
 
-    num_rows = property(lambda self: sum(self.sent))  # of this rank, whether they travel or not
-    received = property(lambda self: [sum(of_rank) for of_rank in self.table])  # from each rank
+    @property
+    def received(self) -> list[int]:
+        """Rows from each rank."""
+        return [sum(of_rank) for of_rank in self.table]
 
 
 def plan_dispatch(
-    rows_per_expert: Tensor,
-    like: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    is_grad_needed: bool,
+    rows_per_expert: Tensor, dtype: torch.dtype, group: dist.ProcessGroup, *, is_grad_needed: bool
 ) -> DispatchPlan:
-    """Tells the ranks of a group how many rows they will get from each other.
+    """Tells the ranks of a group how many rows of a dtype they will get from each other.
 
-    Args:
-        rows_per_expert: shape (experts,), int64. The ranks have contiguous experts, by
-            shard_range().
-        like: the dtype, width and device of the rows to come.
-        group: whose ranks.
-        is_grad_needed: whether this rank will call the backward pass for something of its own.
+    `is_grad_needed` says whether this rank will call the backward pass for something of its own.
+    Raises TypeError for other rows than DTYPES; ValueError on all ranks where dtypes differ, or
+    some ranks are in no_grad mode while others need gradients.
 
-    Raises:
-        TypeError: rows have another dtype than float64, float32, float16 or bfloat16.
-        ValueError: the ranks' rows differ in width or dtype, or some ranks are in no_grad mode
-            while others need gradients. On all ranks.
-
-    Collective: 8 bytes for each expert of another rank, and 24 for each other rank. It waits
+    Collective: 8 bytes for each expert of another rank, and 16 for each other rank. It waits
     for the device, once.
     """
-    if like.dtype not in DTYPES:
-        raise TypeError(f"tokens are of {', '.join(map(str, DTYPES))}; got {like.dtype}")
+    if dtype not in DTYPES:
+        raise TypeError(f"tokens are of {', '.join(map(str, DTYPES))}; got {dtype}")
     num_experts, world_size = rows_per_expert.numel(), group.size()
     sizes = shard_sizes(num_experts, world_size)
-    facts = rows_per_expert.new_tensor(_facts_of(like, is_grad_needed))
-    parts = rows_per_expert.split(sizes)
-    message = torch.cat([piece for part in parts for piece in (facts, part)])
-    of_rank = len(FACTS) + sizes[group.rank()]
+    need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
+    need = need if torch.is_grad_enabled() else NO_GRAD
+    facts = rows_per_expert.new_tensor([need, DTYPES.index(dtype)])
+    message = torch.cat([piece for part in rows_per_expert.split(sizes) for piece in (facts, part)])
+    of_rank = NUM_FACTS + sizes[group.rank()]
     answer = message.new_empty(world_size * of_rank)
-    message_sizes = [len(FACTS) + size for size in sizes]
+    message_sizes = [NUM_FACTS + size for size in sizes]
     dist.all_to_all_single(answer, message, [of_rank] * world_size, message_sizes, group=group)
     numbers = torch.cat([rows_per_expert, answer]).tolist()
     counts, rest = numbers[:num_experts], numbers[num_experts:]
     answers = [rest[i * of_rank : (i + 1) * of_rank] for i in range(world_size)]
-    needs_grad = _agree([of_peer[: len(FACTS)] for of_peer in answers])
     ranges = [shard_range(num_experts, world_size, rank) for rank in range(world_size)]
     return DispatchPlan(
         group=group,
         sent=[sum(counts[begin:end]) for begin, end in ranges],
-        table=[of_peer[len(FACTS) :] for of_peer in answers],
-        width=like.shape[-1],
-        dtype=like.dtype,
-        link=like.new_empty(0).requires_grad_(needs_grad),
+        table=[of_peer[NUM_FACTS:] for of_peer in answers],
+        needs_grad=_agree([of_peer[:NUM_FACTS] for of_peer in answers]),
     )
-
-
-def _facts_of(like: Tensor, is_grad_needed: bool) -> list[int]:
-    need = NEEDS_GRADIENT if is_grad_needed else NEEDS_NO_GRADIENT
-    if not torch.is_grad_enabled():
-        need = NO_GRAD
-    return [need, like.shape[-1], DTYPES.index(like.dtype)]
 
 
 def _agree(facts: Sequence[Sequence[int]]) -> bool:
     """Whether some rank needs a gradient, and so all take part in the backward pass."""
-    for idx, name in list(enumerate(FACTS))[1:]:
-        values = [of_rank[idx] for of_rank in facts]
-        if len(set(values)) > 1:
-            words = [str(DTYPES[value]) for value in values] if idx == 2 else values
-            raise ValueError(f"ranks disagree on {name}: by rank {words}")
-    needs = [of_rank[0] for of_rank in facts]
+    needs, dtypes = zip(*facts, strict=True)
+    if len(set(dtypes)) > 1:
+        words = [str(DTYPES[dtype]) for dtype in dtypes]
+        raise ValueError(f"ranks disagree on the dtype of tokens: by rank {words}")
     if NEEDS_GRADIENT in needs and NO_GRAD in needs:
         raise ValueError(
             f"rank {needs.index(NO_GRAD)} is in no_grad mode, and rank"
@@ -190,27 +159,34 @@ def _agree(facts: Sequence[Sequence[int]]) -> bool:
     return NEEDS_GRADIENT in needs
 
 
-def dispatch(rows: Tensor, plan: DispatchPlan) -> tuple[list[Tensor], Tensor]:
-    """Brings rows, (plan.num_rows, width) by expert, to the ranks of their experts.
+def dispatch(rows: Tensor, plan: DispatchPlan) -> Tensor:
+    """Brings this rank's rows, (rows, width) by expert, to the ranks of their experts.
 
-    Returns for each of this rank's experts its rows, those of rank 0 first; and the link for
-    combine(). Collective, forward and backward: the bytes of the rows whose experts are on other
-    ranks, and backward those that have come from there.
+    Returns the rows for this rank's experts, those of rank 0 first. Collective, forward and
+    backward: the bytes of the rows whose experts are on other ranks, and backward those that have
+    come from there. A rank whose own rows need no gradient answers the others' backward pass.
     """
-    received, link = _Exchange.apply(rows, plan.link, plan.sent, plan.received, plan.group)
+    if plan.needs_grad and not rows.requires_grad:
+        rows = rows.detach().requires_grad_()
+    received: Tensor = _Exchange.apply(rows, plan.sent, plan.received, plan.group)
+    return received
+
+
+def by_expert(received: Tensor, plan: DispatchPlan) -> list[Tensor]:
+    """The rows of dispatch() for each expert of this rank."""
     pieces = received.split([num for of_rank in plan.table for num in of_rank])
     num_local = len(plan.table[0])
-    return [torch.cat(pieces[local::num_local]) for local in range(num_local)], link
+    return [torch.cat(pieces[local::num_local]) for local in range(num_local)]
 
 
-def combine(results: Sequence[Tensor], link: Tensor, plan: DispatchPlan) -> Tensor:
-    """Brings the experts' results back in the order of the rows of dispatch(). Collective."""
+def combine(results: Sequence[Tensor], received: Tensor, plan: DispatchPlan) -> Tensor:
+    """Brings the results of experts back, in the order of the rows of dispatch(). Collective."""
     by_rank = [
         result.split([of_rank[local] for of_rank in plan.table])
         for local, result in enumerate(results)
     ]
     pieces = [of_expert[rank] for rank in range(plan.group.size()) for of_expert in by_rank]
-    empty = link.new_empty(0, plan.width, dtype=plan.dtype)  # of a rank without experts
-    joined = torch.cat([empty, *pieces])
-    rows: Tensor = _Exchange.apply(joined, link, plan.received, plan.sent, plan.group)[0]
+    # No rows of what was received, so that a rank without experts takes part backward.
+    joined = torch.cat([received[:0], *pieces])
+    rows: Tensor = _Exchange.apply(joined, plan.received, plan.sent, plan.group)
     return rows

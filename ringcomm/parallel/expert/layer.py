@@ -28,28 +28,15 @@ __all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where this rank's tokens go.
+    """Where this rank's tokens go; numbers are float32, or float64 of such tokens."""
 
-    Attributes:
-        logits: shape (tokens, experts), in float32, or float64 of such tokens; so are all below
-            that are not said to be otherwise.
-        probabilities: their softmax.
-        experts: shape (tokens, top_k), int64: of a token the most probable first, of equals that
-            of the smaller number.
-        weights: shape (tokens, top_k): of the experts' results.
-        is_kept: shape (tokens, top_k), bool: False where the expert is full.
-        tokens_per_expert: shape (experts,), int64: how many each gets.
-        num_dropped_tokens: of no dimension, int64: the choices that are not kept. With top_k=1
-            these are tokens; a token none of whose choices is kept has 0 as its result.
-    """
-
-    logits: Tensor
-    probabilities: Tensor
-    experts: Tensor
-    weights: Tensor
-    is_kept: Tensor
-    tokens_per_expert: Tensor
-    num_dropped_tokens: Tensor
+    logits: Tensor  # (tokens, experts)
+    probabilities: Tensor  # their softmax
+    experts: Tensor  # (tokens, top_k), int64: the most probable first, of equals the smaller number
+    weights: Tensor  # (tokens, top_k): of the experts' results
+    is_kept: Tensor  # (tokens, top_k), bool: False where the expert is full
+    tokens_per_expert: Tensor  # (experts,), int64
+    num_dropped_tokens: Tensor  # of no dimension, int64: the choices that are not kept
 
     def slots_by_expert(self) -> Tensor:
         """The choices, token * top_k + choice, by expert and then by token; dropped ones last."""
@@ -79,20 +66,7 @@ class Routing:
 class TopKRouter(nn.Linear):
     """A linear gate, whose softmax is in float32 whatever the tokens are, autocast or not.
 
-    Args:
-        in_features: of a token.
-        num_experts: to choose from.
-        top_k: experts of a token (Shazeer et al. 2017).
-        capacity_factor: an expert takes ceil(capacity_factor * top_k * tokens / num_experts) of
-            this rank's tokens: first choices before second ones, and in the order of positions
-            (Lepikhin et al. 2021, algorithm 1). Ranks need not talk about that, and what is dropped
-            does not depend on other ranks' tokens. None: no token is dropped.
-        normalize_weights: whether the weights of a token's experts sum to 1, as in Mixtral;
-            otherwise they are their probabilities, as in Switch.
-        bias, device, dtype: as in nn.Linear.
-
-    Raises:
-        ValueError: an argument is out of range.
+    Its arguments are those of MixtureOfExperts.
     """
 
     def __init__(
@@ -107,16 +81,25 @@ class TopKRouter(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check(num_experts, top_k, capacity_factor, normalize_weights)
+        if num_experts < 1:
+            raise ValueError(f"num_experts is 1 or more, got {num_experts}")
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
+            )
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
+            raise ValueError(
+                f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or"
+                " None, which drops none"
+            )
+        if normalize_weights and top_k == 1 < num_experts:
+            raise ValueError(
+                "the weight of one expert, normalized, is always 1, and the router would learn"
+                " nothing: normalize_weights=False, or top_k=2"
+            )
         super().__init__(in_features, num_experts, bias, device=device, dtype=dtype)
         self.num_experts, self.top_k = num_experts, top_k
         self.capacity_factor, self.normalize_weights = capacity_factor, normalize_weights
-
-    def capacity(self, num_tokens: int) -> int | None:
-        """How many of so many tokens an expert takes; None: all."""
-        if self.capacity_factor is None:
-            return None
-        return math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
 
     def forward(self, tokens: Tensor) -> Routing:  # type: ignore[override]
         """(tokens, in_features) to a Routing."""
@@ -140,9 +123,9 @@ class TopKRouter(nn.Linear):
 
     def _within_capacity(self, experts: Tensor) -> Tensor:
         """Which choices find a place."""
-        capacity = self.capacity(experts.shape[0])
-        if capacity is None:
+        if self.capacity_factor is None:
             return torch.ones_like(experts, dtype=torch.bool)
+        capacity = math.ceil(self.capacity_factor * experts.numel() / self.num_experts)
         choices = experts.t().flatten()  # all first ones, then all second ones
         order = choices.argsort(stable=True)
         counts = _counts(choices, self.num_experts)
@@ -167,27 +150,6 @@ def _counts(numbers: Tensor, num_kinds: int) -> Tensor:
     return flat.new_zeros(num_kinds).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def _check(
-    num_experts: int, top_k: int, capacity_factor: float | None, normalize_weights: bool
-) -> None:
-    if num_experts < 1:
-        raise ValueError(f"num_experts is 1 or more, got {num_experts}")
-    if not 1 <= top_k <= num_experts:
-        raise ValueError(
-            f"top_k={top_k} of {num_experts} experts: choose 1 to {num_experts} of them"
-        )
-    if capacity_factor is not None and not 0 < capacity_factor < math.inf:
-        raise ValueError(
-            f"capacity_factor={capacity_factor} leaves experts no tokens: give some 1.25, or None,"
-            " which drops none"
-        )
-    if normalize_weights and top_k == 1 < num_experts:
-        raise ValueError(
-            "the weight of one expert, normalized, is always 1, and the router would learn nothing:"
-            " normalize_weights=False, or top_k=2"
-        )
-
-
 class MixtureOfExperts(nn.Module):
     """Each token goes through the top_k experts that a router chooses; expert parallelism.
 
@@ -202,8 +164,8 @@ class MixtureOfExperts(nn.Module):
         ringcomm.parallel.expert.average_gradients(model)
 
     A step sends, for each choice whose expert is on another rank, in_features elements there and
-    back, and as much backward; and forward 8 bytes for each expert elsewhere, and 24
-    for each other rank.
+    back, and as much backward; and forward 8 bytes for each expert elsewhere, and 16 for each
+    other rank.
 
     Args:
         in_features: of a token.
@@ -211,16 +173,21 @@ class MixtureOfExperts(nn.Module):
             rank makes all of them, one after the other, and keeps its own: seed all ranks alike,
             and the values are those of a single process.
         num_experts: of the whole layer. Ranks have contiguous ones, as many or one more, or none.
-        top_k, capacity_factor, normalize_weights: see TopKRouter.
-        group: the ranks that share the experts; None for the default group.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group: ParallelDims()["ep"].
+        top_k: experts of a token (Shazeer et al. 2017).
+        group, mesh: the ranks that share the experts, ParallelDims()["ep"]; default: all.
         replica_group: where there are fewer experts' ranks than ranks of data parallelism: those
             that have the same experts as this one, ParallelDims().group("edp").
+        capacity_factor: an expert takes ceil(capacity_factor * top_k * tokens / num_experts) of
+            this rank's tokens: first choices before second ones, and in the order of positions
+            (Lepikhin et al. 2021, algorithm 1). Ranks need not talk about that, and what is dropped
+            does not depend on other ranks' tokens. None: no token is dropped.
+        normalize_weights: whether the weights of a token's experts sum to 1, as in Mixtral;
+            otherwise they are their probabilities, as in Switch.
         device, dtype: of the router.
 
     Attributes:
-        router: a TopKRouter.
-        experts: a LocalExperts, this rank's by their numbers.
+        router: a linear layer, in float32 whatever the tokens are.
+        experts: this rank's, by their numbers in the layer.
         routing: of the last forward: tokens_per_expert, num_dropped_tokens, load_balancing_loss,
             router_z_loss and more; None before. Under a reentrant torch.utils.checkpoint its losses
             have no gradient: take use_reentrant=False.
@@ -290,10 +257,7 @@ class MixtureOfExperts(nn.Module):
             top_k: see the class.
             options: group, mesh, replica_group, capacity_factor and normalize_weights of the class.
 
-        Raises:
-            ValueError: the router has another number of outputs, or as the class.
-
-        Collective: one object of arguments.
+        Raises ValueError, and is collective, as the class.
         """
         if router.out_features != len(experts):
             raise ValueError(
@@ -310,12 +274,8 @@ class MixtureOfExperts(nn.Module):
         """(..., in_features) to the same shape and dtype.
 
         Any number of tokens on each rank, none too. Under autocast tokens travel in its dtype, as
-        they enter linear layers; results are weighted and summed in float32.
-
-        Raises:
-            ValueError: tokens have another number of features; or, on all ranks, they differ
-                between ranks in dtype, or in whether gradients are needed at all.
-
+        they enter linear layers; results are weighted and summed in float32. Raises ValueError on
+        all ranks where tokens differ between them in dtype, or in whether gradients are needed.
         Collective, and so is its backward pass, on all ranks if some need it.
         """
         if x.dim() == 0 or x.shape[-1] != self.router.in_features:
@@ -329,11 +289,11 @@ class MixtureOfExperts(nn.Module):
         is_trained = any(param.requires_grad for param in self.parameters())
         plan = plan_dispatch(
             routing.tokens_per_expert,
-            wire,
+            wire.dtype,
             self.experts.group,
             is_grad_needed=x.requires_grad or is_trained,
         )
-        slots = routing.slots_by_expert()[: plan.num_rows]
+        slots = routing.slots_by_expert()[: sum(plan.sent)]
         top_k = self.router.top_k
         results = self.experts(rows_of_tokens(wire, slots, top_k), plan)
         weighted = results * routing.weights.reshape(-1).index_select(0, slots)[:, None]

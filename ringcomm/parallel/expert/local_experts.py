@@ -1,37 +1,48 @@
-"""The experts of a layer that one rank has."""
+"""The experts of a layer that one rank has, and their gradients under data parallelism."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
-from ringcomm.parallel.expert.dispatch import DispatchPlan, combine, dispatch
+from ringcomm.parallel.constant_buffer import all_reduce_mean_
+from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
 from ringcomm.parallel.tensor.splits import refuse_copy
 
-__all__ = ["LocalExperts", "expert_parameters", "ignore_in_ddp", "refuse_experts", "split_experts"]
+__all__ = [
+    "LocalExperts",
+    "average_gradients",
+    "expert_parameters",
+    "ignore_in_ddp",
+    "refuse_experts",
+    "split_experts",
+]
+
+_AVERAGED = "_ringcomm_averaged"
 
 
 class LocalExperts(nn.ModuleDict):
     """This rank's experts, by their numbers in the whole layer, so that names differ between ranks.
 
     Args:
-        experts: of the whole layer, in order, the same on all ranks: each rank keeps its own of
-            them, as they are. An iterator may make one after the other.
+        experts: of the whole layer, in order, the same on all ranks; an iterator may make them.
         num_experts: how many there are.
-        group: the ranks that share the experts, contiguous ones by shard_range(); a rank has none
-            where there are fewer experts.
+        group: the ranks that share the experts, contiguous ones by shard_range().
         replica_group: the ranks that have the same experts as this one, None where it is alone.
 
     Attributes:
         range: the experts [begin, end) of this rank.
-
-    Raises:
-        ValueError: two experts share a parameter.
     """
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
@@ -55,11 +66,6 @@ class LocalExperts(nn.ModuleDict):
             if self.range[0] <= idx < self.range[1]:
                 self[str(idx)] = expert
 
-    @property
-    def is_split(self) -> bool:
-        """Whether other ranks have other experts."""
-        return self.group.size() > 1
-
     def forward(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Each row through its expert, wherever that is, in the order and dtype of the rows.
 
@@ -67,21 +73,21 @@ class LocalExperts(nn.ModuleDict):
         every step. Collective, forward and backward.
         """
         self._check_ddp()
-        parts, link = dispatch(rows, plan)
+        received = dispatch(rows, plan)
         results = []
-        for (idx, expert), part in zip(self.items(), parts, strict=True):
+        for (idx, expert), part in zip(self.items(), by_expert(received, plan), strict=True):
             result = expert(part)
             if result.shape != part.shape:
                 raise ValueError(
                     f"expert {idx} makes {tuple(result.shape)} of {tuple(part.shape)}: the results"
                     " of experts have the shape of their tokens"
                 )
-            results.append(result.to(plan.dtype))
-        return combine(results, link, plan)
+            results.append(result.to(rows.dtype))
+        return combine(results, received, plan)
 
     def _check_ddp(self) -> None:
         ddp: Any = DistributedDataParallel
-        if not self.is_split or ddp._get_active_ddp_module() is None:
+        if self.group.size() == 1 or ddp._get_active_ddp_module() is None:
             return
         if not all(getattr(param, "_ddp_ignored", False) for param in self.parameters()):
             raise RuntimeError(
@@ -99,7 +105,7 @@ def split_experts(model: nn.Module) -> dict[str, LocalExperts]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, LocalExperts) and module.is_split
+        if isinstance(module, LocalExperts) and module.group.size() > 1
     }
 
 
@@ -135,3 +141,111 @@ def refuse_experts(model: nn.Module, system: str) -> None:
             " them for replicas of one: train such a model with an optimizer of torch and"
             " ringcomm.parallel.expert.average_gradients()"
         )
+
+
+# ---- gradients
+
+
+def average_gradients(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> None:
+    """Makes gradients those of the mean of the ranks' losses; between backward() and step().
+
+    A replicated parameter's gradient becomes the mean over the ranks. An expert's is the sum over
+    the tokens of all ranks that share the experts already, since these have sent them: it is
+    divided by the number of ranks, and summed over the ranks that have the same expert.
+
+    Args:
+        model: with experts or without. Of DistributedDataParallel and of fully_shard, which have
+            averaged the other parameters themselves, only the experts are left to do.
+        group: all ranks that have rows of their own; default: DistributedDataParallel's, or the
+            default group.
+        mesh: a one-dimensional DeviceMesh of them, in place of a group.
+
+    Raises:
+        ValueError: a layer's group and replica_group do not make up the group; nothing was written.
+        RuntimeError: gradients of experts have been averaged already, or a backward pass has added
+            to such ones: they would be divided twice. Nothing was written.
+
+    Collective: over the group 2(N-1)/N of the replicated gradients' bytes and of a byte for each
+    parameter, over a replica_group likewise of its experts'; nothing where experts have no replica.
+    A gradient that some ranks have is 0 on the others. Accumulate first, and call it once behind
+    the last backward().
+    """
+    ddp: Any = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is not None and group is None and mesh is None:
+        group = ddp.process_group
+    resolved = resolve_group(group, mesh)
+    layers = split_experts(model)
+    for name, experts in layers.items():
+        _check_groups(name, experts, resolved)
+    of_experts = set(expert_parameters(model).values())
+    handled = [*(of_experts if ddp is not None else model.parameters())] if layers else []
+    if any(_has_average(param.grad) for param in handled):
+        raise RuntimeError(
+            "average_gradients() has averaged these gradients before: call it once in a step,"
+            " after the last backward() and before step() and zero_grad()"
+        )
+    if ddp is None:
+        others = [param for param in model.parameters() if param not in of_experts]
+        replicated = [param for param in others if not isinstance(param, DTensor)]
+        all_reduce_mean_(_gradients(replicated, resolved), resolved)
+    for experts in layers.values():
+        params = list(experts.parameters())
+        if experts.replica_group is not None:
+            all_reduce_mean_(_gradients(params, experts.replica_group), experts.replica_group)
+        for param in params:
+            if param.grad is not None:
+                param.grad.div_(experts.group.size())
+    for param in handled:
+        _note_average(param)
+
+
+def _has_average(grad: Tensor | None) -> bool:
+    return grad is not None and getattr(grad, _AVERAGED, None) == grad._version
+
+
+def _note_average(param: nn.Parameter) -> None:
+    """A gradient with an average in it has its version as an attribute: zero_grad() changes it."""
+    if param.grad is None or not param.requires_grad:
+        return
+    setattr(param.grad, _AVERAGED, param.grad._version)
+    if not hasattr(param, _AVERAGED):
+        setattr(param, _AVERAGED, True)
+        param.register_hook(partial(_before_accumulation, weakref.ref(param)))
+
+
+def _before_accumulation(of: weakref.ref[nn.Parameter], _: Tensor) -> None:
+    grad: Any = getattr(of(), "grad", None)
+    if _has_average(grad):
+        setattr(grad, _AVERAGED, grad._version + 1)
+
+
+def _check_groups(name: str, experts: LocalExperts, group: dist.ProcessGroup) -> None:
+    num_replicas = 1 if experts.replica_group is None else experts.replica_group.size()
+    if experts.group.size() * num_replicas != group.size():
+        raise ValueError(
+            f"{group.size()} ranks average, and {name or 'the model'} has experts over"
+            f" {experts.group.size()} ranks in {num_replicas} replicas: give the layer its"
+            " replica_group, and all ranks that have rows of their own as the group here"
+        )
+
+
+def _gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
+    """The gradients that some rank of the group has, of zeros where this one has none."""
+    trained = [param for param in params if param.requires_grad]
+    if not trained:
+        return []
+    has_grad = torch.tensor([param.grad is not None for param in trained], dtype=torch.uint8)
+    has_grad = has_grad.to(trained[0].device)
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
+    grads = []
+    for param, is_there in zip(trained, has_grad.tolist(), strict=True):
+        if is_there:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grads.append(param.grad)
+    return grads

@@ -39,16 +39,10 @@ _rows: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = Weak
 
 
 class HeadShares(NamedTuple):
-    """How ranks share heads.
+    """How ranks share heads."""
 
-    Attributes:
-        num_together: query heads that stay together, those of one key and value head; 1 if these
-            are copied.
-        num_replicas: ranks in a row that have the same key and value head.
-    """
-
-    num_together: int
-    num_replicas: int
+    num_together: int  # query heads that stay together, those of one key and value head, or 1
+    num_replicas: int  # ranks in a row that have the same key and value head
 
 
 def share_heads(num_heads: int, num_kv_heads: int, world_size: int) -> HeadShares:
@@ -101,6 +95,7 @@ class _ParallelLinear(SplitModule):
     bias: nn.Parameter | None
     in_features: int
     out_features: int
+    features: tuple[int, int]
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> Self:
@@ -108,7 +103,7 @@ class _ParallelLinear(SplitModule):
 
         Args:
             linear: of which this rank's part is copied.
-            options: group, mesh, sequence_dim and the others of the class.
+            options: those of the class.
         """
         kind: Any = cls
         has_bias = linear.bias is not None
@@ -117,23 +112,32 @@ class _ParallelLinear(SplitModule):
         )
         return made
 
-    def _ranges(self, dim: int, shard_multiple: int, num_parts: int) -> list[tuple[int, int]]:
-        """The features [begin, end) of all parts, in whole units such as heads."""
-        num = self.in_features if dim else self.out_features
+    def _split(self, dim: int, shard_multiple: int, num_replicas: int = 1) -> None:
+        """Shares the features of a dimension among the ranks, in whole units such as heads."""
+        num = (self.out_features, self.in_features)[dim]
         if shard_multiple < 1 or num % shard_multiple:
-            what = "in_features" if dim else "out_features"
+            what = ("out_features", "in_features")[dim]
             raise ValueError(f"{what}={num} is no whole number of units of {shard_multiple}")
-        ranges = (shard_range(num // shard_multiple, num_parts, part) for part in range(num_parts))
-        return [(begin * shard_multiple, end * shard_multiple) for begin, end in ranges]
+        num_parts = self.group.size() // num_replicas
+        parts = (shard_range(num // shard_multiple, num_parts, part) for part in range(num_parts))
+        scaled = [(begin * shard_multiple, end * shard_multiple) for begin, end in parts]
+        ranges = tuple(part for part in scaled for _ in range(num_replicas))
+        self.splits = {"weight": Split(dim, ranges, self.group.rank(), num_replicas)}
+        self.features = ranges[self.group.rank()]
 
-    def _take(self, whole: nn.Linear | None, split: Split, has_bias: bool, **kind: Any) -> None:
+    def _take(
+        self,
+        whole: nn.Linear | None,
+        has_bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         """The weights of a whole layer, cut, in memory of their own; drawn if there is none."""
-        drawn_on = _device(kind["device"]) if whole is None else None
-        if whole is None:
-            sizes = self.in_features, self.out_features
-            whole = nn.Linear(*sizes, has_bias, device="meta", dtype=kind["dtype"])
+        drawn_on = _device(device) if whole is None else None
+        sizes = self.in_features, self.out_features
+        whole = whole or nn.Linear(*sizes, has_bias, device="meta", dtype=dtype)
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        self.splits = {"weight": split}
+        split = self.splits["weight"]
         self.weight = take_part(
             whole.weight, split, drawn_on, lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5))
         )
@@ -157,8 +161,7 @@ class ColumnParallelLinear(_ParallelLinear):
         in_features, out_features, bias, device, dtype: of the whole layer, as in nn.Linear. Seed
             all ranks alike: on the CPU they take the values of nn.Linear, on other devices those
             of another draw, the same for any number of ranks. The whole is never in memory.
-        group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
+        group, mesh: the ranks, a group or a one-dimensional DeviceMesh; by default all.
         shard_multiple: output features that stay together, such as those of a head.
         num_replicas: so many ranks in a row have the same features, such as a key and value head
             where there are fewer than ranks; its gradient is summed over them.
@@ -196,14 +199,11 @@ class ColumnParallelLinear(_ParallelLinear):
         self.group, self.copy_input = resolve_group(group, mesh), copy_input
         self.gather_output, self.sequence_dim = gather_output, sequence_dim
         self.in_features, self.out_features = in_features, out_features
-        rank, world_size = self.group.rank(), self.group.size()
+        world_size = self.group.size()
         if num_replicas < 1 or world_size % num_replicas or (gather_output and num_replicas > 1):
             raise ValueError(f"{world_size} ranks cannot have {num_replicas} copies of each part")
-        parts = self._ranges(0, shard_multiple, world_size // num_replicas)
-        ranges = tuple(part for part in parts for _ in range(num_replicas))
-        self.features = ranges[rank]
-        split = Split(0, ranges, rank, num_replicas)
-        self._take(_whole, split, bias, device=device, dtype=dtype)
+        self._split(0, shard_multiple, num_replicas)
+        self._take(_whole, bias, device, dtype)
         if num_replicas > 1:
             copies = _ranks_in_a_row(self.group, num_replicas)
             for param in self.parameters():
@@ -231,8 +231,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features, out_features, bias, device, dtype: as ColumnParallelLinear's. All ranks have
             the bias.
-        group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
+        group, mesh: as ColumnParallelLinear's.
         shard_multiple: input features that stay together.
         sequence_dim: see reduce_from_tp().
 
@@ -260,10 +259,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__()
         self.group, self.sequence_dim = resolve_group(group, mesh), sequence_dim
         self.in_features, self.out_features = in_features, out_features
-        rank = self.group.rank()
-        ranges = tuple(self._ranges(1, shard_multiple, self.group.size()))
-        self.features = ranges[rank]
-        self._take(_whole, Split(1, ranges, rank), bias, device=device, dtype=dtype)
+        self._split(1, shard_multiple)
+        self._take(_whole, bias, device, dtype)
         if self.bias is not None and sequence_dim is not None:
             all_reduce_grad_(self.bias, self.group)  # each rank adds it to its own tokens
 
@@ -291,8 +288,7 @@ class VocabParallelEmbedding(SplitModule):
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: of the whole layer, as in
             nn.Embedding. Seed all ranks alike, as for ColumnParallelLinear.
-        group: None for the default group.
-        mesh: a one-dimensional DeviceMesh, in place of a group.
+        group, mesh: as ColumnParallelLinear's.
         sequence_dim: of the result, see reduce_from_tp(); 1 for tokens (batch, length).
         reduce_output: whether the result passes reduce_from_tp(). Without it a rank's result is its
             part of the sum.
@@ -341,8 +337,7 @@ class VocabParallelEmbedding(SplitModule):
             embedding: of which this rank's part is copied.
             options: group, mesh, sequence_dim and reduce_output of the class.
 
-        Raises:
-            ValueError: it has max_norm, scale_grad_by_freq or sparse gradients.
+        Raises ValueError for max_norm, scale_grad_by_freq and sparse gradients.
         """
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             raise ValueError(

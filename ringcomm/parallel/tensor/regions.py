@@ -1,7 +1,8 @@
 """Where tensor parallelism communicates: around layers whose features are split over ranks.
 
 Megatron-LM's f and g (Shoeybi et al. 2019, section 3), and with sequence parallelism g-bar and its
-conjugate (Korthikanti et al. 2022, section 4.2.2), which move the same bytes.
+conjugate (Korthikanti et al. 2022, section 4.2.2), which move the same bytes. These two are the
+operators all_gather and reduce_scatter, each the other's gradient.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ def copy_to_tp(
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
         return x
-    result: Tensor = _CopyToTp.apply(x, resolved.group_name, sequence_dim, inplace)
-    return result
+    name = resolved.group_name
+    if sequence_dim is None:
+        result: Tensor = _CopyToTp.apply(x, name, inplace)
+        return result
+    whole: Tensor = _all_gather(x.movedim(sequence_dim, 0).contiguous(), name)
+    return whole.movedim(0, sequence_dim).contiguous()
 
 
 def reduce_from_tp(
@@ -75,8 +80,7 @@ def reduce_from_tp(
         mesh: a one-dimensional DeviceMesh, in place of a group.
         sequence_dim: of the result each rank takes an equal part along it.
         inplace: without sequence_dim the sum takes the place of `x`, which is the result of an
-            operation that does not need it, such as a linear layer. Memory that is new costs more
-            than what is exchanged.
+            operation that does not need it, such as a linear layer.
 
     Returns:
         The sum over the ranks; with `sequence_dim` this rank's part of it.
@@ -89,13 +93,17 @@ def reduce_from_tp(
     resolved = resolve_group(group, mesh)
     if resolved.size() == 1:
         return x
-    if sequence_dim is not None and x.shape[sequence_dim] % resolved.size():
+    name = resolved.group_name
+    if sequence_dim is None:
+        result: Tensor = _ReduceFromTp.apply(x, name, inplace)
+        return result
+    if x.shape[sequence_dim] % resolved.size():
         raise ValueError(
             f"{resolved.size()} ranks cannot share {x.shape[sequence_dim]} tokens evenly: pad the"
             " sequences, or leave sequence parallelism out"
         )
-    result: Tensor = _ReduceFromTp.apply(x, resolved.group_name, sequence_dim, inplace)
-    return result
+    part: Tensor = _reduce_scatter(x.movedim(sequence_dim, 0).contiguous(), "sum", name)
+    return part.movedim(0, sequence_dim).contiguous()
 
 
 def gather_from_tp(
@@ -149,31 +157,22 @@ def summed_over(param: Tensor) -> dist.ProcessGroup | None:
 
 class _CopyToTp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
-    ) -> Tensor:
-        ctx.group_name, ctx.sequence_dim, ctx.inplace = group_name, sequence_dim, inplace
-        return x.view_as(x) if sequence_dim is None else _gather(x, group_name, sequence_dim)
+    def forward(ctx: Any, x: Tensor, group_name: str, inplace: bool) -> Tensor:
+        ctx.group_name, ctx.inplace = group_name, inplace
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        if ctx.sequence_dim is not None:
-            return _scatter(grad, ctx.group_name, ctx.sequence_dim), None, None, None
         if ctx.inplace and grad.is_contiguous() and not torch.is_grad_enabled():
             _all_reduce_(grad, "sum", ctx.group_name)
-            return grad, None, None, None
-        return _all_reduce(grad, "sum", ctx.group_name), None, None, None
+            return grad, None, None
+        return _all_reduce(grad, "sum", ctx.group_name), None, None
 
 
 class _ReduceFromTp(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group_name: str, sequence_dim: int | None, inplace: bool
-    ) -> Tensor:
-        ctx.group_name, ctx.sequence_dim = group_name, sequence_dim
-        if sequence_dim is not None:
-            return _scatter(x, group_name, sequence_dim)
+    def forward(ctx: Any, x: Tensor, group_name: str, inplace: bool) -> Tensor:
         if inplace and x.is_contiguous():
             ctx.mark_dirty(x)
             _all_reduce_(x, "sum", group_name)
@@ -183,9 +182,7 @@ class _ReduceFromTp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.sequence_dim is None:
-            return grads[0], None, None, None
-        return _gather(grads[0], ctx.group_name, ctx.sequence_dim), None, None, None
+        return grads[0], None, None
 
 
 class _GatherFromTp(torch.autograd.Function):
@@ -203,13 +200,3 @@ class _GatherFromTp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0].narrow(ctx.dim, ctx.begin, ctx.num), None, None, None, None
-
-
-def _gather(x: Tensor, group_name: str, dim: int) -> Tensor:
-    whole: Tensor = _all_gather(x.movedim(dim, 0).contiguous(), group_name)
-    return whole.movedim(0, dim).contiguous()
-
-
-def _scatter(x: Tensor, group_name: str, dim: int) -> Tensor:
-    part: Tensor = _reduce_scatter(x.movedim(dim, 0).contiguous(), "sum", group_name)
-    return part.movedim(0, dim).contiguous()

@@ -27,19 +27,12 @@ def refuse_copy(*_: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class Split:
-    """A rank's part of a parameter.
+    """A rank's part of a parameter."""
 
-    Attributes:
-        dim: the dimension that is split.
-        ranges: of it, [begin, end) of every rank of the group.
-        rank: this one.
-        num_replicas: so many ranks in a row have the same part.
-    """
-
-    dim: int
-    ranges: tuple[tuple[int, int], ...]
-    rank: int
-    num_replicas: int = 1
+    dim: int  # the dimension that is split
+    ranges: tuple[tuple[int, int], ...]  # of it, [begin, end) of every rank of the group
+    rank: int  # this one
+    num_replicas: int = 1  # so many ranks in a row have the same part
 
     begin = property(lambda self: self.ranges[self.rank][0])
     end = property(lambda self: self.ranges[self.rank][1])
@@ -51,20 +44,11 @@ class Split:
 
 
 class SplitModule(nn.Module):
-    """A module some of whose parameters are this rank's parts of whole ones.
+    """A module some of whose parameters are this rank's parts of whole ones."""
 
-    Attributes:
-        group: whose ranks have the parts.
-        splits: by the parameter's name in the module.
-        sequence_dim: the dimension that ranks share tokens along outside of such modules, if any.
-
-    Raises:
-        ValueError: torch's fully_shard shards it, and it has a sequence_dim.
-    """
-
-    group: dist.ProcessGroup
-    splits: dict[str, Split]
-    sequence_dim: int | None = None
+    group: dist.ProcessGroup  # whose ranks have the parts
+    splits: dict[str, Split]  # by the parameter's name in the module
+    sequence_dim: int | None = None  # along which ranks share tokens outside of such modules
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
@@ -98,24 +82,17 @@ def take_part(
     drawn_on: torch.device | None,
     draw_: Callable[[Tensor], object],
 ) -> nn.Parameter:
-    """This rank's part of a parameter, in memory of its own.
+    """This rank's part of a parameter, or all of it without a split, in memory of its own.
 
-    Args:
-        whole: copied; with `drawn_on` on the meta device.
-        split: which part; None for all of it.
-        drawn_on: the device of values that all ranks draw alike.
-        draw_: fills a tensor in place. On the CPU the part has the values that it gives the whole;
-            on other devices values of the same distribution. Either way the generator and the whole
-            do not depend on the number of ranks, and only the part and a block are in memory.
+    A copy of `whole`; with `drawn_on`, a device, values that all ranks draw alike by `draw_`, which
+    fills a tensor in place. On the CPU they are those that it gives the whole, on other devices of
+    the same distribution; only the part and a block are in memory.
     """
     if drawn_on is None:
         part = whole.detach() if split is None else split.cut(whole.detach())
         return nn.Parameter(part.clone(), requires_grad=whole.requires_grad)
+    split = split or Split(0, ((0, whole.shape[0]),), 0)
     empty = partial(torch.empty, device=drawn_on, dtype=whole.dtype)
-    if split is None:
-        part = empty(whole.shape)
-        draw_(part)
-        return nn.Parameter(part)
     part, num_rows, row_sizes = empty(split.cut(whole).shape), whole.shape[0], whole.shape[1:]
     step = max(MIN_ROWS, BLOCK_ELEMS // max(1, row_sizes.numel()) // MIN_ROWS * MIN_ROWS)
     begin = 0

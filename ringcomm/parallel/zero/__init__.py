@@ -24,17 +24,17 @@ from ringcomm.parallel.shards import find_shards
 from ringcomm.parallel.shards.units import check_can_materialize, materialize
 from ringcomm.parallel.tensor.regions import summed_over
 from ringcomm.parallel.zero.flat import FlatZero
-from ringcomm.parallel.zero.infinity import ZeroInfinity
+from ringcomm.parallel.zero.infinity import ZeroInfinity as ZeroInfinity
 from ringcomm.parallel.zero.optimizer import (
     OFFLOADED,
     ShardOptions,
     ZeroOptimizer,
     is_offloaded,
 )
-from ringcomm.parallel.zero.prediction import Memory, predict_memory, predict_traffic
+from ringcomm.parallel.zero.prediction import predict_memory, predict_traffic
 from ringcomm.parallel.zero.stage3 import Zero3
 
-__all__ = ["Memory", "ZeroInfinity", "ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
+__all__ = ["ZeroOptimizer", "predict_memory", "predict_traffic", "shard"]
 
 if not TYPE_CHECKING:
     __getattr__ = getattr_of(__name__)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ringcomm
 from ringcomm.nn import MixtureOfExperts
-from ringcomm.parallel import expert
 
 IN, DIM, HIDDEN, OUT = 5, 12, 20, 3
 STEPS, LR = 4, 0.2
@@ -160,15 +160,11 @@ def train_alone(case: Case, sizes: list[int]) -> tuple[list[list[float]], dict[s
     return losses, {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def train(net: Net, rank: int, sizes: list[int]) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of(net, *batch(step, rank, sizes[rank]))
-        loss.backward()
-        expert.average_gradients(net)
-        descend(net)
-        losses.append(float(loss.detach()))
-    return losses
+def groups_with_replicas(num_replicas: int) -> dict[str, Any]:
+    """Of a MixtureOfExperts whose experts several ranks have. Collective."""
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
+    return {"group": mesh["expert"].get_group(), "replica_group": mesh["replica"].get_group()}
 
 
 def sent_bytes(name: str = "all_to_all") -> int:

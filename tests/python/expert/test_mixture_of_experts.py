@@ -20,50 +20,71 @@ from moe_models import (
     batch,
     descend,
     expert_net,
+    groups_with_replicas,
+    loss_of,
     make_expert,
     sent_bytes,
-    train,
     train_alone,
 )
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.nn import MixtureOfExperts
 from ringcomm.ops import shard_range
-from ringcomm.parallel.expert.dispatch import plan_dispatch
+from ringcomm.parallel import expert
 
-# A layer, and the tokens of each rank.
+# A layer, the tokens of each rank, replicas of each expert, and what averages the rest.
 CASES = [
-    (Case(4, 2), [5, 7]),
-    (Case(5, 2, normalize_weights=True), [1, 6, 2, 5]),
-    (Case(2, 1), [4, 0, 3]),  # fewer experts than ranks
-    (Case(5, 3, capacity_factor=0.7), [4, 0, 3]),
-    (Case(4, 1, capacity_factor=1.0), [1, 6, 2, 5]),
-    (Case(3, 3), [5, 7]),  # dense
-    (Case(1, 1), [6]),
+    (Case(4, 2), [5, 7], 1, "none"),
+    (Case(5, 2, normalize_weights=True), [1, 6, 2, 5], 1, "none"),
+    (Case(2, 1), [4, 0, 3], 1, "none"),  # fewer experts than ranks
+    (Case(5, 3, capacity_factor=0.7), [4, 0, 3], 1, "none"),
+    (Case(1, 1), [6], 1, "none"),
+    (Case(5, 2), [4, 1, 5, 2], 2, "none"),
+    (Case(5, 2), [4, 1], 1, "ddp"),
+    (Case(5, 2), [4, 1, 5, 2], 2, "ddp"),
+    (Case(5, 2), [4, 1, 5, 2], 1, "fully_shard"),
 ]
 
 
 def train_ranks(
-    rank: int, case: Case, sizes: list[int], device: str = "cpu"
-) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    net = expert_net(case).to(place(device, rank))
-    losses = train(net, rank, sizes)
-    return losses, net.state_dict(), full_weights(net)
+    rank: int, case: Case, sizes: list[int], num_replicas: int, system: str, device: str = "cpu"
+) -> tuple[list[float], dict[str, Tensor]]:
+    options = {} if num_replicas == 1 else groups_with_replicas(num_replicas)
+    net: Any = expert_net(case, **options).to(place(device, rank))
+    model = net
+    if system == "ddp":
+        expert.ignore_in_ddp(net)
+        model = DistributedDataParallel(net)
+    if system == "fully_shard":
+        fully_shard(net, ignored_params=set(expert.expert_parameters(net).values()))
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, *batch(step, rank, sizes[rank]))
+        loss.backward()
+        expert.average_gradients(model)
+        descend(net)
+        losses.append(float(loss.detach()))
+    whole = full_weights(net)
+    if system != "fully_shard":
+        assert all(torch.equal(whole[name], v.cpu()) for name, v in net.state_dict().items())
+    return losses, whole
 
 
-@pytest.mark.parametrize(("case", "sizes"), CASES, ids=str)
-def test_the_training_of_one_process(case: Case, sizes: list[int], device: str) -> None:
+@pytest.mark.parametrize(("case", "sizes", "num_replicas", "system"), CASES, ids=str)
+def test_the_training_of_one_process(
+    case: Case, sizes: list[int], num_replicas: int, system: str, device: str
+) -> None:
     losses, weights = train_alone(case, sizes)
-    results = run_ranks(len(sizes), train_ranks, case, sizes, device)
-    for rank, (found, mine, whole) in enumerate(results):
+    results = run_ranks(len(sizes), train_ranks, case, sizes, num_replicas, system, device)
+    for rank, (found, whole) in enumerate(results):
         expected = [of_step[rank] for of_step in losses]
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
-        assert sorted(whole) == sorted(weights)
-        for name, value in weights.items():
-            torch.testing.assert_close(whole[name], value, rtol=0, atol=2e-6)
-        assert all(torch.equal(whole[name], value.cpu()) for name, value in mine.items())
+        torch.testing.assert_close(whole, weights, rtol=0, atol=2e-6)
+        torch.testing.assert_close(whole, results[0][1], rtol=0, atol=0)
 
 
 # ---- bits
@@ -107,22 +128,14 @@ def train_in_order_of_one(rank: int, case: Case, sizes: list[int]) -> dict[str, 
     return train_in_order(case, sizes)
 
 
-@pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-def test_two_ranks_have_the_bits_of_one(backend: str) -> None:
+def test_two_ranks_have_the_bits_of_one() -> None:
     case = Case(5, 2, normalize_weights=True)
     (expected,) = run_ranks(1, train_in_order_of_one, case, [5, 7])
-    for _, _, whole in run_ranks(2, train_ranks, case, [5, 7], backend=backend):
+    for _, whole in run_ranks(2, train_ranks, case, [5, 7], 1, "none"):
         assert all(torch.equal(whole[name], value) for name, value in expected.items())
 
 
 # ---- the layer
-
-
-def dense_like(layer: MixtureOfExperts, case: Case) -> DenseMixture:
-    """The oracle with a layer's values. Collective."""
-    dense = DenseMixture(case)
-    dense.load_state_dict(full_weights(layer))
-    return dense.to(next(layer.parameters()).dtype)
 
 
 def make_layer(case: Case, **options: Any) -> MixtureOfExperts:
@@ -135,53 +148,46 @@ def make_layer(case: Case, **options: Any) -> MixtureOfExperts:
     )
 
 
-def check_layer(rank: int, world_size: int) -> None:
-    case = Case(5, 2)
-    layer = make_layer(case)
-    dense = dense_like(layer, case)
-    begin, end = shard_range(5, world_size, rank)
-    assert layer.experts.range == (begin, end)
-    assert list(layer.experts) == [str(idx) for idx in range(begin, end)]
-    assert f"{begin}:{end} of 5" in repr(layer)
-    torch.manual_seed(rank)
-    for shape in ((DIM,), (2, 3, DIM), (0, DIM), (4, 0, DIM)):
-        x = torch.randn(shape)
-        out = layer(x)
-        assert out.shape == x.shape
-        torch.testing.assert_close(out, dense(x), rtol=0, atol=1e-6)
-        assert torch.equal(out, layer(x))  # the same bits again
-    columns = torch.randn(DIM, 6).t()  # not contiguous
-    torch.testing.assert_close(layer(columns), dense(columns), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match=rf"a token has {DIM} features, got tokens \(3, 2\)"):
-        layer(torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="a token has"):
-        layer(torch.zeros(()))
-    with pytest.raises(RuntimeError, match="copy the whole ones before"):
-        copy.deepcopy(layer)
-    with pytest.raises(ValueError, match="choose 1 to 5"):
-        make_layer(Case(5, 6))
-    with pytest.raises(ValueError, match="3 outputs, and there are 2 experts"):
-        MixtureOfExperts.from_experts(nn.Linear(DIM, 3), [make_expert(), make_expert()])
-    with pytest.raises(ValueError, match="expert 1 shares a parameter"):
-        MixtureOfExperts.from_experts(nn.Linear(DIM, 2), [make_expert()] * 2)
-
-
-def test_layer() -> None:
-    run_ranks(3, check_layer, 3)
+def dense_like(layer: MixtureOfExperts, case: Case) -> DenseMixture:
+    """The oracle with a layer's values. Collective."""
+    dense = DenseMixture(case)
+    dense.load_state_dict(full_weights(layer))
+    return dense.to(next(layer.parameters()).dtype)
 
 
 def check_any(rank: int, case: Case, sizes: list[int]) -> None:
-    layer = make_layer(case)
+    """Values, gradients, what is dropped, and bytes, forward and backward."""
+    layer = make_layer(case).double()
     dense = dense_like(layer, case)
     torch.manual_seed(rank)
-    x = torch.randn(sizes[rank], DIM)
-    with torch.inference_mode():
-        torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-6)
+    x = torch.randn(sizes[rank], DIM, dtype=torch.float64, requires_grad=True)
+    again = x.detach().clone().requires_grad_()
+    start = sent_bytes()
+    out = layer(x)
+    middle = sent_bytes()
+    out.square().sum().backward()
+    end = sent_bytes()
+    dense(again).square().sum().backward()
+    torch.testing.assert_close(out, dense(again), rtol=0, atol=1e-12)
+    torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-12)
+    for param in (*dense.parameters(), layer.router.weight):
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        dist.all_reduce(param.grad)
+    for name, param in layer.named_parameters():
+        torch.testing.assert_close(param.grad, dense.get_parameter(name).grad, rtol=0, atol=1e-12)
     assert layer.routing is not None
     assert int(layer.routing.num_dropped_tokens) == dense.num_dropped
+    # Rows of this rank with experts elsewhere, and those of others with experts here.
+    table: list[Any] = [None] * len(sizes)
+    dist.all_gather_object(table, layer.routing.tokens_per_expert.tolist())
+    mine = slice(*layer.experts.range)
+    num_rows = sum(table[rank]) + sum(sum(row[mine]) for row in table) - 2 * sum(table[rank][mine])
+    rows, num_others = 8 * DIM * num_rows, case.num_experts - len(layer.experts)
+    assert middle - start == rows + 8 * num_others + 16 * (len(sizes) - 1)
+    assert end - middle == rows
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=16, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_layer(data: st.DataObject) -> None:
     """The dense computation of the same experts, whatever the layer and the tokens."""
@@ -194,55 +200,39 @@ def test_any_layer(data: st.DataObject) -> None:
     run_ranks(world_size, check_any, case, data.draw(sizes))
 
 
-def check_double(rank: int) -> None:
-    """Gradients of everything, nearly exactly."""
-    case = Case(4, 3, capacity_factor=0.8)
-    layer = make_layer(case).double()
+@in_ranks(3)
+def test_shapes_and_refusals(rank: int) -> None:
+    case = Case(5, 2)
+    layer = make_layer(case)
     dense = dense_like(layer, case)
+    begin, end = shard_range(5, 3, rank)
+    assert list(layer.experts) == [str(idx) for idx in range(begin, end)]
+    assert f"{begin}:{end} of 5" in repr(layer)
     torch.manual_seed(rank)
-    x = torch.randn(6, DIM, dtype=torch.float64, requires_grad=True)
-    again = x.detach().clone().requires_grad_()
-    for module, tokens in ((layer, x), (dense, again)):
-        module(tokens).square().sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, again.grad, rtol=0, atol=1e-12)
-    for param in dense.parameters():
-        dist.all_reduce(param.grad)
-    dist.all_reduce(layer.router.weight.grad)
-    for name, param in layer.named_parameters():
-        expected = dense.get_parameter(name).grad
-        assert param.grad is not None
-        assert expected is not None
-        torch.testing.assert_close(param.grad, expected, rtol=0, atol=1e-12)
+    columns = torch.randn(DIM, 6).t()  # not contiguous
+    for x in (*(torch.randn(s) for s in ((DIM,), (2, 3, DIM), (4, 0, DIM))), columns):
+        out = layer(x)
+        torch.testing.assert_close(out, dense(x), rtol=0, atol=1e-6)
+        assert torch.equal(out, layer(x))  # the same bits again
+    for shape in ((3, 2), ()):
+        with pytest.raises(ValueError, match=rf"a token has {DIM} features, got tokens \("):
+            layer(torch.zeros(shape))
+    with pytest.raises(TypeError, match=r"tokens are of torch\.float64, .*; got torch\.int64"):
+        layer(torch.zeros(3, DIM, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="copy the whole ones before"):
+        copy.deepcopy(layer)
+    with pytest.raises(ValueError, match="3 outputs, and there are 2 experts"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 3), [make_expert(), make_expert()])
+    with pytest.raises(ValueError, match="expert 1 shares a parameter"):
+        MixtureOfExperts.from_experts(nn.Linear(DIM, 2), [make_expert()] * 2)
+    torch.manual_seed(0)
+    wide = MixtureOfExperts(DIM, lambda: nn.Linear(DIM, HIDDEN), 3, 1)
+    with pytest.raises(ValueError, match=rf"expert {rank} makes \(\d+, {HIDDEN}\) of"):
+        wide(torch.randn(4, DIM))
 
 
-def test_gradients_in_float64() -> None:
-    run_ranks(4, check_double)
-
-
-def check_skew(rank: int) -> None:
-    """All tokens of all ranks to one expert; then one token of one rank."""
-    layer = make_layer(Case(4, 1))
-    with torch.no_grad():
-        layer.router.weight.zero_()[2] = 1.0
-    layer(torch.rand(7, DIM)).sum().backward()
-    assert layer.routing is not None
-    assert layer.routing.tokens_per_expert.tolist() == [0, 0, 7, 0]
-    weights = layer.routing.weights.detach().sum()
-    dist.all_reduce(weights)
-    for idx, module in layer.experts.items():
-        grad = module.get_parameter("2.bias").grad
-        assert grad is not None
-        assert float(grad[0]) == pytest.approx(float(weights) if idx == "2" else 0.0, rel=1e-5)
-    one = torch.rand(1 if rank == 3 else 0, DIM)
-    layer(one).sum().backward()
-
-
-def test_all_tokens_to_one_expert() -> None:
-    run_ranks(4, check_skew)
-
-
-def check_autocast(rank: int) -> None:
+@in_ranks(2)
+def test_dtypes(rank: int) -> None:
     case = Case(3, 2)
     layer = make_layer(case)
     dense = dense_like(layer, case)
@@ -258,7 +248,7 @@ def check_autocast(rank: int) -> None:
         received = torch.tensor(sent)  # there and back in 16 bits, and counts
         dist.all_reduce(received)
         rows = DIM * 2 * int(received)
-        assert sent_bytes() - before == rows + 24 + 8 * (3 - len(layer.experts))
+        assert sent_bytes() - before == rows + 16 + 8 * (3 - len(layer.experts))
         torch.testing.assert_close(out.float(), dense(x.float()), rtol=0, atol=0.03)
         out.float().sum().backward()
     half = layer.bfloat16()
@@ -267,20 +257,10 @@ def check_autocast(rank: int) -> None:
     with pytest.raises(ValueError, match=r"disagree on the dtype of tokens: by rank \['torch.fl"):
         layer(torch.randn(5, DIM, dtype=torch.float32 if rank == 0 else torch.float64))
     assert layer(torch.randn(5, DIM)).isfinite().all()  # the group is whole
-    with pytest.raises(TypeError, match=r"tokens are of torch\.float64, .*; got torch\.complex64"):
-        plan_dispatch(
-            torch.zeros(3, dtype=torch.int64),
-            torch.zeros(2, DIM, dtype=torch.complex64),
-            layer.experts.group,
-            is_grad_needed=False,
-        )
 
 
-def test_dtypes() -> None:
-    run_ranks(2, check_autocast)
-
-
-def check_needs(rank: int) -> None:
+@in_ranks(4)
+def test_who_needs_gradients(rank: int) -> None:
     """A rank without experts answers in the backward pass, whatever requires grad there."""
     layer = make_layer(Case(2, 1))  # none on ranks 2 and 3
     x = torch.randn(4, DIM)
@@ -304,21 +284,6 @@ def check_needs(rank: int) -> None:
     words = "rank 1 is in no_grad mode, and rank 0 waits for it"
     with torch.set_grad_enabled(rank != 1), pytest.raises(ValueError, match=words):
         layer(x)
-
-
-def test_who_needs_gradients() -> None:
-    run_ranks(4, check_needs)
-
-
-def check_shape(rank: int) -> None:
-    torch.manual_seed(0)
-    layer = MixtureOfExperts(DIM, lambda: nn.Linear(DIM, HIDDEN), 2, 1)
-    with pytest.raises(ValueError, match=rf"expert {rank} makes \(\d+, {HIDDEN}\) of"):
-        layer(torch.randn(4, DIM))
-
-
-def test_an_expert_of_another_shape() -> None:
-    run_ranks(2, check_shape)
 
 
 def check_recomputed(rank: int, use_reentrant: bool) -> None:
@@ -351,28 +316,8 @@ def test_recomputation(use_reentrant: bool) -> None:
     run_ranks(2, check_recomputed, use_reentrant)
 
 
-def check_from_experts(rank: int) -> None:
-    torch.manual_seed(0)
-    gate = nn.Linear(DIM, 3)
-    gate.weight.requires_grad_(False)
-    experts = [make_expert() for _ in range(3)]
-    layer = MixtureOfExperts.from_experts(gate, experts, 2, normalize_weights=True)
-    assert not layer.router.weight.requires_grad
-    assert layer.router.bias is not None
-    assert layer.router.bias.requires_grad
-    x = torch.randn(5, DIM)
-    probabilities = gate(x).softmax(-1)
-    weights, chosen = probabilities.topk(2)
-    expected = torch.zeros_like(x)
-    for token in range(5):
-        for weight, idx in zip(weights[token] / weights[token].sum(), chosen[token], strict=True):
-            expected[token] += weight * experts[int(idx)](x[token])
-    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-6)
-    for idx, module in layer.experts.items():
-        assert module is experts[int(idx)]
-
-
-def check_agreement(rank: int) -> None:
+@in_ranks(2)
+def test_agreement(rank: int) -> None:
     """Ranks that were seeded differently, or asked for different layers; nobody waits."""
     torch.manual_seed(rank)
     with pytest.raises(ValueError, match="disagree on the sum of the router's values, which seeds"):
@@ -392,11 +337,10 @@ def check_agreement(rank: int) -> None:
         )
     layer = MixtureOfExperts(DIM, make_expert, 4, device="meta")
     assert layer.router.weight.is_meta
-
-
-def test_agreement() -> None:
-    run_ranks(2, check_agreement)
-
-
-def test_from_experts() -> None:
-    run_ranks(2, check_from_experts)
+    gate = nn.Linear(DIM, 2)
+    gate.weight.requires_grad_(False)
+    layer = MixtureOfExperts.from_experts(gate, experts := [make_expert(), make_expert()], 1)
+    assert [*layer.experts.values()] == [experts[rank]]  # as they are
+    x = torch.randn(5, DIM)
+    torch.testing.assert_close(layer.router(x).logits, gate(x))
+    assert [param.requires_grad for param in layer.router.parameters()] == [False, True]

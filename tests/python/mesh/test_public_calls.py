@@ -1,10 +1,12 @@
-"""Every public call that takes a group takes a one-dimensional DeviceMesh in its place."""
+"""The public names: how many there are, and that what takes a group takes a mesh in its place."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,40 +25,54 @@ from ringcomm.nn import (
 )
 from ringcomm.parallel import ParallelDims, expert, get_state_dict, set_state_dict, tensor
 
-IN_PARALLEL = ("tensor", "expert", "pipeline", "zero", "activations", "constant_buffer", "offload")
+ROOT = Path(__file__).resolve().parents[3]
 MODULES = (
-    *("", ".ops", ".nn", ".optim", ".planner", ".tuning", ".parallel"),
-    *(f".parallel.{name}" for name in IN_PARALLEL),
-    *(".integrations.transformers", ".integrations.accelerate"),
+    *("ringcomm", "ringcomm.nn", "ringcomm.ops", "ringcomm.optim", "ringcomm.planner"),
+    *("ringcomm.integrations.accelerate", "ringcomm.integrations.transformers"),
+    *("ringcomm.parallel", "ringcomm.parallel.activations", "ringcomm.parallel.constant_buffer"),
+    *("ringcomm.parallel.expert", "ringcomm.parallel.offload", "ringcomm.parallel.pipeline"),
+    *("ringcomm.parallel.tensor", "ringcomm.parallel.zero"),
 )
-TO_COME = "its folder has no mesh= yet"
-# What takes a group and no mesh, and why.
+MOST_NAMES = 65
+# What takes a group and no mesh.
 WITHOUT = {
-    **dict.fromkeys(("empty_shared", "monitored_barrier", "stats"), "as torch.distributed has it"),
-    **dict.fromkeys(
-        ("all_gather", "all_reduce", "all_reduce_", "broadcast", "broadcast_"), TO_COME
-    ),
-    **dict.fromkeys(("new_shard_state", "reduce", "reduce_scatter", "ring_all_reduce_"), TO_COME),
-    "reduce_scatter_update_all_gather_": TO_COME,
-    **dict.fromkeys(("Split", "Lomo", "AdaLomo", "ParameterServer", "WeightShards"), TO_COME),
-    **dict.fromkeys(("Pipeline", "Auto", "auto", "partition", "all_reduce_mean_"), TO_COME),
-    **dict.fromkeys(
-        ("ZeroAdamW", "ZeroSGD", "ZeroOptimizer", "ZeroInfinity"), "made by zero.shard()"
-    ),
+    *("empty_shared", "monitored_barrier", "stats"),  # as torch.distributed has it
+    *("all_gather", "all_reduce", "broadcast", "new_shard_state", "reduce", "reduce_scatter"),
+    *("reduce_scatter_update_all_gather_", "ZeroOptimizer"),  # made by zero.shard()
 }
 
 
-def public() -> Iterator[tuple[str, Any]]:
-    """All public callables, methods of classes too."""
-    for name in MODULES:
-        module: Any = importlib.import_module(f"ringcomm{name}")
-        for public_name in module.__all__:
-            found = getattr(module, public_name)
-            if inspect.isclass(found):
-                methods = inspect.getmembers(found, callable)
-                yield from ((public_name, m) for n, m in methods if not n.startswith("_"))
-            if callable(found):
-                yield public_name, found
+def public() -> dict[str, Any]:
+    """What users import, by its module and name; no modules."""
+    names: dict[str, Any] = {}
+    for module_name in MODULES:
+        module: Any = importlib.import_module(module_name)
+        names |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
+    return {name: found for name, found in names.items() if not inspect.ismodule(found)}
+
+
+def test_the_public_names_are_few_and_in_the_table_of_the_architecture_page() -> None:
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(ringcomm[a-z_.]*)` \| (.*) \|$", page, re.MULTILINE)
+    listed = [
+        f"{module}.{name}" for module, names in rows for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert listed == [name for name in public() if not name.endswith("__")]
+    assert len(listed) <= MOST_NAMES
+    # What users are told to import from is a module of the table.
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    told = set(re.findall(r"(?:from|import) (ringcomm(?:\.[a-z_]+)*)", text))
+    assert told - {*MODULES} == set()
+
+
+def calls() -> Iterator[tuple[str, Any]]:
+    """Public functions, classes and their methods."""
+    for name, found in public().items():
+        if inspect.isclass(found):
+            methods = inspect.getmembers(found, callable)
+            yield from ((name, method) for n, method in methods if not n.startswith("_"))
+        yield name, found
 
 
 def parameters_of(call: Callable[..., Any]) -> Any:
@@ -67,10 +83,10 @@ def parameters_of(call: Callable[..., Any]) -> Any:
 
 
 def test_what_takes_a_group_takes_a_mesh() -> None:
-    takes_group = [(name, call) for name, call in public() if "group" in parameters_of(call)]
+    takes_group = [(name, call) for name, call in calls() if "group" in parameters_of(call)]
     assert len(takes_group) > 15
     without = {name for name, call in takes_group if "mesh" not in parameters_of(call)}
-    assert without - WITHOUT.keys() == set()
+    assert {name.rpartition(".")[2] for name in without} - WITHOUT == set()
 
 
 def results_of(where: dict[str, Any], data: dict[str, Any], device: torch.device) -> list[Tensor]:

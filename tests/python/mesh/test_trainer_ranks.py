@@ -1,12 +1,11 @@
-"""Trainer and Accelerate in two processes, with their own data loaders, and what they refuse.
+"""Accelerate in two processes with its own data loader; what it and Trainer refuse.
 
-test_pairs.py has both together with every option of the optimizers.
+test_pairs.py has both together with every option of the optimizers, on batches of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,8 @@ accelerate = pytest.importorskip("accelerate")
 
 LR = 0.05
 # What torchrun says.
-ENV = [
-    {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    for rank in range(2)
-]
+SIZES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+ENV = [{"RANK": rank, "LOCAL_RANK": rank, **SIZES} for rank in "01"]
 
 
 def on_two(fn: Any, *args: Any) -> list[Any]:
@@ -52,76 +43,42 @@ def rows() -> torch.utils.data.TensorDataset:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, value in model.state_dict().items():
-        found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
-def assert_equal_states(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(results[0][name], value, rtol=0, atol=2e-6)
-        assert all(torch.equal(results[0][name], other[name]) for other in results[1:]), name
-
-
-def made(kind: str, num_parts: int, max_norm: float | None, model: nn.Module) -> Any:
-    """The optimizer of one of two ranks."""
-    if kind.startswith("zero"):
-        sgd = torch.optim.SGD(model.parameters(), LR, momentum=0.9)
-        return zero.shard(model, sgd, stage=int(kind[-1]))
-    options: dict[str, Any] = {"accumulation_steps": num_parts, "clip_grad_norm": max_norm}
-    return Lomo(model, LR, group=dist.group.WORLD, **options)
-
-
-def alone(kind: str, model: nn.Module) -> Any:
-    """That of one process that makes the same steps."""
-    momentum = 0.9 if kind.startswith("zero") else 0.0
-    return torch.optim.SGD(model.parameters(), LR, momentum=momentum)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 # ---- Accelerate
 
 
-def train_accelerated(rank: int, kind: str, num_parts: int, max_norm: float | None) -> Any:
+def train_accelerated(rank: int) -> dict[str, Tensor]:
     from ringcomm.integrations.accelerate import prepare
 
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=num_parts)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
-    model: nn.Module = mlp()
-    optimizer: Any = made(kind, num_parts, max_norm, model)
+    model: Any = mlp()
+    optimizer: Any = zero.shard(model, torch.optim.SGD(model.parameters(), LR, 0.9), stage=2)
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
     assert not isinstance(model, nn.parallel.DistributedDataParallel)
     for x, y in loader:
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.mse_loss(model(x), y))
-            if max_norm is not None and accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
     return state_of(model)
 
 
-def train_alone(kind: str, num_parts: int, max_norm: float | None) -> dict[str, Tensor]:
-    """One process, on the batches of both."""
+def test_accelerate() -> None:
+    """The weights of one process on the batches of both."""
     model = mlp()
-    optimizer = alone(kind, model)
-    for x, y in torch.utils.data.DataLoader(rows(), batch_size=4 * num_parts):
+    optimizer = torch.optim.SGD(model.parameters(), LR, 0.9)
+    for x, y in torch.utils.data.DataLoader(rows(), batch_size=8):
         nn.functional.mse_loss(model(x), y).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-    return state_of(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_parts", "max_norm"),
-    [("zero2", 2, None)],
-)
-def test_accelerate(kind: str, num_parts: int, max_norm: float | None) -> None:
-    results = on_two(train_accelerated, kind, num_parts, max_norm)
-    assert_equal_states(results, train_alone(kind, num_parts, max_norm))
+    results = on_two(train_accelerated)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(results[0][name], value, rtol=0, atol=2e-6)
+        assert torch.equal(results[0][name], results[1][name]), name
 
 
 def refuse_in_accelerate(rank: int) -> None:
@@ -186,54 +143,14 @@ class ForTrainer(nn.Module):
         return {"loss": nn.functional.mse_loss(self.net(x), labels)}
 
 
-def trainer_of(
-    folder: str, make: Callable[[nn.Module], Any], model: nn.Module, rows_each: int, **options: Any
-) -> Any:
+def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) -> Any:
     args = transformers.TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        max_steps=5,
-        per_device_train_batch_size=rows_each,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=3,
-        **options,
+        output_dir=folder, use_cpu=True, max_steps=5, report_to=[], save_strategy="no"
     )
     data = [{"x": x, "labels": y} for x, y in zip(*rows().tensors, strict=True)]
     trainer = transformers.Trainer(model, args, train_dataset=data)
     trainer.optimizer = make(model)  # Trainer has moved the model
     return trainer
-
-
-def train_by_trainer(
-    rank: int, folder: str, kind: str, num_parts: int, max_norm: float | None
-) -> dict[str, Tensor]:
-    from ringcomm.integrations.transformers import prepare
-
-    model = ForTrainer()
-    options = {"max_grad_norm": max_norm or 0.0, "gradient_accumulation_steps": num_parts}
-    make = partial(made, kind, num_parts, max_norm)
-    trainer = prepare(trainer_of(folder, make, model, 2, **options))
-    assert trainer.args.world_size == 2
-    trainer.train()
-    assert trainer.state.global_step == 5
-    return state_of(model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_parts", "max_norm"),
-    [("lomo", 2, 0.3)],
-)
-def test_trainer(tmp_path: Path, kind: str, num_parts: int, max_norm: float | None) -> None:
-    """The weights of one process that has the rows of both."""
-    results = on_two(train_by_trainer, str(tmp_path), kind, num_parts, max_norm)
-    model = ForTrainer()
-    options = {"max_grad_norm": max_norm or 0.0, "gradient_accumulation_steps": num_parts}
-    trainer = trainer_of(str(tmp_path), partial(alone, kind), model, 4, **options)
-    trainer.train()
-    assert_equal_states(results, state_of(model))
 
 
 def refuse_in_trainer(rank: int, folder: str) -> None:
@@ -245,14 +162,15 @@ def refuse_in_trainer(rank: int, folder: str) -> None:
         Lomo(model, LR)
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
     with pytest.raises(ValueError, match=r"call prepare\(\) of ringcomm\.integrations"):
-        trainer_of(folder, lambda _: optimizer, model, 2).train()
+        trainer_of(folder, lambda _: optimizer, model).train()
     with pytest.raises(
         ValueError, match=r"max_grad_norm is 1\.0 and clip_grad_norm of Lomo is None"
     ):
-        prepare(trainer_of(folder, lambda _: optimizer, model, 2))
+        prepare(trainer_of(folder, lambda _: optimizer, model))
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     optimizer.close()
-    trainer = trainer_of(folder, partial(made, "zero1", 1, None), model, 2)
+    sgd = torch.optim.SGD
+    trainer = trainer_of(folder, lambda m: zero.shard(m, sgd(m.parameters(), LR), 1), model)
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
         prepare(trainer)

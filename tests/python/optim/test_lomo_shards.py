@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import WeightShards, find_shards
+from ringcomm.parallel.shards import WeightShards, find_shards
 
 LR = 0.05
 ROWS = 12

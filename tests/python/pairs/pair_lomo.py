@@ -125,6 +125,8 @@ class LomoTraining(Training):
     def __init__(self, case: Case, group: dist.ProcessGroup | None, folder: Path) -> None:
         super().__init__(case, WORLD_SIZE, folder)
         model = self.model
+        # Selective checkpoints of torch allow one backward pass.
+        model.is_selective = case["clipping"] != "norm in two passes"
         self.shards = WeightShards(model, group) if case["weights in"] == "WeightShards" else None
         if case["weights in"] == "fully_shard":
             for module in [*model.blocks, model]:

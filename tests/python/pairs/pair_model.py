@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WORLD_SIZE = 2
 STEPS = 4
@@ -71,6 +71,12 @@ class Mixture(nn.Module):
         return torch.stack(parts).sum(0).to(x.dtype)
 
 
+def keep_products() -> Any:
+    """Selective recomputation: matrix products are kept."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    return create_selective_checkpoint_contexts(products)
+
+
 class Net(nn.Module):
     """A language model of one token; sizes that no number of ranks divides."""
 
@@ -88,7 +94,7 @@ class Net(nn.Module):
         if weights == "frozen":
             self.blocks[0].up.requires_grad_(False)
             self.norm.weight.requires_grad_(False)
-        self.recompute = recompute
+        self.recompute, self.is_selective = recompute, True
 
     def forward(self, ids: Tensor, use: Use) -> Tensor:
         x = self.embedding(ids)
@@ -98,9 +104,12 @@ class Net(nn.Module):
             with_adapter = use.adapters or i != 1
             if self.recompute == "no":
                 x = block(x, with_adapter)
+            elif self.recompute == "reentrant":
+                x = checkpoint(block, x, with_adapter, use_reentrant=True)
             else:
-                is_reentrant = self.recompute == "reentrant"
-                x = checkpoint(block, x, with_adapter, use_reentrant=is_reentrant)
+                is_selective = self.is_selective and i == 2
+                more: Any = {"context_fn": keep_products} if is_selective else {}
+                x = checkpoint(block, x, with_adapter, use_reentrant=False, **more)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

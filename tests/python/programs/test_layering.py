@@ -48,6 +48,17 @@ def imports_of(*folders: str) -> Iterator[tuple[Path, str, list[str]]]:
                 yield path, node.module or "", [alias.name for alias in node.names]
 
 
+def test_the_architecture_page_draws_the_tree() -> None:
+    """Each folder of code with its page, and no page besides."""
+    design = ROOT / "docs" / "design"
+    text = (design / "architecture.md").read_text(encoding="utf-8")
+    drawn = dict(re.findall(r"^((?:csrc|kernels|ringcomm)\S*)/ +(\w+\.md)", text, re.MULTILINE))
+    code = {".h", ".cuh", ".cc", ".cu", ".py"}
+    paths = [p for top in ("csrc", "kernels", "ringcomm") for p in (ROOT / top).rglob("*")]
+    assert drawn.keys() == {name_of(path.parent) for path in paths if path.suffix in code}
+    assert set(drawn.values()) == {page.name for page in design.glob("*.md")}
+
+
 def test_includes_point_left() -> None:
     wrong = []
     for path in CPP_FILES:

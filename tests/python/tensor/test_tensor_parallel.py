@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights, load_full_weights
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -82,8 +82,7 @@ def train_split(rank: int, dim: int | None, device: str) -> tuple[list[float], d
     return train(model), full_weights(model)
 
 
-@pytest.mark.parametrize("dim", [None, 1])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "dim"), [(1, None), (2, 1), (3, None), (3, 1)])
 def test_the_training_of_one_process(world_size: int, dim: int | None, device: str) -> None:
     results = run_ranks(world_size, train_split, dim, device)
     model = Net()
@@ -91,13 +90,13 @@ def test_the_training_of_one_process(world_size: int, dim: int | None, device: s
     for found, weights in results:
         assert found == results[0][0]
         torch.testing.assert_close(found, losses, rtol=0, atol=2e-6)
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(weights[name], param.detach(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=2e-6)
 
 
-def check_layers(rank: int, world_size: int) -> None:
+@in_ranks(3)
+def test_layers(rank: int) -> None:
     part, rows = ColumnParallelLinear(10, 7), RowParallelLinear(10, 7)
-    begin, end = shard_range(7, world_size, rank)
+    begin, end = shard_range(7, 3, rank)
     assert part.features == (begin, end)
     assert f"{begin}:{end} of 7" in repr(part)
     assert f"{rows.features[0]}:{rows.features[1]} of 10" in repr(rows)
@@ -112,9 +111,8 @@ def check_layers(rank: int, world_size: int) -> None:
         ColumnParallelLinear(10, 7, shard_multiple=3)
     with pytest.raises(ValueError, match="is not split"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(3, 3, sparse=True))
-    if world_size > 1:
-        with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
-            tensor.reduce_from_tp(torch.zeros(1, 7, 2), sequence_dim=1)
+    with pytest.raises(ValueError, match=r"cannot share 7 tokens evenly: pad"):
+        tensor.reduce_from_tp(torch.zeros(1, 7, 2), sequence_dim=1)
     for layer in (part, rows, few):
         with pytest.raises(RuntimeError, match="copy the whole ones before"):
             copy.deepcopy(layer)
@@ -172,27 +170,18 @@ def test_parts_are_drawn_as_the_whole_without_having_it(dtype: torch.dtype) -> N
     run_ranks(2, draw_parts, dtype)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_layers(world_size: int) -> None:
-    run_ranks(world_size, check_layers, world_size)
-
-
-def compiled_gradients(rank: int) -> None:
-    for dim in (None, 1):
-        model, ids = split(Net(), dim), batch(0)
-        found = []
-        for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-            loss = run(ids[:, :-1], ids[:, 1:])
-            loss.backward()
-            found.append([loss.detach(), *(param.grad for param in model.parameters())])
-            model.zero_grad()
-        for eager, compiled in zip(*found, strict=True):
-            torch.testing.assert_close(compiled, eager)
+@in_ranks(2, timeout_s=120)
+def test_torch_compile_takes_parallel_layers_as_one_graph(rank: int) -> None:
+    model, ids = split(Net(), None), batch(0)  # with a dim they are operators of ringcomm.ops
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = run(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(param.grad for param in model.parameters())])
+        model.zero_grad()
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
     # Compiled code does not wait for ids: what is none is NaN.
     whole = VocabParallelEmbedding.from_embedding(nn.Embedding(7, 4))
     wrong = torch.compile(whole, backend="aot_eager")(torch.tensor([[0, 7, -1], [1, 2, 3]]))
     assert wrong.isnan().any(-1).tolist() == [[False, True, True], [False] * 3]
-
-
-def test_torch_compile_takes_parallel_layers_as_one_graph() -> None:
-    run_ranks(2, compiled_gradients, timeout_s=120)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringcomm.ops import shard_range
-from ringcomm.parallel import WeightShards, find_shards
+from ringcomm.parallel.shards import WeightShards, find_shards
 
 STEPS = 3
 

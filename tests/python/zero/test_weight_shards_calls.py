@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ringcomm
 from ringcomm.ops import shard_range
-from ringcomm.parallel import WeightShards, find_shards
+from ringcomm.parallel.shards import WeightShards, find_shards
 
 # ---- gradients and shards
 
