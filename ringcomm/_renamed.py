@@ -15,7 +15,7 @@ _MEM_TRACKER = (
     " docs/design/optim.md"
 )
 _CLIP_MODE = (
-    'it was removed; take clip_mode="deferred", and "two_pass" if max_held_bytes is exceeded'
+    'it was removed; take clip_mode="deferred", or "two_pass", which holds no gradients'
 )
 
 _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"

@@ -62,8 +62,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     @property
     def held_bytes(self) -> int:
         """What gradients take now that wait: for others of their sum, their turn, or step()."""
-        waiting = (slot.total for slot in self._path.slots if slot.total is not None)
-        return self._path.held_bytes + sum(total.nbytes for total in waiting)
+        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.held))
+        return sum(kept.nbytes for kept in waiting if kept is not None)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself where there is none."""
@@ -213,10 +213,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
-            largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
             on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
             is_overlapped = not on_cpu if options.overlap is None else options.overlap
-            path.replicas = Replicas(options.group, is_overlapped, largest)
+            path.replicas = Replicas(options.group, is_overlapped)
         _check_dtypes(slots, options)
         path.slots = slots
         for slot in new:

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringcomm.backend import resolve_group
-
-
-class StepArguments(TypedDict, total=False):
-    """The keyword arguments of StepOptions."""
-
-    clip_grad_norm: float | None
-    clip_grad_value: float | None
-    clip_mode: Literal["deferred", "two_pass"] | None
-    max_held_bytes: int | None
-    loss_scale: float | Literal["dynamic"] | None
-    accumulation_steps: int
-    reduce_dtype: torch.dtype | None
-    group: dist.ProcessGroup | Literal["none"] | None
-    mesh: DeviceMesh | None
-    overlap: bool | None
-    stochastic_rounding: bool
-    master: Literal["split"] | None
-    seed: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,7 +23,6 @@ class StepOptions:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     clip_mode: str | None = None
-    max_held_bytes: int | None = None
     loss_scale: float | str | None = None
     accumulation_steps: int = 1
     reduce_dtype: torch.dtype | None = None
@@ -56,7 +36,7 @@ class StepOptions:
     def __post_init__(self, mesh: DeviceMesh | None) -> None:
         if mesh is not None:
             self.group = resolve_group(self.group, mesh)  # type: ignore[arg-type]
-        for name in ("clip_grad_norm", "clip_grad_value", "max_held_bytes"):
+        for name in ("clip_grad_norm", "clip_grad_value"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is a positive number or None, got {value!r}")
@@ -68,36 +48,22 @@ class StepOptions:
             raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
-        for is_wrong, why in self._contradictions():
-            if is_wrong:
-                raise ValueError(why)
-
-    def _contradictions(self) -> list[tuple[bool, str]]:
-        is_two_pass = self.mode == "two_pass"
-        return [
-            (
-                self.clip_grad_norm is not None and self.clip_grad_value is not None,
-                "clip_grad_norm and clip_grad_value exclude each other",
-            ),
-            (
-                self.clip_mode is not None and not self.looks_ahead,
-                "clip_mode says how a step is looked at before it is made, and nothing asks for"
-                " it: set clip_grad_norm or loss_scale",
-            ),
-            (
-                self.max_held_bytes is not None and self.mode != "deferred",
-                "max_held_bytes limits what a deferred step holds, and nothing is deferred",
-            ),
-            (
-                is_two_pass and self.accumulation_steps > 1,
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ValueError("clip_grad_norm and clip_grad_value exclude each other")
+        if self.clip_mode is not None and not self.looks_ahead:
+            raise ValueError(
+                "clip_mode says how a step is looked at before it is made, and nothing asks for it:"
+                " set clip_grad_norm or loss_scale"
+            )
+        if self.mode == "two_pass" and self.accumulation_steps > 1:
+            raise ValueError(
                 'clip_mode="two_pass" runs one backward twice, and cannot accumulate over several:'
-                ' clip_mode="deferred"',
-            ),
-            (
-                self.master is not None and self.stochastic_rounding,
-                'master="split" rounds nothing away: stochastic_rounding has no use beside it',
-            ),
-        ]
+                ' clip_mode="deferred"'
+            )
+        if self.master is not None and self.stochastic_rounding:
+            raise ValueError(
+                'master="split" rounds nothing away: stochastic_rounding has no use beside it'
+            )
 
     @property
     def looks_ahead(self) -> bool:
