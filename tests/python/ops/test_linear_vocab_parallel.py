@@ -22,7 +22,7 @@ from linear_loss import (
 )
 from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, options_of
 from pair_table import Case
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
 
 from ringcomm.nn import LinearCrossEntropyLoss
 from ringcomm.ops import linear_cross_entropy
@@ -93,7 +93,8 @@ def test_shards(name: str, backend: str, device: str) -> None:
     run_ranks(len(SHARDS[name]), check_shards, cases, device, backend=backend, timeout_s=120)
 
 
-def check_strides(rank: int) -> None:
+@in_ranks(2)
+def test_strides(rank: int) -> None:
     """Hidden states whose gradient, as torch makes it, is not in rows of tokens."""
     group = dist.group.WORLD
     given = layer(F32)
@@ -122,11 +123,8 @@ def check_strides(rank: int) -> None:
         torch.testing.assert_close(grad, inputs[0].grad)
 
 
-def test_strides() -> None:
-    run_ranks(2, check_strides)
-
-
-def check_edges_of_shards(rank: int) -> None:
+@in_ranks(2)
+def test_edges_of_shards(rank: int) -> None:
     group = dist.group.WORLD
     given = layer(F32, tokens=6)
     weight = given["weight"][rank::2].requires_grad_()
@@ -152,7 +150,3 @@ def check_edges_of_shards(rank: int) -> None:
         LinearCrossEntropyLoss(group=group)
     # The group works on.
     assert linear_cross_entropy(hidden, weight, given["target"], group=group).isfinite()
-
-
-def test_edges_of_shards() -> None:
-    run_ranks(2, check_edges_of_shards)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import update_cases
 import update_oracle
-from ranks import run_ranks
+from ranks import in_ranks
 from triton_scripts import gpu, interpreted, needs_triton, run
 
 from ringcomm.ops import cross_entropy
 from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.arguments import rounding_key
-from ringcomm.ops.losses import cross_entropy_cuda, token_losses_cuda
-from ringcomm.ops.updates import weight_update_cuda
+from ringcomm.ops.losses import cross_entropy_cuda
+from ringcomm.ops.updates import weight_update
 
 CASES: dict[str, Any] = {"loss_cases": loss_cases, "update_cases": update_cases}
 _ops: Any = torch.ops.ringcomm
@@ -38,31 +38,22 @@ def test_interpreted_kernels_do_what_the_cpu_and_the_oracle_do(script: str) -> N
     assert {name: text for name, text in said.items() if text} == {}
 
 
-@pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
-def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
-    update_cases.check(name, _ops, "cpu")
-
-
-def _merged_by_both(rank: int) -> bool:
+@needs_triton
+@in_ranks(2, backend="gloo", env={"TRITON_INTERPRET": "1"})
+def test_stats_merge_over_a_group(rank: int) -> None:
     """Through the group's own backend, here Gloo, and then the kernel."""
     torch.manual_seed(rank)
     logits, target = torch.randn(5, 7 + rank), torch.tensor([0, 6, 8, -100, 14])
     own = _ops.softmax_stats(logits, target, None, 7 * rank, -1, -100, 1.0, 0.0, True, True)
     group = dist.distributed_c10d._get_default_group().group_name
     wanted = _ops.merge_softmax_stats(own, group)
-    found = token_losses_cuda.merge_softmax_stats(own, group)
+    found = cross_entropy_cuda.merge_softmax_stats(own, group)
     torch.testing.assert_close(found[:, :5], wanted[:, :5], rtol=1e-6, atol=1e-6)
-    return torch.equal(*(stats[:, 5].contiguous().view(torch.int32) for stats in (found, wanted)))
-
-
-@needs_triton
-def test_stats_merge_over_a_group() -> None:
-    env = {"TRITON_INTERPRET": "1"}
-    assert run_ranks(2, _merged_by_both, backend="gloo", env=env) == [True] * 2
+    assert torch.equal(*(stats[:, 5].contiguous().view(torch.int32) for stats in (found, wanted)))
 
 
 def test_cuda_has_every_operator_that_the_cpu_has() -> None:
-    for module in (cross_entropy_cuda, weight_update_cuda):
+    for module in (cross_entropy_cuda, weight_update):
         for name in dir(module):
             if hasattr(getattr(_ops, name, None), "default"):
                 for key in ("CPU", "CUDA"):

@@ -25,8 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.losses import cross_entropy_cuda as losses
-from ringcomm.ops.losses.token_losses_cuda import merge_gathered
-from ringcomm.ops.updates import weight_update_cuda as updates
+from ringcomm.ops.losses.cross_entropy_cuda import merge_gathered
+from ringcomm.ops.updates import weight_update as updates
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
