@@ -139,9 +139,13 @@ def test_opcheck_compile_and_autocast(name: str) -> None:
         weight, *rest = calls()[name]
         options = {"low": LOW.clone(), "clip_value": 0.5}
         torch.library.opcheck(operator.default, (weight.to(BF16), *rest), options)
-    compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, backend="aot_eager")
+
+    def call(*args: Any) -> Any:
+        return operator(*args)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     results = []
-    for function, is_cast in ((operator, False), (compiled, False), (operator, True)):
+    for function, is_cast in ((call, False), (compiled, False), (call, True)):
         args = calls()[name]
         with torch.autocast("cpu", dtype=BF16, enabled=is_cast):
             found = function(*args)
