@@ -44,7 +44,7 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
         self._manage()
-        self._undo += self._weights.before_forward(weakref.WeakMethod(self.check_model))
+        self._undo += self._weights.before_forward(weakref.proxy(self))
         weakref.finalize(self, run_all, self._undo)
 
     # ---- what users call
@@ -223,8 +223,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
             # What is reduced over ranks has to be made as a tensor anyway.
             may_fuse = path.replicas is None and slot.shards is None
-            self._undo += weights.attach(slot, path, may_fuse=may_fuse)
-        self._undo += weights.watch_units(new, path)
+            self._undo += weights.attach(slot, weakref.proxy(path), may_fuse=may_fuse)
+        self._undo += weights.watch_units(new, weakref.proxy(path))
         path.watch_shards()
 
     def _new_low(self, slot: Slot) -> dict[str, Tensor]:

@@ -388,10 +388,10 @@ MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
 @in_ranks(2, fresh=True)
 def test_ranks_that_differ(rank: int) -> None:
     """Both calls are named on both ranks; each case has a group, which does not survive it."""
-    for *values, words in MISMATCHES:
+    for first, second, words in MISMATCHES:
         group = dist.new_group()
         chosen: dict[str, Any] = {"optimizer": SGDStep(lr=1), "num_elems": 100, "dtype": F32}
-        chosen |= {"step": 1, **values[rank]}
+        chosen |= {"step": 1, **(first, second)[rank]}
         made = (chosen.pop(name) for name in ("optimizer", "num_elems", "dtype"))
         run = Run(*made, grad_dtype=F32)
         with pytest.raises(MismatchError) as caught:
