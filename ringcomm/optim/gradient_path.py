@@ -15,12 +15,11 @@ from torch import Tensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, Uses, exact, of_uses
-from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
 from ringcomm.parallel.model_axes import Axes
 
 if TYPE_CHECKING:
-    from ringcomm.optim.in_backward import InBackwardOptimizer
+    from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
 
 _engine: Any = torch.autograd.Variable._execution_engine
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.options import StepOptions
+from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
 from ringcomm.optim.slot import Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
