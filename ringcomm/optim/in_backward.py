@@ -114,9 +114,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         self._undo: list[Callable[[], Any]] = []
         self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
+        weakref.finalize(self, run_all, self._undo)
         self._manage()
         self._undo += self._weights.before_forward(weakref.proxy(self))
-        weakref.finalize(self, run_all, self._undo)
 
     # ---- what users call
 
@@ -288,9 +288,10 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             is_overlapped = not on_cpu if options.overlap is None else options.overlap
             path.replicas = Replicas(options.group, is_overlapped)
         _check_dtypes(slots, options)
+        for slot in new:
+            self._lr_of(slot)  # before there is a hook
         path.slots = slots
         for slot in new:
-            self._lr_of(slot)
             self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
             # What is reduced over ranks has to be made as a tensor anyway.
             may_fuse = path.replicas is None and slot.shards is None

@@ -439,8 +439,12 @@ def test_models_that_are_wrong() -> None:
     AdaLomo(model, LR)
 
 
-def test_a_learning_rate_that_a_scheduler_has_spoilt() -> None:
+def test_a_learning_rate_that_is_negative() -> None:
+    """Of a group, where no hook is left, or by a scheduler."""
     model = make("plain")
+    groups = [{"params": [model.up.weight]}, {"params": [model.down.weight], "lr": -1.0}]
+    with pytest.raises(ValueError, match=r"the lr of down\.weight is 0 or more"):
+        Lomo(groups, LR, model=model)
     opt = Lomo(model, LR)
     opt.param_groups[0]["lr"] = -0.1
     before = weights(model)
