@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ SHARDS: dict[str, list[tuple[int, int]]] = {
 }
 IN_ORDER = ("alone", "two", "two, one empty", "three")
 SHARED = tuple(name for name in SHARDS if name != "alone")
-AXES = {
+AXES: dict[str, Iterable[str]] = {
     "dtype": BY_NAME,
     "path": ("gradient", "module", "fused update"),
     "blocks": ("many", "one"),
