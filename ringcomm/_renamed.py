@@ -14,9 +14,7 @@ _MEM_TRACKER = (
     "it was removed; torch.distributed._tools.mem_tracker.MemTracker measures a step, see"
     " docs/design/optim.md"
 )
-_CLIP_MODE = (
-    'it was removed; take clip_mode="deferred", and "two_pass" if max_held_bytes is exceeded'
-)
+_CLIP_MODE = 'it was removed; take clip_mode="deferred", or "two_pass", which holds no gradients'
 
 _EXPLAIN = "it was removed; docs/design/zero.md has the table of a step"
 

@@ -11,7 +11,6 @@ from ringcomm.ops.losses import cross_entropy_cuda as _cross_entropy_cuda  # noq
 from ringcomm.ops.losses.cross_entropy import cross_entropy
 from ringcomm.ops.losses.linear_cross_entropy import linear_cross_entropy
 from ringcomm.ops.updates import weight_update as _weight_update  # noqa: F401
-from ringcomm.ops.updates import weight_update_cuda as _weight_update_cuda  # noqa: F401
 from ringcomm.ops.updates.fused_update import (
     AdamWStep,
     LomoStep,

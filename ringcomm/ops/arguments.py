@@ -1,4 +1,4 @@
-"""Checks of weight updates' arguments: those that the CPU operators do in C++, for all others."""
+"""Checks of weight updates' arguments on CUDA: those that the CPU operators do in C++."""
 
 from __future__ import annotations
 
@@ -56,20 +56,19 @@ class Step(NamedTuple):
 
 def step_of(
     op: str,
-    scale: float,
     clip_value: float | None,
+    lr: float,
+    weight_decay: float,
+    scale: float,
     rounding_seed: int = -1,
-    lr: float = 0.0,
-    weight_decay: float = 0.0,
-    first_elem: int = 0,
 ) -> Step:
     """The numbers that kernels take; ValueError where one is out of its range."""
     want(0 <= lr < math.inf, op, "lr to be a finite number from 0 on", lr)
     want(0 <= weight_decay < math.inf, op, "weight_decay finite and from 0 on", weight_decay)
     want(math.isfinite(scale), op, "scale to be a finite number", scale)
+    want(rounding_seed >= -1, op, "a rounding_seed from 0 on, or -1 for none", rounding_seed)
     limit = math.inf if clip_value is None else clip_value
     want(limit > 0, op, "clip_value to be positive or None", clip_value)
-    want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
     key = rounding_key(rounding_seed)
     return Step(1.0 - lr * weight_decay, -lr, scale, limit, key, rounding_seed >= 0)
 
@@ -77,20 +76,30 @@ def step_of(
 # ---- the weight
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory, in whichever order."""
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    wanted = 1
-    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
-        if stride != wanted:
-            return tensor.numel() == 0
-        wanted *= size
-    return True
-
-
 def _has_strides_of(tensor: Tensor, other: Tensor) -> bool:
     strides = zip(tensor.stride(), other.stride(), other.shape, strict=True)
     return all(size <= 1 or own == wanted for own, wanted, size in strides)
+
+
+def check_weight(
+    op: str, weight: Tensor, low: Tensor | None, step: Step, *, is_matrix: bool = True
+) -> None:
+    """TypeError or ValueError where a weight cannot be kept as is asked."""
+    check_float(op, "weight", weight, weight.device)
+    is_plain = low is None and not step.is_stochastic
+    is_split_or_plain = is_plain or weight.dtype == torch.bfloat16
+    want(is_split_or_plain, op, "low and rounding_seed for weights of bfloat16 only", weight.dtype)
+    want(low is None or not step.is_stochastic, op, "low or a rounding_seed", "both")
+    if is_matrix:
+        is_laid_out = weight.dim() == 2 and weight.is_contiguous()
+    else:  # a new tensor keeps the strides of what fills its memory, in whichever order
+        is_laid_out = _has_strides_of(torch.empty_like(weight, device="meta"), weight)
+    layout = "of two dimensions, contiguous" if is_matrix else "whose elements lie side by side"
+    got = f"shape {tuple(weight.shape)} with strides {weight.stride()}"
+    want(is_laid_out or weight.numel() == 0, op, f"a weight {layout}", got)
+    if low is not None:
+        check_tensor(op, "low", low, weight, torch.int16, tuple(weight.shape))
+        want(_has_strides_of(low, weight), op, "low with the weight's strides", low.stride())
 
 
 def _span_of(tensor: Tensor) -> tuple[int, int]:
@@ -99,31 +108,6 @@ def _span_of(tensor: Tensor) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in dims)
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size()
-
-
-def check_weight(
-    op: str, weight: Tensor, low: Tensor | None, rounding_seed: int = -1, *, is_matrix: bool
-) -> None:
-    """TypeError or ValueError where a weight cannot be kept as is asked."""
-    check_float(op, "weight", weight, weight.device)
-    want(rounding_seed >= -1, op, "a rounding_seed from 0 on, or -1 for none", rounding_seed)
-    is_plain = low is None and rounding_seed < 0
-    want(
-        is_plain or weight.dtype == torch.bfloat16,
-        op,
-        "low and rounding_seed for weights of bfloat16 only",
-        weight.dtype,
-    )
-    want(low is None or rounding_seed < 0, op, "low or a rounding_seed", "both")
-    is_laid_out = weight.dim() == 2 and weight.is_contiguous() if is_matrix else _is_dense(weight)
-    layout = "of two dimensions, contiguous" if is_matrix else "whose elements lie side by side"
-    got = f"shape {tuple(weight.shape)} with strides {weight.stride()}"
-    want(is_laid_out, op, f"a weight {layout}", got)
-    if low is not None:
-        _check_device(op, "low", low, weight.device)
-        want(low.dtype == torch.int16, op, "low in int16", low.dtype, TypeError)
-        _check_shape(op, "low", low, tuple(weight.shape))
-        want(_has_strides_of(low, weight), op, "low with the weight's strides", low.stride())
 
 
 def check_writable(op: str, weight: Tensor, low: Tensor | None, *read: Tensor) -> None:
@@ -146,6 +130,21 @@ def check_writable(op: str, weight: Tensor, low: Tensor | None, *read: Tensor) -
 
 
 # ---- what it is updated by
+
+
+def check_tensor(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> None:
+    """Its device, dtype and shape."""
+    _check_device(op, name, tensor, weight.device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    want(tensor.dtype == dtype, op, f"{name} in {dtype_name}", tensor.dtype, TypeError)
+    _check_shape(op, name, tensor, shape)
 
 
 def _check_device(op: str, name: str, tensor: Tensor, device: torch.device) -> None:
@@ -171,8 +170,7 @@ def gradient_of(op: str, weight: Tensor, grad: Tensor) -> Tensor:
     _check_shape(op, "grad", grad, tuple(weight.shape))
     if _has_strides_of(grad, weight):
         return grad
-    shape, strides = weight.shape, weight.stride()
-    return torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+    return torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
 
 
 def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,11 +197,3 @@ def check_indices(op: str, indices: Tensor, grad_out: Tensor, weight: Tensor) ->
     want(is_index, op, "indices in int64 or int32", indices.dtype, TypeError)
     check_float(op, "grad_out", grad_out, weight.device)
     _check_shape(op, "grad_out", grad_out, (*indices.shape, weight.shape[1]))
-
-
-def numbers_of(op: str, name: str, numbers: Tensor, size: int, weight: Tensor) -> Tensor:
-    """So many float32 numbers, contiguous."""
-    _check_device(op, name, numbers, weight.device)
-    want(numbers.dtype == torch.float32, op, f"{name} in float32", numbers.dtype, TypeError)
-    _check_shape(op, name, numbers, (size,))
-    return numbers.contiguous()

@@ -64,19 +64,11 @@ def all_reduce(
 def reduce_scatter(
     tensor: Tensor, reduce_op: str = "sum", group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's part of the reduction of the ranks' tensors.
-
-    Args:
-        tensor: shape (N * d, ...) for N ranks, the same on all.
-        reduce_op: as in all_reduce.
-        group: None for the default group.
+    """This rank's part of the reduction of the ranks' tensors; arguments and errors as all_reduce.
 
     Returns:
-        A new tensor of shape (d, ...): rows [rank * d, (rank + 1) * d) of the reduction.
-
-    Raises:
-        ValueError: N does not divide the first dimension.
-        RingcommError: a rank failed or called something else.
+        Of tensors of shape (N * d, ...) on N ranks a new one of shape (d, ...): rows
+        [rank * d, (rank + 1) * d) of the reduction. ValueError where N does not divide them.
 
     Collective; blocks until the result is there. Differentiable for sum and avg.
     """
@@ -85,19 +77,9 @@ def reduce_scatter(
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The ranks' tensors, joined along the first dimension.
+    """The ranks' tensors, joined along the first dimension in rank order, as a new tensor.
 
-    Args:
-        tensor: shape (d, ...), the same on all ranks; any dtype.
-        group: None for the default group.
-
-    Returns:
-        A new tensor of shape (N * d, ...), in rank order.
-
-    Raises:
-        ValueError: the tensor has no dimension.
-        RingcommError: a rank failed or called something else.
-
+    Shape (d, ...), the same on all ranks, and any dtype; ValueError without a dimension.
     Collective; blocks until the result is there. Differentiable.
     """
     result: Tensor = _ops.all_gather(tensor, resolve_group(group).group_name)
@@ -138,15 +120,14 @@ def monitored_barrier(
 
     Args:
         group: None for the default group.
-        timeout: how long rank 0 waits for the others; None takes the group's. The others wait for
-            rank 0 for the group's time-out, or twice this one if that is longer.
+        timeout: how long rank 0 waits for the others, a timedelta; None takes the group's. The
+            others wait for rank 0 for the group's time-out, or twice this one if that is longer.
         wait_all_ranks: whether rank 0 names all missing ranks, or the first of them only.
 
     Raises:
-        TypeError: the timeout is no timedelta.
-        ValueError: this rank is not in the group, or there is none.
         CollectiveTimeoutError: on rank 0, "Rank 2 failed to pass monitoredBarrier in 1000 ms", and
             on the ranks that arrived, why rank 0 failed. Its `rank` is the first missing one.
+        ValueError: this rank is not in the group, or there is none.
 
     Collective over the group; blocks until rank 0 has heard from all ranks.
     """
@@ -167,18 +148,14 @@ def _world_size(group_name: str) -> int:
     return int(resolve(group_name).size())
 
 
-def _fake_in_place(input: Tensor, *options: Any) -> None:
-    return None
-
-
 def _fake_like(input: Tensor, *options: Any) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-for _name in ("all_reduce_", "broadcast_", "ring_all_reduce_"):
-    torch.library.register_fake(f"ringcomm::{_name}", _fake_in_place)
 for _name in ("all_reduce", "broadcast", "reduce"):
     torch.library.register_fake(f"ringcomm::{_name}", _fake_like)
+for _name in ("all_reduce_", "broadcast_", "ring_all_reduce_"):
+    torch.library.register_fake(f"ringcomm::{_name}", lambda *_: None)
 
 
 @torch.library.register_fake("ringcomm::all_reduce_into")
@@ -204,7 +181,7 @@ def _(input: Tensor, group_name: str) -> Tensor:
 # ---- gradients
 
 
-def _check_linear(op: str, reduce_op: str, linear: tuple[str, ...]) -> None:
+def _check_linear(op: str, reduce_op: str, *linear: str) -> None:
     if reduce_op not in linear:
         raise NotImplementedError(
             f"{op} with reduce_op={reduce_op!r} has no gradient; {' and '.join(linear)} have one"
@@ -212,19 +189,28 @@ def _check_linear(op: str, reduce_op: str, linear: tuple[str, ...]) -> None:
 
 
 def _adjoint_of_all_reduce(grad: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("all_reduce", reduce_op, ("sum", "avg"))
+    _check_linear("all_reduce", reduce_op, "sum", "avg")
     return _ops.all_reduce(grad, reduce_op, group_name)
 
 
 def _adjoint_of_reduce_scatter(grad: Tensor, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("reduce_scatter", reduce_op, ("sum", "avg"))
+    _check_linear("reduce_scatter", reduce_op, "sum", "avg")
     gathered = _ops.all_gather(grad, group_name)
     return gathered / _world_size(group_name) if reduce_op == "avg" else gathered
 
 
 def _adjoint_of_reduce(grad: Tensor, dst: int, reduce_op: str, group_name: str) -> Tensor:
-    _check_linear("reduce", reduce_op, ("sum",))
+    _check_linear("reduce", reduce_op, "sum")
     return _ops.broadcast(grad, dst, group_name)
+
+
+_ADJOINTS: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": _adjoint_of_all_reduce,
+    "reduce_scatter": _adjoint_of_reduce_scatter,
+    "all_gather": lambda grad, name: _ops.reduce_scatter(grad, "sum", name),
+    "broadcast": lambda grad, src, name: _ops.reduce(grad, src, "sum", name),
+    "reduce": _adjoint_of_reduce,
+}
 
 
 def _save_options(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -240,8 +226,5 @@ def _register_adjoint(name: str, adjoint: Callable[..., Tensor]) -> None:
     torch.library.register_autograd(f"ringcomm::{name}", backward, setup_context=_save_options)
 
 
-_register_adjoint("all_reduce", _adjoint_of_all_reduce)
-_register_adjoint("reduce_scatter", _adjoint_of_reduce_scatter)
-_register_adjoint("all_gather", lambda grad, name: _ops.reduce_scatter(grad, "sum", name))
-_register_adjoint("broadcast", lambda grad, src, name: _ops.reduce(grad, src, "sum", name))
-_register_adjoint("reduce", _adjoint_of_reduce)
+for _name, _adjoint in _ADJOINTS.items():
+    _register_adjoint(_name, _adjoint)

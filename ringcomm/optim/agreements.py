@@ -28,7 +28,7 @@ class Replicas:
 
     The order is that in which rank 0 got its gradients in its last pass, and in the first one the
     reverse of the order in which its layers ran. A gradient that comes before its turn waits. With
-    `overlap` the backward pass goes on while at most `max_bytes` are reduced.
+    `overlap` the backward pass goes on while one gradient is reduced.
 
     Attributes:
         one_pass_name: the group's name for the operator that reduces, updates and gathers; None
@@ -36,15 +36,16 @@ class Replicas:
         has_agreed: whether the ranks have agreed since forget().
     """
 
-    def __init__(self, group: dist.ProcessGroup, overlap: bool, max_bytes: int) -> None:
-        self._group, self._overlap, self._max_bytes = group, overlap, max_bytes
+    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
+        self._group, self._overlap = group, overlap
         is_one_pass = not overlap and _is_ringcomm_on_cpu(group)
         self.one_pass_name = group.group_name if is_one_pass else None
         self._order: list[int] = []  # indices of slots; rank 0's counts
         self._arrived: list[int] = []
         self._due: deque[Slot] = deque()
         self._awaited: set[Slot] = set()
-        self._waiting: deque[tuple[dist.Work, Tensor, Callable[[Tensor], None]]] = deque()
+        # What is reduced now: the gradient, and what gets its mean.
+        self._pending: tuple[dist.Work, Tensor, Callable[[Tensor], None]] | None = None
         self.has_agreed = False
 
     # ---- turns
@@ -102,34 +103,25 @@ class Replicas:
 
     def average(self, grad: Tensor, done: Callable[[Tensor], None]) -> None:
         """Has `done` called with the mean of all ranks' `grad`, with equal bits. Collective."""
-        if not self._overlap:
-            dist.all_reduce(grad, dist.ReduceOp.AVG, self._group)
+        work = dist.all_reduce(grad, dist.ReduceOp.AVG, self._group, async_op=self._overlap)
+        self.drain()
+        if self._overlap:
+            self._pending = work, grad, done
+        else:
             done(grad)
-            return
-        while self._waiting and grad.nbytes + self._waiting_bytes > self._max_bytes:
-            self._finish_oldest()
-        work = dist.all_reduce(grad, dist.ReduceOp.AVG, self._group, async_op=True)
-        self._waiting.append((work, grad, done))
-
-    @property
-    def _waiting_bytes(self) -> int:
-        return sum(grad.nbytes for _, grad, _ in self._waiting)
-
-    def _finish_oldest(self) -> None:
-        work, grad, done = self._waiting.popleft()
-        work.wait()
-        done(grad)
 
     def drain(self) -> None:
-        """Returns once nothing waits."""
-        while self._waiting:
-            self._finish_oldest()
+        """Returns once nothing is reduced."""
+        if self._pending is not None:
+            (work, grad, done), self._pending = self._pending, None
+            work.wait()
+            done(grad)
 
     def forget(self) -> None:
         """Before a step, or the second of two passes: drops what is under way."""
-        for work, _, _ in self._waiting:
-            work.wait()
-        self._waiting.clear()
+        if self._pending is not None:
+            self._pending[0].wait()
+            self._pending = None
         self._due.clear()
         self._awaited.clear()
         self.has_agreed = False

@@ -15,12 +15,11 @@ from torch import Tensor
 from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.optim.agreements import Replicas, SameWeights
 from ringcomm.optim.gradients import Gradient, StepFacts, Uses, exact, of_uses
-from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Groups, Slot
 from ringcomm.parallel.model_axes import Axes
 
 if TYPE_CHECKING:
-    from ringcomm.optim.in_backward import InBackwardOptimizer
+    from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -35,7 +34,6 @@ class GradientPath:
         loss_scale: None where losses are not scaled.
         is_scaled: whether this step's loss was.
         grad_norm: of the last step that looked at it.
-        held_bytes: what complete gradients that wait for the step's end take.
     """
 
     _facts: StepFacts
@@ -183,8 +181,10 @@ class GradientPath:
         self._is_due = True
         mode = self._pass if self._pass != "plain" else self._mode
         if mode in ("facts", "deferred"):
-            if mode == "deferred":
-                gradient = self._hold(slot, gradient)
+            if mode == "deferred":  # in the smaller of its forms
+                if gradient.nbytes > slot.local.nbytes:
+                    gradient = Gradient(gradient.dense())
+                slot.held = gradient
             with_norm = self._options.clip_grad_norm is not None
             self._facts.add(gradient, slot.parts, with_norm=with_norm)
             return
@@ -197,21 +197,6 @@ class GradientPath:
                 )
             self._is_checked = True
         self._optimizer.update(slot, gradient, self._factor)
-
-    def _hold(self, slot: Slot, gradient: Gradient) -> Gradient:
-        """Keeps the gradient in the smaller of its forms, and returns that."""
-        if gradient.nbytes > slot.local.nbytes:
-            gradient = Gradient(gradient.dense())
-        slot.held = gradient
-        self.held_bytes += gradient.nbytes
-        limit, held_bytes = self._options.max_held_bytes, self.held_bytes
-        if limit is not None and held_bytes > limit:
-            self._forget_gradients()
-            raise RuntimeError(
-                f"with {slot.name} deferred gradients take {held_bytes} bytes, and max_held_bytes"
-                f' is {limit}; nothing has been written. clip_mode="two_pass" holds none'
-            )
-        return gradient
 
     # ---- the step as a whole
 
@@ -317,5 +302,4 @@ class GradientPath:
             slot.forget()
         self._forget_agreements()
         self._facts = StepFacts()
-        self.held_bytes = 0
         self._is_checked = self._is_due = self._has_overflow = self.is_scaled = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -170,6 +170,5 @@ class StepFacts:
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
     """No gradients, and no autocast, which would round what is summed in fp32."""
-    is_cast = torch.is_autocast_enabled(device.type)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False) if is_cast else nullcontext():
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

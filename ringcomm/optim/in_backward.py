@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import warnings
@@ -13,13 +14,83 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ringcomm.backend import resolve_group
 from ringcomm.optim.agreements import Replicas
 from ringcomm.optim.gradient_path import GradientPath
 from ringcomm.optim.gradients import Gradient
 from ringcomm.optim.model_weights import ModelWeights, run_all
-from ringcomm.optim.options import StepOptions
 from ringcomm.optim.slot import Slot
+
+
+@dataclasses.dataclass(kw_only=True)
+class StepOptions:
+    """Checked; see Lomo for what they mean.
+
+    Raises:
+        ValueError: a value is out of its range, or two exclude each other.
+    """
+
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    clip_mode: str | None = None
+    loss_scale: float | str | None = None
+    accumulation_steps: int = 1
+    reduce_dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | str | None = None
+    mesh: dataclasses.InitVar[DeviceMesh | None] = None
+    overlap: bool | None = None
+    stochastic_rounding: bool = False
+    master: str | None = None
+    seed: int = 0
+
+    def __post_init__(self, mesh: DeviceMesh | None) -> None:
+        if mesh is not None:
+            self.group = resolve_group(self.group, mesh)  # type: ignore[arg-type]
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is a positive number or None, got {value!r}")
+        _check_word("clip_mode", self.clip_mode, "deferred", "two_pass")
+        _check_word("master", self.master, "split")
+        if not isinstance(self.group, dist.ProcessGroup):
+            _check_word("group", self.group, "none")
+        if self.accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps is 1 or more, got {self.accumulation_steps}")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed is a number of 32 bits, got {self.seed}")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise ValueError("clip_grad_norm and clip_grad_value exclude each other")
+        if self.clip_mode is not None and not self.looks_ahead:
+            raise ValueError(
+                "clip_mode says how a step is looked at before it is made, and nothing asks for it:"
+                " set clip_grad_norm or loss_scale"
+            )
+        if self.mode == "two_pass" and self.accumulation_steps > 1:
+            raise ValueError(
+                'clip_mode="two_pass" runs one backward twice, and cannot accumulate over several:'
+                ' clip_mode="deferred"'
+            )
+        if self.master is not None and self.stochastic_rounding:
+            raise ValueError(
+                'master="split" rounds nothing away: stochastic_rounding has no use beside it'
+            )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether something of the whole step must be known before it is made."""
+        return self.clip_grad_norm is not None or self.loss_scale is not None
+
+    @property
+    def mode(self) -> str:
+        """When weights are written: "immediate" (in the backward), "deferred" or "two_pass"."""
+        return (self.clip_mode or "deferred") if self.looks_ahead else "immediate"
+
+
+def _check_word(name: str, value: str | None, *allowed: str) -> None:
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name} is None or one of {', '.join(allowed)}, got {value!r}")
 
 
 class InBackwardOptimizer(torch.optim.Optimizer):
@@ -43,9 +114,9 @@ class InBackwardOptimizer(torch.optim.Optimizer):
         self._undo: list[Callable[[], Any]] = []
         self._is_verified = False
         super().__init__(params, {**defaults, "step": 0})
-        self._manage()
-        self._undo += self._weights.before_forward(weakref.WeakMethod(self.check_model))
         weakref.finalize(self, run_all, self._undo)
+        self._manage()
+        self._undo += self._weights.before_forward(weakref.proxy(self))
 
     # ---- what users call
 
@@ -62,8 +133,8 @@ class InBackwardOptimizer(torch.optim.Optimizer):
     @property
     def held_bytes(self) -> int:
         """What gradients take now that wait: for others of their sum, their turn, or step()."""
-        waiting = (slot.total for slot in self._path.slots if slot.total is not None)
-        return self._path.held_bytes + sum(total.nbytes for total in waiting)
+        waiting = (kept for slot in self._path.slots for kept in (slot.total, slot.held))
+        return sum(kept.nbytes for kept in waiting if kept is not None)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself where there is none."""
@@ -213,19 +284,19 @@ class InBackwardOptimizer(torch.optim.Optimizer):
             path.axes = weights.place_parts(slots)
         if isinstance(options.group, dist.ProcessGroup):
             weights.check_replicas(slots, options.group)
-            largest = max(slot.param.numel() * slot.grad_dtype.itemsize for slot in slots)
             on_cpu = slots[0].param.device.type == "cpu"  # where no core is free for it
             is_overlapped = not on_cpu if options.overlap is None else options.overlap
-            path.replicas = Replicas(options.group, is_overlapped, largest)
+            path.replicas = Replicas(options.group, is_overlapped)
         _check_dtypes(slots, options)
+        for slot in new:
+            self._lr_of(slot)  # before there is a hook
         path.slots = slots
         for slot in new:
-            self._lr_of(slot)
             self.state[slot.param].update(self._new_low(slot), **self._new_state(slot))
             # What is reduced over ranks has to be made as a tensor anyway.
             may_fuse = path.replicas is None and slot.shards is None
-            self._undo += weights.attach(slot, path, may_fuse=may_fuse)
-        self._undo += weights.watch_units(new, path)
+            self._undo += weights.attach(slot, weakref.proxy(path), may_fuse=may_fuse)
+        self._undo += weights.watch_units(new, weakref.proxy(path))
         path.watch_shards()
 
     def _new_low(self, slot: Slot) -> dict[str, Tensor]:

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ringcomm.ops.updates.weight_update import matrix_factors, step_and_decay
 from ringcomm.optim.gradients import EmbeddingGradient, Gradient, LinearGradient
-from ringcomm.optim.in_backward import InBackwardOptimizer
-from ringcomm.optim.options import StepArguments, StepOptions
+from ringcomm.optim.in_backward import InBackwardOptimizer, StepOptions
 from ringcomm.optim.slot import Layout, Slot
 
 _ops: Any = torch.ops.ringcomm
@@ -23,24 +20,14 @@ class Lomo(InBackwardOptimizer):
     """W <- (1 - lr * weight_decay) * W - lr * G, inside the backward pass (Lv et al. 2023).
 
     A torch.optim.Optimizer for the ordinary loop: forward, loss.backward(), step(), zero_grad(),
-    schedulers, closures, state_dict. By default the weights are new when backward() returns, and no
-    more than one gradient has existed at a time; those of nn.Linear and nn.Embedding never do,
-    where the model is given and no ranks share the work. step() then only counts. The learning rate
-    is that of the moment of the backward pass.
+    schedulers, closures, state_dict. The weights are new when backward() returns, and at most one
+    gradient is in memory at a time; those of nn.Linear and nn.Embedding never are, if the model is
+    given and no ranks share the work. step() then only counts.
 
-        opt = ringcomm.optim.Lomo(model, lr=1e-3)
-        for batch in batches:
-            model(batch).loss.backward()
-            opt.step()
-            opt.zero_grad()
-
-    Clipping by norm and a loss scale must know the whole step before it is made:
-
-    - clip_mode="deferred" holds gradients until step(); of a layer (input, output's gradient) where
-      that is smaller. In time next to nothing, in memory at most all gradients.
-    - clip_mode="two_pass" wants `opt.backward(loss)`, which runs the backward pass twice, first for
-      the norm alone. LOMO's memory, a second backward (and recomputation), never a second forward.
-      Checkpoints of use_reentrant=False keep one recomputed segment more meanwhile.
+    Clipping by norm and a loss scale must know the whole step before it is made. By default
+    gradients are held until step(); of a layer its input and its output's gradient, where that is
+    smaller. With clip_mode="two_pass" `opt.backward(loss)` runs the backward pass twice, first for
+    the norm: LOMO's memory, a second backward pass (and recomputation), never a second forward.
 
     Args:
         model_or_params: a model, of which all that requires grad is trained; or parameters, or
@@ -48,49 +35,43 @@ class Lomo(InBackwardOptimizer):
         lr: the learning rate, positive.
         weight_decay: decoupled; of an embedding's table, too, it decays all rows.
         model: beside parameters or groups, the model they are in: for fusion, names, and layers of
-            tensor parallelism. In a job of several ranks it has to be given.
-        clip_grad_norm: multiply all gradients by min(1, clip_grad_norm / norm), the norm over
-            gradients of all ranks, as torch.nn.utils.clip_grad_norm_. Each element of a weight that
-            ranks share (tensor parallelism, DTensors, WeightShards) counts once.
-        clip_grad_value: clamp each element to +-clip_grad_value instead.
-        clip_mode: "deferred" (the default) or "two_pass".
-        max_held_bytes: the limit of what a deferred step holds; more is a RuntimeError before a
-            weight is written. None for no limit.
-        loss_scale: a factor for float16, or "dynamic": from 2**16, halved on overflow, doubled
-            after 2000 good steps. The loop then is opt.scale(loss).backward(). With Inf or NaN in a
-            gradient no weight and no state changes on any rank.
-        accumulation_steps: micro-batches per step(). Their gradients are kept, and added in
-            `reduce_dtype`, until the last one's are consumed: all gradients' memory.
-        reduce_dtype: what gradients are accumulated and reduced in. Default: float32. The dtype of
-            16-bit weights halves the memory of accumulated gradients, and the bytes of reductions.
-            Weights of fully_shard are reduced in what its MixedPrecisionPolicy says.
-        group: ranks with replicas: gradients are averaged over it inside the backward pass, one by
-            one. Replicas stay equal to the last bit. A weight without a gradient on some ranks
-            counts as zeros there; without one on all ranks it is left alone. Not for weights of
-            fully_shard or ringcomm.parallel.WeightShards, whose gradients are reduced to their
-            owner's shard. In a job of several ranks replicated weights need a group, such as
-            dist.group.WORLD; "none" has this rank train a model of its own.
-        mesh: a DeviceMesh of one dimension in place of a group.
-        overlap: let the backward pass go on while a gradient is reduced; it then lives until its
-            sum is there, two of the largest at most. None: where the ranks are not on CPUs.
-        stochastic_rounding: round bfloat16 weights up or down by chance, on average right, so that
-            small updates are not lost; no memory.
-        master: "split" keeps what bfloat16 weights lack of fp32 in 2 more bytes a weight, exactly.
-        seed: of stochastic rounding; 32 bits.
+            tensor parallelism. Required in a job of several ranks.
+        options: these, with their defaults:
+            clip_grad_norm (None): multiply all gradients by min(1, clip_grad_norm / norm), the norm
+            over gradients of all ranks. Each element of a weight that ranks share counts once.
+            clip_grad_value (None): clamp each element to +-clip_grad_value instead.
+            clip_mode ("deferred"): or "two_pass".
+            loss_scale (None): a factor for float16, or "dynamic": from 2**16, halved on overflow,
+            doubled after 2000 good steps. The loop then is opt.scale(loss).backward(). With Inf or
+            NaN in a gradient no weight and no state changes on any rank.
+            accumulation_steps (1): micro-batches per step(). Their gradients are kept until the
+            last one's are consumed: all gradients' memory.
+            reduce_dtype (torch.float32): what gradients are accumulated and reduced in; or the
+            dtype of 16-bit weights. Weights of fully_shard go by its MixedPrecisionPolicy.
+            group (None): ranks with replicas, over which each gradient is averaged inside the
+            backward pass. Replicas stay equal to the last bit. A weight without a gradient on some
+            ranks counts as zeros there; without one on all ranks it is left alone. Required for
+            replicated weights in a job of several ranks; "none" has this rank train a model of its
+            own. Shards of fully_shard or WeightShards know their group.
+            mesh (None): a DeviceMesh of one dimension in place of a group.
+            overlap (None): let the backward pass go on while a gradient is reduced; two are in
+            memory then. None: where the ranks are not on CPUs.
+            stochastic_rounding (False): round bfloat16 weights up or down by chance, on average
+            right, so that small updates are not lost; no memory.
+            master (None): "split" keeps what bfloat16 weights lack of fp32 in 2 more bytes a
+            weight, exactly.
+            seed (0): of stochastic rounding; 32 bits.
 
     Raises:
-        ValueError: an argument is out of range or excludes another; a parameter is none of the
-            model, has an optimizer of this kind already, or does not require grad; the model makes
-            sparse gradients, or is a DistributedDataParallel; reduce_dtype is neither float32 nor
-            the dtype of every weight; in a job of several ranks there is no group= for replicated
-            weights, or no model. In the forward pass: a DistributedDataParallel is around a weight,
-            a weight was replaced or sharded since the optimizer was made, or the process group was
-            made since and the constructor would raise. In the backward pass: the learning rate has
-            become negative or NaN.
+        ValueError: an argument is out of range or excludes another; a parameter cannot be managed;
+            the model is a DistributedDataParallel or makes sparse gradients; in a job of several
+            ranks there is no model, or no group= for replicated weights. In the forward pass: such
+            a thing has come to be since. In the backward pass: the learning rate is negative or
+            NaN.
         RuntimeError: in the backward pass, before a weight is written: the first gradient is not
             finite and there is no loss scale; the loss was not scaled; clip_mode="two_pass" and not
-            opt.backward(); a weight of WeightShards or fully_shard gets a gradient on some ranks
-            only (on all ranks). Before that weight is written: it was updated in this step already.
+            opt.backward(); a shard gets a gradient on some ranks only (on all ranks). Before that
+            weight is written: it was updated in this step already.
 
     Parameters without a gradient are left alone, as in torch.optim. Between the use of a gradient
     and step() a parameter's .grad is a stand-in that raises RuntimeError when read, because
@@ -107,7 +88,7 @@ class Lomo(InBackwardOptimizer):
         weight_decay: float = 0.0,
         *,
         model: nn.Module | None = None,
-        **options: Unpack[StepArguments],
+        **options: Any,
     ) -> None:
         defaults = {"lr": lr, "weight_decay": weight_decay}
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
@@ -162,7 +143,7 @@ class AdaLomo(InBackwardOptimizer):
     or "exp_avg_sq", float32. Of a linear layer's gradient one exists at a time.
 
     Args:
-        model_or_params: as Lomo.
+        model_or_params: as Lomo, as are model, options and what is raised.
         lr: the learning rate, relative to each weight's RMS; positive.
         weight_decay: decoupled, relative likewise.
         eps: added to squares of gradients; the least RMS of a weight.
@@ -170,11 +151,6 @@ class AdaLomo(InBackwardOptimizer):
         decay_rate: the exponent of t in beta, negative.
         model: as Lomo.
         options: as Lomo.
-
-    Raises:
-        ValueError: as Lomo.
-
-    In the backward pass as Lomo.
     """
 
     def __init__(
@@ -187,20 +163,15 @@ class AdaLomo(InBackwardOptimizer):
         clip_threshold: float = 1.0,
         decay_rate: float = -0.8,
         model: nn.Module | None = None,
-        **options: Unpack[StepArguments],
+        **options: Any,
     ) -> None:
         if not (min(eps) > 0 and clip_threshold > 0 and decay_rate < 0):
             raise ValueError(
                 "eps and clip_threshold are positive and decay_rate is negative, got"
                 f" {eps}, {clip_threshold} and {decay_rate}"
             )
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+        defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate}
         super().__init__(model_or_params, model, defaults, StepOptions(**options))
 
     def _new_state(self, slot: Slot) -> dict[str, Tensor]:
@@ -227,15 +198,20 @@ class AdaLomo(InBackwardOptimizer):
             for block in layout.blocks
         ]
         options: list[dict[str, Any]] = [
-            {"low": None if low is None else block.of(low), "clip_value": self._clip_value}
+            {
+                "low": None if low is None else block.of(low),
+                "clip_value": self.options.clip_grad_value,
+            }
             for block in layout.blocks
         ]
         squares = torch.zeros(2, device=weight.device)
         for given, more in zip(blocks, options, strict=True):
             squares += _ops.adalomo_squares(*given, factor, **more)
         mean_squares = _summed(squares, layout) / max(1, layout.shape.numel())
-        decay, threshold = group["weight_decay"], group["clip_threshold"]
-        scalars = step_and_decay(mean_squares, lr, decay, threshold, group["eps"][1])
+        update_rms, weight_rms = mean_squares.sqrt().unbind()
+        size = lr * weight_rms.clamp(min=group["eps"][1])
+        shrunk = size / (update_rms / group["clip_threshold"]).clamp(min=1.0)
+        scalars = torch.stack([shrunk, 1 - size * group["weight_decay"]])
         for given, more, block in zip(blocks, options, layout.blocks, strict=True):
             first_elem = layout.first_elem + block.begin
             _ops.adalomo_update_(*given, scalars, factor, seed, **more, first_elem=first_elem)
@@ -249,7 +225,7 @@ class AdaLomo(InBackwardOptimizer):
         rows, columns = sums[:num_rows], sums[num_rows:]
         for block in layout.blocks:
             of_rows, of_columns = _ops.square_sums(
-                block.of(grad), factor, clip_value=self._clip_value
+                block.of(grad), factor, clip_value=self.options.clip_grad_value
             )
             rows[block.rows] += of_rows
             columns[block.columns] += of_columns
@@ -259,11 +235,7 @@ class AdaLomo(InBackwardOptimizer):
         _summed(sums, layout)
         row = state["exp_avg_sq_row"].lerp_(rows / num_columns + eps, weight)
         column = state["exp_avg_sq_col"].lerp_(columns / num_rows + eps, weight)
-        return matrix_factors(row, column)
-
-    @property
-    def _clip_value(self) -> float | None:
-        return self.options.clip_grad_value
+        return (row / row.mean()).rsqrt(), column.rsqrt()
 
 
 def _summed(sums: Tensor, layout: Layout) -> Tensor:

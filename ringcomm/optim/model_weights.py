@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,9 @@ from ringcomm.parallel.tensor.splits import split_params
 
 if TYPE_CHECKING:
     from ringcomm.optim.gradient_path import GradientPath
+    from ringcomm.optim.in_backward import InBackwardOptimizer
 
-_paths = WeakIdKeyDictionary()  # parameter -> weak reference to the path of its gradients
+_managed = WeakIdKeyDictionary()  # parameters that have an optimizer in their backward pass
 
 
 class ModelWeights:
@@ -71,27 +71,22 @@ class ModelWeights:
 
     def check_param(self, param: nn.Parameter, name: str) -> None:
         """Of a parameter that cannot be managed."""
-        path = _paths.get(param)
-        reasons = (
-            (self._model is not None and param not in self._names, "is none of the model's"),
-            (
-                self._model is not None and param in tied_over_stages(self._model),
+        if self._model is not None and param not in self._names:
+            why = "is none of the model's"
+        elif self._model is not None and param in tied_over_stages(self._model):
+            why = (
                 "is shared by stages of a pipeline, which sum its gradients behind the backward"
-                " pass: train it by an optimizer that keeps gradients",
-            ),
-            (not param.requires_grad, "does not require grad, and can have no hook: leave it out"),
-            (
-                not param.is_floating_point(),
-                f"is {param.dtype}, and weights are floating point",
-            ),
-            (
-                path is not None and path() is not None,
-                "has an optimizer in its backward pass already: close() that one first",
-            ),
-        )
-        for is_wrong, why in reasons:
-            if is_wrong:
-                raise ValueError(f"{name} {why}")
+                " pass: train it by an optimizer that keeps gradients"
+            )
+        elif not param.requires_grad:
+            why = "does not require grad, and can have no hook: leave it out"
+        elif not param.is_floating_point():
+            why = f"is {param.dtype}, and weights are floating point"
+        elif param in _managed:
+            why = "has an optimizer in its backward pass already: close() that one first"
+        else:
+            return
+        raise ValueError(f"{name} {why}")
 
     def check_replicas(self, slots: Iterable[Slot], group: dist.ProcessGroup) -> None:
         """Of weights that differ between the ranks of a data-parallel group."""
@@ -167,36 +162,33 @@ class ModelWeights:
         held = {**axes.held, **{slot.param: slot.parts for slot in slots}}
         return axes._replace(held=held, groups=(*dict.fromkeys(shard_groups), *axes.groups))
 
-    # ---- hooks; each returns what undoes it
+    # ---- hooks; each returns what undoes it, and an optimizer does when it goes
 
-    def before_forward(self, check: weakref.WeakMethod[Callable[[], None]]) -> list[Any]:
-        """Calls `check` before every forward pass of the model."""
+    def before_forward(self, optimizer: InBackwardOptimizer) -> list[Callable[[], Any]]:
+        """Has the optimizer, a weak proxy, look at the model before each of its forward passes."""
 
         def call(*_: Any) -> None:
-            if not torch.compiler.is_compiling() and (found := check()) is not None:
-                found()
+            if not torch.compiler.is_compiling():
+                optimizer.check_model()
 
         return [] if self._model is None else [self._model.register_forward_pre_hook(call).remove]
 
     def attach(self, slot: Slot, path: GradientPath, *, may_fuse: bool) -> list[Callable[[], Any]]:
-        """Tells the path, which may go away, of a weight's gradients."""
-        told = weakref.ref(path)
+        """Tells the path, a weak proxy, of a weight's gradients."""
 
         def param_arrived(_: Tensor) -> None:
-            if (found := told()) is not None:
-                with exact(slot.param.device):
-                    found.param_arrived(slot)
+            with exact(slot.param.device):
+                path.param_arrived(slot)
 
         def uses_arrived(uses: Uses) -> None:
-            if (found := told()) is not None:
-                with exact(slot.param.device):
-                    found.uses_arrived(slot, uses)
+            with exact(slot.param.device):
+                path.uses_arrived(slot, uses)
 
         param, owners = slot.param, [module for module, _ in self._places.get(slot.param, [])]
-        _paths[param] = told
+        _managed[param] = True
         undo = [
             param.register_post_accumulate_grad_hook(param_arrived).remove,
-            lambda: _paths.pop(param, None),
+            lambda: _managed.pop(param, None),
             *(owner.register_forward_pre_hook(slot.is_used).remove for owner in owners),
         ]
         if may_fuse and len(owners) == 1 and is_fusable(owners[0], param):
@@ -205,20 +197,16 @@ class ModelWeights:
         return undo
 
     def watch_units(self, slots: Iterable[Slot], path: GradientPath) -> list[Callable[[], Any]]:
-        """Tells the path of whole gradients that fully_shard will reduce."""
-        told = weakref.ref(path)
+        """Tells the path, a weak proxy, of whole gradients that fully_shard will reduce."""
         undo: list[Callable[[], Any]] = []
         slot_at = {place: slot for slot in slots for place in self._places.get(slot.param, [])}
-
-        def arrived(slot: Slot, _: Tensor) -> None:
-            if (found := told()) is not None:
-                found.whole_arrived(slot)
 
         def seen(module: nn.Module, name: str, param: nn.Parameter) -> None:
             slot = slot_at.get((module, name))
             if slot is not None and slot.whole is not param:
                 slot.whole = param
-                undo.append(param.register_post_accumulate_grad_hook(partial(arrived, slot)).remove)
+                hook = param.register_post_accumulate_grad_hook(lambda _: path.whole_arrived(slot))
+                undo.append(hook.remove)
 
         for unit in () if self._model is None else self._model.modules():
             if not isinstance(unit, FSDPModule):

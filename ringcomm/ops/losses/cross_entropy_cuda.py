@@ -1,26 +1,22 @@
 """Cross-entropy's operators on CUDA tensors, launched as the Triton kernels of ringcomm.kernels.
 
 They do what csrc/bindings/ops/cross_entropy_ops.cc does for the CPU. Nothing waits for the device,
-but for RINGCOMM_CHECK_TARGETS.
+but for RINGCOMM_CHECK_TARGETS. ringcomm.ops.cross_entropy has checked their arguments, but for the
+number of class weights.
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm import _C, env
-from ringcomm.ops.losses.token_losses_cuda import (
-    NUM_STATS,
-    check_classes,
-    checked_weight,
-    cross_entropy_loss,
-    denominator_of,
-    losses_of,
-    merge_softmax_stats,
-    weight_sum_of,
-)
 from ringcomm.ops.triton_kernels import (
+    COUNT_BLOCK,
+    TOKEN_BLOCK,
     VECTOR_BYTES,
     grad_plan,
     held_plan,
@@ -31,6 +27,55 @@ from ringcomm.ops.triton_kernels import (
     stats_plan,
     twice_plan,
 )
+
+_NUM_STATS = 6
+# In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
+_DISAGREEMENT, _GAP = -1, -2
+
+# ---- arguments
+
+
+def _checked_weight(weight: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Class weights, contiguous; ValueError where they are of another number of classes."""
+    if weight is None:
+        return None
+    if weight.shape[0] != vocab_size:
+        raise ValueError(
+            f"ringcomm: one weight for each of the {vocab_size} classes, got shape"
+            f" {tuple(weight.shape)}"
+        )
+    return weight.contiguous()
+
+
+def _check_classes(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """IndexError naming the first that is no class. Waits for the device."""
+    is_wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
+    wrong = is_wrong.nonzero()
+    if len(wrong):
+        first = int(wrong[0])
+        raise IndexError(
+            f"ringcomm: target {first} is {int(target[first])}, and there are {vocab_size} classes;"
+            f" ignore_index is {ignore_index}"
+        )
+
+
+def _checked_shards(stats: Tensor, vocab_size: int) -> int:
+    """The number of all shards' classes, or ValueError where it is none. Waits for the device."""
+    size = int(stats[-1, 2])
+    if size == _DISAGREEMENT:
+        raise ValueError(
+            "ringcomm: the ranks' calls differ in vocab_size, ignore_index, logit_scale, softcap,"
+            " label_smoothing or outputs"
+        )
+    if size == _GAP:
+        raise ValueError(
+            "ringcomm: the shards of the vocabulary do not add up: they are not one behind another"
+            " from 0 on; is every vocab_start right?"
+        )
+    if size <= 0 or vocab_size not in (-1, size):
+        wanted = vocab_size if vocab_size >= 0 else "1 or more"
+        raise ValueError(f"ringcomm: the shards have {size} classes of the vocabulary's {wanted}")
+    return size
 
 
 class _Rows(NamedTuple):
@@ -50,11 +95,11 @@ def _rows_of(
     num_tokens, width = logits.shape
     num_classes = width if vocab_size < 0 else min(max(vocab_size - vocab_start, 0), width)
     vector_elems = VECTOR_BYTES // logits.element_size()
-    weight = checked_weight(weight, vocab_size)
+    weight = _checked_weight(weight, vocab_size)
     return _Rows(target.contiguous(), weight, num_tokens, width, num_classes, vector_elems)
 
 
-# ---- softmax_stats
+# ---- softmax_stats and merge_softmax_stats
 
 
 def softmax_stats(
@@ -72,7 +117,7 @@ def softmax_stats(
     """The stats of a shard's logits, shape (tokens + 1, 6)."""
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     num_entries = rows.num_tokens + 1
-    stats = logits.new_empty([num_entries, NUM_STATS], dtype=torch.float32)
+    stats = logits.new_empty([num_entries, _NUM_STATS], dtype=torch.float32)
     options = (ignore_index, logit_scale, softcap)
     wants = (wants_weighted, wants_more)
     _, _, _, way, _, digest = _C.softmax_shard_entry(
@@ -98,6 +143,115 @@ def softmax_stats(
     return stats
 
 
+def merge_gathered(gathered: Tensor, num_ranks: int) -> Tensor:
+    """The stats of all ranks, one behind the other, as those of whole rows."""
+    num_entries = gathered.shape[0] // num_ranks
+    merged = gathered.new_empty([num_entries, _NUM_STATS])
+    grid = (-(-num_entries // TOKEN_BLOCK),)
+    constants = {"NUM_RANKS": num_ranks, "BLOCK": TOKEN_BLOCK, "num_warps": 4}
+    launch(kernels().token_losses.merge_kernel, grid, gathered, merged, num_entries, **constants)
+    return merged
+
+
+def merge_softmax_stats(stats: Tensor, group_name: str) -> Tensor:
+    """The ranks' stats merged in rank order, after an all_gather by the group's own backend."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    group = resolve(group_name)
+    gathered = stats.new_empty([group.size() * stats.shape[0], _NUM_STATS])
+    dist.all_gather_into_tensor(gathered, stats, group=group)
+    return merge_gathered(gathered, group.size())
+
+
+# ---- cross_entropy_loss
+
+
+def _denominator_of(
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """What the losses' sum is divided by: float64, on the target's device."""
+    if reduction != "mean":
+        return target.new_ones([], dtype=torch.float64)
+    if num_items is not None:
+        if num_items.device == target.device:
+            return num_items.detach().reshape([]).to(torch.float64, copy=True)
+        # A number of the host's. To copy it over would wait for the device.
+        return target.new_full([], num_items.item(), dtype=torch.float64)
+    denominator = target.new_empty([], dtype=torch.float64)
+    num_weights = 0 if weight is None else weight.numel()
+    launch(
+        kernels().token_losses.count_kernel,
+        (1,),
+        *(target, weight, denominator, target.numel(), num_weights, ignore_index),
+        BLOCK=COUNT_BLOCK,
+        num_warps=8,
+    )
+    return denominator
+
+
+def _weight_sum_of(weight: Tensor | None, label_smoothing: float) -> Tensor | None:
+    """The sum of all classes' weights, on the device, where smoothing needs it."""
+    if weight is None or label_smoothing == 0:
+        return None
+    return weight.sum(dtype=torch.float64)
+
+
+def _losses_of(
+    stats: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    denominator: Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of cross_entropy_loss, from stats that are merged."""
+    num_tokens = target.numel()
+    by_token = stats.new_empty([4, num_tokens])
+    if num_tokens:
+        weight_sum = _weight_sum_of(weight, label_smoothing)
+        launch(
+            kernels().token_losses.loss_kernel,
+            (-(-num_tokens // TOKEN_BLOCK),),
+            *(stats, target, weight, weight_sum, by_token, num_tokens),
+            *(vocab_size, ignore_index, label_smoothing, z_loss),
+            SMOOTHS=label_smoothing != 0,
+            BLOCK=TOKEN_BLOCK,
+            num_warps=4,
+        )
+    if reduction == "none":
+        return by_token[0].clone(), by_token, denominator
+    loss = stats.new_empty([])
+    kernel = kernels().token_losses.reduce_kernel
+    launch(kernel, (1,), by_token, denominator, loss, num_tokens, BLOCK=COUNT_BLOCK, num_warps=8)
+    return loss, by_token, denominator
+
+
+def cross_entropy_loss(
+    stats: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    num_items: Tensor | None,
+    vocab_size: int,
+    ignore_index: int,
+    *terms: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, what is known of each token, and the denominator."""
+    target = target.contiguous()
+    if weight is not None and vocab_size < 0:
+        vocab_size = weight.numel()
+    weight = _checked_weight(weight, vocab_size)
+    if env.checks_targets():
+        _check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
+    denominator = _denominator_of(target, weight, num_items, ignore_index, terms[-1])
+    return _losses_of(stats, target, weight, denominator, vocab_size, ignore_index, *terms)
+
+
 # ---- cross_entropy_grad
 
 
@@ -109,20 +263,15 @@ def _differentiate(
     weight: Tensor | None,
     stats: Tensor,
     denominator: Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
+    *options: Any,
 ) -> None:
     """The gradient goes into `to`, which may be the logits."""
+    vocab_start, vocab_size, _, _, softcap, label_smoothing, _ = options
     rows = _rows_of(logits, target, weight, vocab_start, vocab_size)
     if not logits.numel():
         return
     shard_weight = None if rows.weight is None else rows.weight[vocab_start:]
-    weight_sum = weight_sum_of(rows.weight, label_smoothing)
+    weight_sum = _weight_sum_of(rows.weight, label_smoothing)
     plan = grad_plan(rows.width, logits.element_size())
     lead, to_lead, stride, to_stride = lead_of(logits), lead_of(to), logits.stride(0), to.stride(0)
     grad_loss = grad_loss.to(torch.float32).contiguous()
@@ -131,8 +280,7 @@ def _differentiate(
             *(grad_loss, int(grad_loss.dim() != 0), logits, to, rows.target),
             *(rows.weight, shard_weight, weight_sum, stats, denominator.to(torch.float64)),
             *(lead, stride, to_lead, to_stride, rows.num_tokens, rows.width, rows.num_classes),
-            *(vocab_start, vocab_size, ignore_index),
-            *(logit_scale, softcap, label_smoothing, z_loss),
+            *options,
             VEC=rows.vector_elems,
             BLOCK=plan.block,
             HAS_SOFTCAP=softcap != 0,
@@ -156,7 +304,7 @@ def cross_entropy_grad_(grad_loss: Tensor, logits: Tensor, *given: Any) -> None:
     mark_written(logits)
 
 
-# ---- cross_entropy_and_grad_
+# ---- cross_entropy_and_grad_ and scale_
 
 
 def cross_entropy_and_grad_(
@@ -165,30 +313,24 @@ def cross_entropy_and_grad_(
     weight: Tensor | None,
     num_items: Tensor | None,
     vocab_size: int,
-    ignore_index: int,
-    logit_scale: float,
-    softcap: float,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    wants_more: bool,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss of all classes' logits, which become their gradient."""
+    ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
     if env.checks_targets():
-        check_classes(rows.target, vocab_size, ignore_index)
-    denominator = denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
-    stats = logits.new_empty([rows.num_tokens + 1, NUM_STATS], dtype=torch.float32)
+        _check_classes(rows.target, vocab_size, ignore_index)
+    denominator = _denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
+    stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)
     plan = held or twice_plan(logits.element_size())
-    terms = (label_smoothing, z_loss)
     launch(
         kernels().cross_entropy_in_place.stats_and_grad_kernel,
         (rows.num_tokens + 1,),
-        *(logits, rows.target, rows.weight, weight_sum_of(rows.weight, label_smoothing)),
+        *(logits, rows.target, rows.weight, _weight_sum_of(rows.weight, label_smoothing)),
         *(stats, denominator, lead_of(logits), logits.stride(0)),
         *(rows.num_tokens, rows.width, rows.num_classes),
-        *(ignore_index, logit_scale, softcap, *terms),
+        *(ignore_index, logit_scale, softcap, label_smoothing, z_loss),
         VEC=rows.vector_elems,
         BLOCK=plan.block,
         HAS_SOFTCAP=softcap != 0,
@@ -199,11 +341,8 @@ def cross_entropy_and_grad_(
         num_warps=plan.num_warps,
     )
     mark_written(logits)
-    options = (vocab_size, ignore_index, *terms, reduction)
-    return losses_of(stats, rows.target, rows.weight, denominator, *options)
-
-
-# ---- scale_
+    terms = (vocab_size, ignore_index, label_smoothing, z_loss, reduction)
+    return _losses_of(stats, rows.target, rows.weight, denominator, *terms)
 
 
 def scale_(tensor: Tensor, factor: Tensor) -> None:

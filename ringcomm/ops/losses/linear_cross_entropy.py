@@ -78,11 +78,11 @@ def linear_cross_entropy(
         weight: shape (V, H), of hidden's dtype: the rows of this rank's V classes.
         target: shape (...), int64 or int32: classes of the whole vocabulary, of all tokens.
         bias: shape (V,), of hidden's dtype; None for none.
-        group: whose ranks share the vocabulary; None where this rank has all of it.
-        mesh: a one-dimensional DeviceMesh of them, in place of a group.
-        vocab_start: this rank's first class, as in cross_entropy.
-        vocab_size: the number of classes without padding, as in cross_entropy.
-        class_weight: shape (vocab_size,), float32: of all classes, on every rank.
+        group: as in cross_entropy.
+        mesh: as in cross_entropy.
+        vocab_start: as in cross_entropy.
+        vocab_size: as in cross_entropy.
+        class_weight: as in cross_entropy.
         num_items: as in cross_entropy.
         sequence_parallel: `hidden` is this rank's equal share of the first dimension, which is
             gathered; its gradient is reduce-scattered instead of all-reduced.
@@ -92,14 +92,8 @@ def linear_cross_entropy(
             requires one makes no difference.
         options: as in cross_entropy.
 
-    Returns:
-        As cross_entropy.
-
-    Raises:
-        ValueError, TypeError, IndexError, RingcommError: as cross_entropy.
-
-    Collective where there is a group, in the forward pass and, for hidden's gradient, in the
-    backward pass; blocks until the result is there.
+    Returns and raises as cross_entropy. Collective where there is a group, in the forward pass and,
+    for hidden's gradient, in the backward pass; blocks until the result is there.
     """
     checked = checked_options(**options)
     divisor = checked_num_items(num_items, checked.reduction)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
 from ringcomm.ops.arguments import DTYPES
@@ -107,16 +108,28 @@ OUTPUTS = ("loss", "lse", "entropy", "accuracy")
 _FP32 = torch.finfo(torch.float32)
 
 
-class LossOptions(NamedTuple):
-    """The arguments that say what the loss is, checked."""
+class LossArguments(TypedDict, total=False):
+    """What a loss is, as users say it; cross_entropy has the meanings."""
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
-    softcap: float  # 0: none
+    softcap: float | None
     logit_scale: float
     reduction: str
-    outputs: tuple[str, ...]
+    outputs: Sequence[str]
+
+
+class LossOptions(NamedTuple):
+    """The same with defaults."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    reduction: str = "mean"
+    outputs: Sequence[str] = ()
 
     @property
     def wants_more(self) -> bool:
@@ -125,7 +138,7 @@ class LossOptions(NamedTuple):
 
     def _for_logits(self, shard: VocabShard) -> tuple[Any, ...]:
         """What says which logits there are, and what they mean."""
-        return shard.start, shard.size, self.ignore_index, self.logit_scale, self.softcap
+        return shard.start, shard.size, self.ignore_index, self.logit_scale, self.softcap or 0.0
 
     def for_stats(self, shard: VocabShard) -> tuple[Any, ...]:
         """The options of softmax_stats."""
@@ -141,44 +154,23 @@ class LossOptions(NamedTuple):
         return *self._for_logits(shard), self.label_smoothing, self.z_loss
 
 
-class LossArguments(TypedDict, total=False):
-    """The same as users give them."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-    reduction: str
-    outputs: Sequence[str]
-
-
-def checked_options(
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    outputs: Sequence[str] = (),
-) -> LossOptions:
+def checked_options(**given: Unpack[LossArguments]) -> LossOptions:
     """The options, or ValueError naming the one that is out of its range."""
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is in [0, 1], got {label_smoothing!r}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss is a number from 0 on, got {z_loss!r}")
-    if softcap is not None and not _FP32.tiny <= softcap <= _FP32.max:
-        raise ValueError(f"softcap is a positive number of fp32 or None, got {softcap!r}")
-    if not abs(logit_scale) <= _FP32.max:
-        raise ValueError(f"logit_scale is a finite number of fp32, got {logit_scale!r}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'reduction is "mean", "sum" or "none", got {reduction!r}')
-    unknown = [name for name in outputs if name not in OUTPUTS]
+    options = LossOptions(**given)
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is in [0, 1], got {options.label_smoothing!r}")
+    if not 0 <= options.z_loss < math.inf:
+        raise ValueError(f"z_loss is a number from 0 on, got {options.z_loss!r}")
+    if options.softcap is not None and not _FP32.tiny <= options.softcap <= _FP32.max:
+        raise ValueError(f"softcap is a positive number of fp32 or None, got {options.softcap!r}")
+    if not abs(options.logit_scale) <= _FP32.max:
+        raise ValueError(f"logit_scale is a finite number of fp32, got {options.logit_scale!r}")
+    if options.reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'reduction is "mean", "sum" or "none", got {options.reduction!r}')
+    unknown = [name for name in options.outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"outputs are some of {OUTPUTS}, got {unknown}")
-    numbers = (ignore_index, label_smoothing, z_loss, softcap or 0.0, logit_scale)
-    return LossOptions(*numbers, reduction, tuple(outputs))
+    return options
 
 
 def checked_num_items(num_items: float | Tensor | None, reduction: str) -> Tensor | None:

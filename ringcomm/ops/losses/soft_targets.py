@@ -32,14 +32,13 @@ def soft_cross_entropy(
         raise ValueError(f"targets are wanted on {logits.device}, and are on {target.device}")
     if target.requires_grad:
         raise ValueError("probabilities as targets get no gradient, and these require grad")
-    if options.ignore_index >= 0 or vocab_size not in (None, num_classes):
+    sizes = {vocab_size or num_classes, num_classes if weight is None else weight.numel()}
+    if options.ignore_index >= 0 or sizes != {num_classes}:
         raise ValueError(
-            "probabilities as targets know no padding and no ignored class, got"
-            f" vocab_size={vocab_size} and ignore_index={options.ignore_index}"
-        )
-    if weight is not None and weight.numel() != num_classes:
-        raise ValueError(
-            f"one weight for each of the {num_classes} classes, got shape {tuple(weight.shape)}"
+            "probabilities as targets know no padding and no ignored class: of"
+            f" {num_classes} classes got vocab_size={vocab_size}, class weights of shape"
+            f" {None if weight is None else tuple(weight.shape)} and"
+            f" ignore_index={options.ignore_index}"
         )
     rows = logits.reshape(math.prod(logits.shape[:-1]), num_classes)
     losses = _SoftCrossEntropy.apply(rows, target.reshape(rows.shape), weight, options)

@@ -1,27 +1,30 @@
-"""Updates of weights in place: fakes of csrc/bindings/ops/weight_update_ops.cc, and AdaLomo's.
+"""Updates of weights in place: fakes, and the operators on CUDA as kernels of ringcomm.kernels.
 
-linear_adalomo_update_ is made of the other operators here. AdaLomo (Lv et al. 2023, arXiv
-2310.10195) needs two sums over the whole gradient before the first weight can change, so that the
-gradient is materialized, in fp32. docs/design/optim.md has the formulas.
+They do what csrc/bindings/ops/weight_update_ops.cc does for the CPU. Nothing waits for the device.
+Behind its tensors an operator takes `numbers`: lr, weight_decay, scale and rounding_seed.
 """
 
-import math
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.arguments import (
+    Step,
+    check_float,
+    check_indices,
+    check_tensor,
     check_weight,
     check_writable,
-    numbers_of,
+    gradient_of,
     step_of,
     tokens_of,
     want,
 )
-
-_ops: Any = torch.ops.ringcomm
-
+from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, launch, lead_of, mark_written
 
 # ---- fakes
 
@@ -35,7 +38,7 @@ def _fake_update(weight: Tensor, *args: Any, low: Tensor | None = None, **option
     _check_devices(weight, low, *args)
 
 
-for _name in ("sgd", "linear_sgd", "embedding_sgd", "adalomo", "linear_adalomo"):
+for _name in ("sgd", "linear_sgd", "embedding_sgd", "adalomo"):
     torch.library.register_fake(f"ringcomm::{_name}_update_", _fake_update)
 
 
@@ -51,81 +54,260 @@ def _(weight: Tensor, *args: Any, low: Tensor | None = None, **options: Any) -> 
     return weight.new_empty([2], dtype=torch.float32)
 
 
-# ---- AdaLomo
+# ---- SGD
 
 
-def matrix_factors(row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-    """What a gradient's rows and columns are multiplied by, of the running means of its squares."""
-    return (row / row.mean()).rsqrt(), col.rsqrt()
+def sgd_update_(
+    weight: Tensor,
+    grad: Tensor,
+    *numbers: Any,
+    low: Tensor | None = None,
+    clip_value: float | None = None,
+    first_elem: int = 0,
+) -> None:
+    """One step by a gradient of the weight's shape."""
+    op = "sgd_update_"
+    step = step_of(op, clip_value, *numbers)
+    check_weight(op, weight, low, step, is_matrix=False)
+    want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
+    ordered = gradient_of(op, weight, grad)
+    check_writable(op, weight, low, grad)
+    num_elems, lead = weight.numel(), lead_of(weight)
+    if num_elems:
+        is_aligned = all(
+            (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
+            for tensor in (ordered, low)
+            if tensor is not None
+        )
+        launch(
+            kernels().weight_update.sgd_kernel,
+            (-(-(lead + num_elems) // plans.SGD_BLOCK),),
+            *(weight, low, ordered, lead, num_elems, *step.numbers, first_elem),
+            BLOCK=plans.SGD_BLOCK,
+            IS_ALIGNED=is_aligned,
+            IS_STOCHASTIC=step.is_stochastic,
+            num_warps=plans.SGD_WARPS,
+        )
+    mark_written(weight, low)
 
 
-def step_and_decay(
-    mean_squares: Tensor, lr: float, weight_decay: float, clip_threshold: float, eps_weight: float
-) -> Tensor:
-    """What adalomo_update_ multiplies updates and weights by, of their mean squares.
-
-    lr is relative to the weights' RMS, which is at least eps_weight.
-    """
-    update_rms, weight_rms = mean_squares.sqrt().unbind()
-    step = lr * weight_rms.clamp(min=eps_weight)
-    shrunk = step / (update_rms / clip_threshold).clamp(min=1.0)
-    return torch.stack([shrunk, 1 - step * weight_decay])
+# ---- linear layers
 
 
-def _product(tokens: Tensor, grads: Tensor) -> Tensor:
-    """grads^T tokens in float32, never rounded to less."""
-    if tokens.dtype != torch.float32 and tokens.is_cuda:
-        return torch.mm(grads.t(), tokens, out_dtype=torch.float32)
-    return torch.mm(grads.t().float(), tokens.float())
-
-
-def _linear_adalomo_update_(
+def linear_sgd_update_(
     weight: Tensor,
     x: Tensor,
     grad_out: Tensor,
-    exp_avg_sq_row: Tensor,
-    exp_avg_sq_col: Tensor,
-    lr: float,
-    weight_decay: float,
-    scale: float,
-    rounding_seed: int = -1,
-    *,
-    beta2: float,
-    clip_threshold: float = 1.0,
-    eps_grad: float = 1e-30,
-    eps_weight: float = 1e-3,
+    *numbers: Any,
     low: Tensor | None = None,
     clip_value: float | None = None,
 ) -> None:
-    op = "linear_adalomo_update_"
-    check_weight(op, weight, low, rounding_seed, is_matrix=True)
-    step_of(op, scale, clip_value, rounding_seed, lr, weight_decay)
-    want(0 <= beta2 < 1, op, "beta2 in [0, 1)", beta2)
-    want(0 < clip_threshold < math.inf, op, "a finite clip_threshold above 0", clip_threshold)
-    want(0 <= eps_grad < math.inf, op, "a finite eps_grad from 0 on", eps_grad)
-    want(0 <= eps_weight < math.inf, op, "a finite eps_weight from 0 on", eps_weight)
-    rows, cols = weight.shape
-    old_row = numbers_of(op, "exp_avg_sq_row", exp_avg_sq_row, rows, weight)
-    old_col = numbers_of(op, "exp_avg_sq_col", exp_avg_sq_col, cols, weight)
+    """One step by grad_out^T x.
+
+    cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200), so that it
+    does what it can: one dtype, rounded to nearest, without limits.
+    """
+    op = "linear_sgd_update_"
+    step = step_of(op, clip_value, *numbers)
+    check_weight(op, weight, low, step)
     tokens, grads = tokens_of(op, weight, x, grad_out)
-    check_writable(op, weight, low, x, grad_out, exp_avg_sq_row, exp_avg_sq_col)
-    if not weight.numel():
-        return
-    # Under autocast the product would be one of 16 bits.
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        grad = _product(tokens, grads)
-        row_sums, col_sums = _ops.square_sums(grad, scale, clip_value=clip_value)
-        row = torch.lerp(row_sums / cols + eps_grad, old_row, beta2)
-        col = torch.lerp(col_sums / rows + eps_grad, old_col, beta2)
-        given = (weight, grad, *matrix_factors(row, col))
-        options = {"low": low, "clip_value": clip_value}
-        means = _ops.adalomo_squares(*given, scale, **options) / weight.numel()
-        numbers = step_and_decay(means, lr, weight_decay, clip_threshold, eps_weight)
-        _ops.adalomo_update_(*given, numbers, scale, rounding_seed, **options)
-        exp_avg_sq_row.copy_(row)
-        exp_avg_sq_col.copy_(col)
+    check_writable(op, weight, low, tokens, grads)
+    is_plain = low is None and clip_value is None and not step.is_stochastic
+    if is_plain and tokens.dtype == weight.dtype:
+        alpha = step.minus_lr * step.scale
+        torch.addmm(weight, grads.t(), tokens, beta=step.decay, alpha=alpha, out=weight)
+    elif weight.numel():
+        _update_by_product(weight, low, tokens, grads, step)
+    mark_written(weight, low)
 
 
-_LIBRARY = torch.library.Library("ringcomm", "IMPL")
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("linear_adalomo_update_", _linear_adalomo_update_, _key)
+def _is_describable(rows: Tensor) -> bool:
+    """What TMA can load: 16-bit rows that begin at multiples of 16 bytes."""
+    return (
+        rows.element_size() == 2
+        and rows.numel() > 0
+        and rows.data_ptr() % VECTOR_BYTES == 0
+        and rows.stride(0) * 2 % VECTOR_BYTES == 0
+    )
+
+
+def _update_by_product(
+    weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: Step
+) -> None:
+    num_out, num_in = weight.shape
+    machine = plans.machine_of(weight.device)
+    is_described = machine.has_descriptors and _is_describable(tokens) and _is_describable(grads)
+    plan = plans.linear_plan(num_out, num_in, tokens.element_size(), machine, is_described)
+    kernel: Any = kernels().linear_update.addressed_kernel
+    operands: list[Any] = [tokens, grads, tokens.stride(0), grads.stride(0)]
+    if is_described:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        kernel = kernels().linear_update.described_kernel
+        operands = [
+            TensorDescriptor.from_tensor(tokens, [plan.block_tokens, plan.block_in]),
+            TensorDescriptor.from_tensor(grads, [plan.block_tokens, plan.block_out]),
+        ]
+    launch(
+        kernel,
+        (plans.num_tiles(num_out, num_in, plan.block_out, plan.block_in),),
+        *(weight, low, *operands, len(tokens), num_out, num_in, *step.numbers),
+        BLOCK_TOKENS=plan.block_tokens,
+        BLOCK_OUT=plan.block_out,
+        BLOCK_IN=plan.block_in,
+        IS_STOCHASTIC=step.is_stochastic,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+
+
+# ---- embeddings
+
+
+def embedding_sgd_update_(
+    weight: Tensor,
+    indices: Tensor,
+    grad_out: Tensor,
+    lr: float,
+    weight_decay: float,
+    *numbers: Any,
+    low: Tensor | None = None,
+    clip_value: float | None = None,
+    padding_idx: int = -1,
+) -> None:
+    """One step of the rows that the indices name, or of all where weights decay.
+
+    An index out of range is left out: the lookup before has asserted that there is none.
+    """
+    op = "embedding_sgd_update_"
+    step = step_of(op, clip_value, lr, weight_decay, *numbers)
+    check_weight(op, weight, low, step)
+    num_rows, width = weight.shape
+    is_row = -1 <= padding_idx < max(1, num_rows)
+    want(is_row, op, f"padding_idx to be one of {num_rows} rows, or -1 for none", padding_idx)
+    check_indices(op, indices, grad_out, weight)
+    check_writable(op, weight, low, indices, grad_out)
+    ids, order = torch.sort(indices.reshape(-1), stable=True)
+    touched = ids
+    if weight_decay != 0:
+        touched = torch.arange(num_rows, dtype=ids.dtype, device=ids.device)
+    if touched.numel() and width:
+        column_blocks = -(-width // plans.EMBEDDING_BLOCK)
+        ends = torch.searchsorted(ids, touched), torch.searchsorted(ids, touched, right=True)
+        launch(
+            kernels().weight_update.embedding_kernel,
+            (touched.numel(), column_blocks),
+            weight,
+            low,
+            grad_out.contiguous(),  # (tokens, width), whatever its shape
+            order,
+            ids if weight_decay == 0 else None,
+            *(*ends, num_rows, width, padding_idx, *step.numbers),
+            BLOCK=plans.EMBEDDING_BLOCK,
+            UNROLL=plans.EMBEDDING_UNROLL,
+            IS_STOCHASTIC=step.is_stochastic,
+            num_warps=plans.EMBEDDING_WARPS,
+        )
+    mark_written(weight, low)
+
+
+# ---- AdaLomo
+
+_BLOCK = {"BLOCK_ROWS": plans.MATRIX_ROWS, "BLOCK_COLS": plans.MATRIX_COLS}
+_TILE = {**_BLOCK, "num_warps": plans.MATRIX_WARPS}
+
+
+def _tiles(matrix: Tensor) -> tuple[int, int]:
+    """How many there are along the columns, and along the rows."""
+    return -(-matrix.shape[0] // plans.MATRIX_ROWS), -(-matrix.shape[1] // plans.MATRIX_COLS)
+
+
+def square_sums(
+    grad: Tensor, scale: float, *, clip_value: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sums of the squares of rows and of columns, float32."""
+    op = "square_sums"
+    check_float(op, "grad", grad, grad.device)
+    want(grad.dim() == 2, op, "a matrix", tuple(grad.shape))
+    step = step_of(op, clip_value, 0.0, 0.0, scale)
+    grad = grad.contiguous()
+    tiles_down, tiles_across = _tiles(grad)
+    row_sums = grad.new_empty([tiles_across, grad.shape[0]], dtype=torch.float64)
+    col_sums = grad.new_empty([tiles_down, grad.shape[1]], dtype=torch.float64)
+    if grad.numel():
+        kernel = kernels().matrix_update.square_sums_kernel
+        given = (grad, row_sums, col_sums, *grad.shape, step.scale, step.limit)
+        launch(kernel, (tiles_down * tiles_across,), *given, **_TILE)
+    return row_sums.sum(0).float(), col_sums.sum(0).float()
+
+
+def _factored(op: str, weight: Tensor, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+    """The gradient and what its rows and columns are multiplied by, checked."""
+    for name, factor, size in zip(("row_factor", "col_factor"), factors, weight.shape, strict=True):
+        check_tensor(op, name, factor, weight, torch.float32, (size,))
+    return gradient_of(op, weight, grad), *(factor.contiguous() for factor in factors)
+
+
+def adalomo_squares(
+    weight: Tensor,
+    grad: Tensor,
+    row_factor: Tensor,
+    col_factor: Tensor,
+    scale: float,
+    *,
+    low: Tensor | None = None,
+    clip_value: float | None = None,
+) -> Tensor:
+    """The sums of the squares of the update's direction and of the weight: float32 of shape [2]."""
+    op = "adalomo_squares"
+    step = step_of(op, clip_value, 0.0, 0.0, scale)
+    check_weight(op, weight, low, step)
+    factored = _factored(op, weight, grad, row_factor, col_factor)
+    tiles_down, tiles_across = _tiles(weight)
+    sums = grad.new_empty([2, tiles_down * tiles_across], dtype=torch.float64)
+    if weight.numel():
+        kernel = kernels().matrix_update.update_squares_kernel
+        given = (weight, low, *factored, sums, *weight.shape, step.scale, step.limit)
+        launch(kernel, sums.shape[1:], *given, **_TILE)
+    return sums.sum(1).float()
+
+
+def adalomo_update_(
+    weight: Tensor,
+    grad: Tensor,
+    row_factor: Tensor,
+    col_factor: Tensor,
+    step_and_decay: Tensor,
+    *scale_and_seed: Any,
+    low: Tensor | None = None,
+    clip_value: float | None = None,
+    first_elem: int = 0,
+) -> None:
+    """One step by the gradient times its factors; step and decay are the device's."""
+    op = "adalomo_update_"
+    step = step_of(op, clip_value, 0.0, 0.0, *scale_and_seed)
+    check_weight(op, weight, low, step)
+    want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
+    factored = _factored(op, weight, grad, row_factor, col_factor)
+    check_tensor(op, "step_and_decay", step_and_decay, weight, torch.float32, (2,))
+    check_writable(op, weight, low, *factored, step_and_decay)
+    tiles_down, tiles_across = _tiles(weight)
+    if weight.numel():
+        kernel = kernels().matrix_update.adalomo_kernel
+        options = (step.scale, step.limit, step.key, first_elem)
+        given = (weight, low, *factored, step_and_decay.contiguous(), *weight.shape, *options)
+        is_stochastic = step.is_stochastic
+        launch(kernel, (tiles_down * tiles_across,), *given, IS_STOCHASTIC=is_stochastic, **_TILE)
+    mark_written(weight, low)
+
+
+_CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
+for _launcher in (
+    sgd_update_,
+    linear_sgd_update_,
+    embedding_sgd_update_,
+    square_sums,
+    adalomo_squares,
+    adalomo_update_,
+):
+    _CUDA.impl(_launcher.__name__, _launcher)

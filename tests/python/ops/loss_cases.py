@@ -25,7 +25,7 @@ from triton_scripts import interpret
 
 import ringcomm.ops.losses.cross_entropy_cuda as launchers
 from ringcomm.ops import cross_entropy
-from ringcomm.ops.losses.token_losses_cuda import merge_gathered
+from ringcomm.ops.losses.cross_entropy_cuda import merge_gathered
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, str] = {}

@@ -23,9 +23,9 @@ def check(rank: int) -> None:
     own = _ops.softmax_stats(logits, target, None, 7 * rank, -1, -100, 1.0, 0.0, True, True)
     group = dist.distributed_c10d._get_default_group().group_name
     wanted = _ops.merge_softmax_stats(own, group)
-    from ringcomm.ops.losses import token_losses_cuda
+    from ringcomm.ops.losses import cross_entropy_cuda
 
-    found = token_losses_cuda.merge_softmax_stats(own, group)
+    found = cross_entropy_cuda.merge_softmax_stats(own, group)
     torch.testing.assert_close(found[:, :5], wanted[:, :5], rtol=1e-6, atol=1e-6)
     bits = (stats[:, 5].contiguous().view(torch.int32) for stats in (found, wanted))
     assert torch.equal(*bits)

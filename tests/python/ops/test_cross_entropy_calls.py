@@ -20,21 +20,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # ---- torch's own checks
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradcheck(reduction: str) -> None:
-    """Differences of fp32 losses: a step of 0.02 leaves some 1e-4 of rounding and of curvature."""
-    logits, target = random_logits((3, 7), spread=1.0).requires_grad_(), random_targets((3,), 6)
-    options: dict[str, Any] = {"class_weight": class_weights(6), "vocab_size": 6}
-    options.update(label_smoothing=0.1, z_loss=1e-2, softcap=3.0, logit_scale=1.2)
-
-    def loss(x: Tensor) -> Tensor:
-        result: Tensor = cross_entropy(x, target, reduction=reduction, **options)
-        return result
-
-    with pytest.warns(UserWarning, match="double precision"):
-        assert torch.autograd.gradcheck(loss, logits, eps=0.02, atol=2e-3, rtol=1e-2)
-
-
 @pytest.mark.parametrize("weight", [None, class_weights(8)], ids=["plain", "weight"])
 def test_opcheck(weight: Tensor | None) -> None:
     """merge_softmax_stats has a group: test_vocab_parallel.py."""
@@ -66,8 +51,7 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
     [
         ({}, FP32, False),
         ({"weight": "some"}, FP16, True),
-        ({"reduction": "items_tensor"}, FP16, False),
-        ({"reduction": "items"}, FP32, True),
+        ({"reduction": "items_tensor"}, FP32, True),
         ({"softcap": "5", "smoothing": "0.1"}, FP32, None),  # with probabilities
     ],
 )
@@ -105,17 +89,7 @@ def test_operators_refuse_what_the_wrapper_would() -> None:
             logits, target, None, None, 7, -100, 1.0, 0.0, 0.0, 0.0, "mean", False
         )
     with pytest.raises(ValueError, match="shape"):
-        _ops.cross_entropy_loss(stats_of_nothing(), target, None, None, 5, -100, 0.0, 0.0, "mean")
-
-
-def stats_of_nothing() -> Tensor:
-    return torch.empty(0, 6)
-
-
-def test_a_vocabulary_that_a_float_cannot_count() -> None:
-    logits = torch.empty(1, 1, dtype=BF16).expand(1, (1 << 24) + 1)
-    with pytest.raises(ValueError, match="16777217"):
-        cross_entropy(logits, torch.zeros(1, dtype=torch.int64))
+        _ops.cross_entropy_loss(torch.empty(0, 6), target, None, None, 5, -100, 0.0, 0.0, "mean")
 
 
 # ---- modules
@@ -132,20 +106,18 @@ def test_module() -> None:
     assert not module.state_dict()
     half = module.bfloat16()(logits.bfloat16(), target)[0]
     torch.testing.assert_close(half, module.float()(logits, target)[0], rtol=0.02, atol=0.02)
-    target = random_targets((5,), 9, ignore_index=2)
-    options = {"reduction": "sum", "ignore_index": 2}
-    inplace = nn.CrossEntropyLoss(inplace=True, **options)(logits.clone(), target)
-    oracle.assert_equal(inplace, cross_entropy(logits, target, **options))
 
 
 # ---- wrong arguments
 
 LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+HUGE = torch.empty(1, 1).expand(1, (1 << 24) + 1)  # more classes than a float can count
 
 
 @pytest.mark.parametrize(
     ("error", "words", "args", "options"),
     [
+        (ValueError, "16777217", (HUGE, TARGET[:1]), {}),
         (TypeError, "float64", (LOGITS.double(), TARGET), {}),
         (TypeError, "int64", (LOGITS.long(), TARGET), {}),
         (TypeError, "int16", (LOGITS, TARGET.short()), {}),
@@ -156,7 +128,6 @@ LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
         (ValueError, "0 columns", (LOGITS[:, :0], TARGET), {}),
         (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET), {"vocab_size": 7}),
         (ValueError, "vocabulary of 0", (LOGITS, TARGET), {"vocab_size": 0}),
-        (ValueError, "vocabulary of -3", (LOGITS, TARGET), {"vocab_size": -3}),
         (ValueError, "vocab_start=2", (LOGITS, TARGET), {"vocab_start": 2}),
         (ValueError, "6 columns for a vocabulary of 7", (LOGITS, TARGET),
          {"class_weight": torch.ones(7)}),
@@ -168,9 +139,7 @@ LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
         (ValueError, "weights get no gradient", (LOGITS, PROBABILITIES),
          {"class_weight": torch.ones(6, requires_grad=True)}),
         (ValueError, "1.5", (LOGITS, TARGET), {"label_smoothing": 1.5}),
-        (ValueError, "nan", (LOGITS, TARGET), {"label_smoothing": math.nan}),
         (ValueError, "inf", (LOGITS, TARGET), {"z_loss": math.inf}),
-        (ValueError, "softcap.*0", (LOGITS, TARGET), {"softcap": 0}),
         (ValueError, "softcap.*1e-60", (LOGITS, TARGET), {"softcap": 1e-60}),
         (ValueError, "logit_scale.*inf", (LOGITS, TARGET), {"logit_scale": math.inf}),
         (ValueError, "'avg'", (LOGITS, TARGET), {"reduction": "avg"}),
@@ -188,7 +157,7 @@ LOGITS, TARGET = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
         (ValueError, "vocab_start=2", (LOGITS, PROBABILITIES), {"vocab_start": 2}),
         (ValueError, "ignore_index=3", (LOGITS, PROBABILITIES), {"ignore_index": 3}),
         (ValueError, "meta", (LOGITS, PROBABILITIES.to("meta")), {}),
-        (ValueError, r"6 classes, got shape \(1,\)", (LOGITS, PROBABILITIES),
+        (ValueError, r"6 classes got .* shape \(1,\)", (LOGITS, PROBABILITIES),
          {"class_weight": torch.ones(1)}),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""reduce_scatter_update_all_gather_: bits against its parts, steps against torch.optim, a model."""
+"""reduce_scatter_update_all_gather_ and optimizer_update_: bits, torch.optim's steps, bad calls."""
 
 from __future__ import annotations
 
@@ -9,31 +9,24 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from update_runs import BF16, F16, F32, OPTIMIZERS, Run, average, sizes, start
+from update_runs import BF16, F16, F32, OPTIMIZERS, Run, average, grad_of, sizes, start
 
-from ringcomm import Options, ops
-from ringcomm.ops import LomoStep, SGDStep
+import ringcomm
+from ringcomm import MismatchError, Options, ops
+from ringcomm.ops import AdamWStep, LomoStep, SGDStep
 
 NUM_STEPS = 5
 # A slice of 256 KiB and an element, on each rank.
 TWO_SLICES = 65_537
+RULES = {name: rule for name, rule in OPTIMIZERS.items() if not name.startswith("lomo")}
 
-# ---- the parts
-
-_own_group: list[dist.ProcessGroup] = []
-
-
-def own_group() -> dist.ProcessGroup:
-    """A group of this rank alone: there the operator is the update and nothing else."""
-    if not _own_group:
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        _own_group.append(groups[dist.get_rank()])
-    return _own_group[0]
+# ---- bits of the parts
 
 
-def unfused_step(run: Run, step: int) -> None:
+def unfused_step(run: Run, step: int, alone: dist.ProcessGroup) -> None:
+    """In a group of this rank alone the operator is the update and nothing else."""
     grad = run.grad(step)
     if grad.numel() > 0 and grad.numel() % run.world_size == 0:
         reduced = ops.reduce_scatter(grad, "avg")
@@ -45,7 +38,7 @@ def unfused_step(run: Run, step: int) -> None:
         run.state,
         optimizer=run.optimizer,
         step=step,
-        group=own_group(),
+        group=alone,
     )
     for rank in range(run.world_size):
         begin, end = ops.shard_range(grad.numel(), run.world_size, rank)
@@ -56,38 +49,36 @@ KINDS = [(F32, F32, False), (BF16, BF16, False), (BF16, BF16, True)]
 KINDS += [(F16, F32, False), (F32, BF16, False)]
 
 
-def check_bits(rank: int, name: str, algorithm: str) -> None:
+def check_bits(rank: int, names: list[str], algorithm: str) -> None:
     world_size = dist.get_world_size()
-    for dtype, grad_dtype, master in KINDS:
-        if master and name.startswith("lomo"):
-            continue
-        for num_elems in [*sizes(world_size), TWO_SLICES * world_size]:
-            kwargs = {"grad_dtype": grad_dtype, "master": master}
-            fused = Run(OPTIMIZERS[name], num_elems, dtype, **kwargs)
-            parts = Run(OPTIMIZERS[name], num_elems, dtype, **kwargs)
-            for step in (1, 2):
-                fused.step(step)
-                if algorithm == "auto":
-                    unfused_step(parts, step)
-                    oracle.assert_equal(fused.param, parts.param)
-                    for key, value in fused.state.items():
-                        oracle.assert_equal(value, parts.state[key])
-            oracle.assert_equal(ops.broadcast(fused.param, 0), fused.param)
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    for name in names:
+        for dtype, grad_dtype, master in KINDS:
+            if master and name.startswith("lomo"):
+                continue
+            for num_elems in [*sizes(world_size), TWO_SLICES * world_size]:
+                made = (OPTIMIZERS[name], num_elems, dtype)
+                fused, parts = (Run(*made, grad_dtype=grad_dtype, master=master) for _ in "ab")
+                for step in (1, 2):
+                    fused.step(step)
+                    if algorithm == "auto":
+                        unfused_step(parts, step, alone)
+                        oracle.assert_equal(fused.param, parts.param)
+                        for key, value in fused.state.items():
+                            oracle.assert_equal(value, parts.state[key])
+                oracle.assert_equal(ops.broadcast(fused.param, 0), fused.param)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [(1 + i % 4, name) for i, name in enumerate(sorted(OPTIMIZERS))] + [(4, "adamw")],
-)
-def test_same_bits_as_the_parts_and_on_all_ranks(world_size: int, name: str) -> None:
-    run_ranks(world_size, check_bits, name, "auto")
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_same_bits_as_the_parts_and_on_all_ranks(world_size: int) -> None:
+    run_ranks(world_size, check_bits, sorted(OPTIMIZERS)[world_size - 1 :: 4], "auto")
 
 
 def test_same_bits_on_all_ranks_of_a_ring() -> None:
-    run_ranks(3, check_bits, "adamw", "ring", pg_options=Options(algorithm="ring"))
+    run_ranks(3, check_bits, ["adamw"], "ring", pg_options=Options(algorithm="ring"))
 
 
-# ---- torch.optim
+# ---- steps of torch.optim
 
 
 def torch_step(optimizer: Any, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
@@ -121,11 +112,15 @@ def ulps(actual: Tensor, expected: Tensor, before: Tensor) -> float:
     return float(((actual.double() - expected.double()).abs() / ulp.double()).max())
 
 
-def shards_of_steps(
-    rank: int, name: str, dtype: torch.dtype, master: bool
-) -> list[list[dict[str, Tensor]]]:
+Case = tuple[str, torch.dtype, bool]
+CASES: list[Case] = [(name, F32, False) for name in sorted(OPTIMIZERS)]
+CASES += [(n, d, m) for n in ("momentum", "adamw") for d in (BF16, F16) for m in (False, True)]
+CASES += [("lomo", BF16, False), ("lomo", F16, False)]
+
+
+def shards_of_steps(rank: int, case: Case) -> list[list[dict[str, Tensor]]]:
     """For each size: this rank's shard of everything before the first step and after each."""
-    found = []
+    (name, dtype, master), found = case, []
     for num_elems in sizes(dist.get_world_size()):
         run = Run(OPTIMIZERS[name], num_elems, dtype, master=master)
         steps = []
@@ -138,10 +133,12 @@ def shards_of_steps(
     return found
 
 
-def check_torch(world_size: int, name: str, dtype: torch.dtype, master: bool) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_of_torch_optim(case: Case) -> None:
     """Every step by torch.optim from where we were before it; 2 ulp apart at most."""
+    (name, dtype, master), world_size = case, 3
     optimizer = OPTIMIZERS[name]
-    by_rank = run_ranks(world_size, shards_of_steps, name, dtype, master)
+    by_rank = run_ranks(world_size, shards_of_steps, case)
     for num_elems, *ranks in zip(sizes(world_size), *by_rank, strict=True):
         steps = [
             {key: torch.cat([shards[key] for shards in parts]) for key in parts[0]}
@@ -154,9 +151,8 @@ def check_torch(world_size: int, name: str, dtype: torch.dtype, master: bool) ->
             state = {key: before[key].clone() for key in optimizer.state_names}
             state["step"] = torch.tensor(step)
             weight = before[weight_key].float().clone()
-            torch_step(
-                optimizer, weight, average(world_size, num_elems, dtype, step).float(), state
-            )
+            grad = average(world_size, num_elems, dtype, step).float()
+            torch_step(optimizer, weight, grad, state)
             for key in optimizer.state_names:
                 assert ulps(after[key], state[key], before[key]) <= 2
             if dtype == F32 or master:
@@ -167,31 +163,238 @@ def check_torch(world_size: int, name: str, dtype: torch.dtype, master: bool) ->
                 torch.testing.assert_close(after["param"], weight.to(dtype), rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [*((3, name) for name in sorted(OPTIMIZERS)), (1, "adamw"), (4, "momentum")],
-)
-def test_steps_of_torch_optim(world_size: int, name: str) -> None:
-    check_torch(world_size, name, F32, False)
+def new_state(rule: Any, num_elems: int) -> dict[str, Tensor]:
+    return {name: torch.zeros(num_elems) for name in rule.state_names}
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize(
-    ("name", "master"),
-    [("momentum", False), ("momentum", True), ("adamw", False), ("adamw", True), ("lomo", False)],
-)
-def test_steps_in_16_bits(name: str, master: bool, dtype: torch.dtype) -> None:
-    check_torch(3, name, dtype, master)
+@pytest.mark.parametrize("name", RULES)
+def test_optimizer_update(name: str) -> None:
+    """The same without a group; weights of 16 bits with a master are its rounded form."""
+    for num_elems in (0, 1, 7, 33, 10_003):
+        rule, param = RULES[name], start(num_elems, F32)
+        state, halves = new_state(rule, num_elems), {d: param.to(d) for d in (BF16, F16)}
+        masters = {d: {**new_state(rule, num_elems), "master": param.clone()} for d in halves}
+        for step in range(1, 5):
+            grad = grad_of(0, num_elems, BF16, step)
+            expected = {name: value.clone() for name, value in state.items()}
+            expected["step"], weight, before = torch.tensor(step), param.clone(), param.clone()
+            torch_step(rule, weight, grad.float() * 0.5, expected)
+            options: dict[str, Any] = {"optimizer": rule, "step": step, "grad_scale": 0.5}
+            assert ops.optimizer_update_(param, grad, state, **options) is param
+            assert ulps(param, weight, before) <= 2
+            for dtype, half in halves.items():
+                ops.optimizer_update_(half, grad, masters[dtype], **options)
+                oracle.assert_equal(masters[dtype]["master"], param)
+                oracle.assert_equal(half, param.to(dtype))
 
 
-def check_scale(rank: int) -> None:
-    """Not averaged, and unscaled: exact in powers of two."""
+@pytest.mark.parametrize("name", ["adamw", "nesterov"])
+def test_any_threads_and_any_parts_have_the_same_bits(name: str) -> None:
+    rule, num_elems = RULES[name], 100_003
+    grad = grad_of(0, num_elems, F32, 1)
+    whole, state = start(num_elems, F32), new_state(rule, num_elems)
+    other, others = start(num_elems, F32), new_state(rule, num_elems)
+    with oracle.num_threads(1):
+        ops.optimizer_update_(whole, grad, state, optimizer=rule, step=1)
+    with oracle.num_threads(3):
+        for begin in range(0, num_elems, 33_333):
+            part = slice(begin, begin + 33_333)
+            states = {key: value[part] for key, value in others.items()}
+            ops.optimizer_update_(other[part], grad[part], states, optimizer=rule, step=1)
+    for one, two in ((whole, other), *((state[key], others[key]) for key in state)):
+        oracle.assert_equal(two, one)
+
+
+@in_ranks(2)
+def test_scale_bytes_and_what_is_not_finite(rank: int) -> None:
+    """Infinities and NaN go into parameters and state, and nowhere else."""
     plain, scaled = (Run(OPTIMIZERS["adamw"], 1001, F32) for _ in range(2))
     plain.step(1)
-    scaled.step(1, average=False, grad_scale=0.5)
+    scaled.step(1, average=False, grad_scale=0.5)  # exact in powers of two
     oracle.assert_equal(scaled.param, plain.param)
     assert not torch.equal(scaled.param, Run(OPTIMIZERS["adamw"], 1001, F32).param)
+    before = ringcomm.stats()["reduce_scatter_update_all_gather", "direct"]
+    Run(OPTIMIZERS["adamw"], 1000, F32, grad_dtype=BF16).step(1)
+    counts = ringcomm.stats()["reduce_scatter_update_all_gather", "direct"]
+    assert counts["num_calls"] - before["num_calls"] == 1
+    assert counts["sent_bytes"] - before["sent_bytes"] == 500 * 2 + 500 * 4
+    for name, optimizer in OPTIMIZERS.items():
+        run, grad = Run(optimizer, 100, F32), torch.zeros(100)
+        grad[3 + 50 * rank] = (float("nan"), float("inf"))[rank]
+        ops.reduce_scatter_update_all_gather_(
+            run.param, grad, run.state, optimizer=optimizer, step=1
+        )
+        wrong = (~run.param.isfinite()).nonzero().flatten().tolist()
+        assert wrong == ([3] if name == "lomo_clipped" else [3, 53])
 
 
-def test_scale() -> None:
-    run_ranks(2, check_scale)
+# ---- as an operator
+
+
+@in_ranks(2, timeout_s=120)
+def test_operator(rank: int) -> None:
+    packet = torch.ops.ringcomm.reduce_scatter_update_all_gather_
+    group_name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    common = {"lr": 0.1, "weight_decay": 0.1, "average": True, "grad_scale": 1.0}
+    param, grad, first, second = torch.rand(4, 4).unbind()
+    sgd = {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "step": 2, **common}
+    adamw = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 2, **common}
+    shard = [t[:2].clone() for t in (first, second, first)]
+    half = param.clone().bfloat16()
+    for overload, args, kwargs in (
+        (packet.sgd, (param.clone(), grad.clone(), None, None), {**sgd, "momentum": 0.0}),
+        (packet.sgd, (half, grad.clone(), shard[0], shard[1]), sgd),
+        (packet.adamw, (half, grad.clone(), shard[0], shard[1], shard[2]), adamw),
+        (packet.lomo, (param.clone(), grad.clone()), {"clip_value": None, **common}),
+    ):
+        torch.library.opcheck(overload, (*args, group_name), kwargs)
+    parameter = nn.Parameter(param.clone())
+    with pytest.raises(ValueError, match="requires grad"):
+        packet.lomo(parameter, grad, group_name, clip_value=None, **common)
+    state, adam = ops.new_shard_state(parameter, OPTIMIZERS["adamw"]), OPTIMIZERS["adamw"]
+    versions = parameter._version, state["exp_avg"]._version
+    ops.reduce_scatter_update_all_gather_(parameter, grad, state, optimizer=adam, step=1)
+    assert parameter._version > versions[0]
+    assert state["exp_avg"]._version > versions[1]
+
+
+@in_ranks(2, timeout_s=120)
+def test_compile(rank: int) -> None:
+    for name in ("momentum", "lomo"):
+        optimizer = OPTIMIZERS[name]
+        eager, compiled = Run(optimizer, 11, F32), Run(optimizer, 11, F32)
+
+        def step(
+            param: Tensor, grad: Tensor, state: Any, num: int, optimizer: Any = optimizer
+        ) -> Tensor:
+            result = ops.reduce_scatter_update_all_gather_(
+                param, grad * 2, state, optimizer=optimizer, step=num
+            )
+            return result + 1
+
+        fast = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for num in (1, 2):
+            expected = step(eager.param, eager.grad(num), eager.state, num)
+            actual = fast(compiled.param, eager.grad(num), compiled.state, num)
+            oracle.assert_equal(actual, expected)
+            oracle.assert_equal(compiled.param, eager.param)
+
+
+# ---- what is wrong
+
+
+def test_shards_cover_the_buffer() -> None:
+    for num_elems in (0, 1, 5, 12, 1001):
+        for world_size in (1, 2, 3, 7):
+            ends = [ops.shard_range(num_elems, world_size, rank) for rank in range(world_size)]
+            assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]
+            assert ends[-1][1] == num_elems
+            lengths = [end - begin for begin, end in ends]
+            assert max(lengths) - min(lengths) <= 1
+            assert lengths == sorted(lengths, reverse=True)
+    for wrong in ((5, 2, 2), (5, 2, -1), (-1, 2, 0)):
+        with pytest.raises(ValueError, match="no shard"):
+            ops.shard_range(*wrong)
+
+
+# In place of the argument of a right call: a gradient, a state, a step or another optimizer.
+WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (ValueError, "lr is", {"optimizer": SGDStep(lr=-1)}),
+    (ValueError, "lr is", {"optimizer": SGDStep(lr=float("nan"))}),
+    (ValueError, "momentum is", {"optimizer": SGDStep(lr=1, momentum=-0.1)}),
+    (ValueError, "dampening", {"optimizer": SGDStep(lr=1, dampening=float("inf"))}),
+    (ValueError, "nesterov needs", {"optimizer": SGDStep(lr=1, nesterov=True)}),
+    (ValueError, "betas are", {"optimizer": AdamWStep(betas=(1.0, 0.9))}),
+    (ValueError, "betas are", {"optimizer": AdamWStep(betas=(0.9, -1))}),
+    (ValueError, "eps is", {"optimizer": AdamWStep(eps=-1e-8)}),
+    (ValueError, "weight_decay is", {"optimizer": AdamWStep(weight_decay=float("inf"))}),
+    (ValueError, "grad_scale is a finite", {"grad_scale": float("nan")}),
+    (ValueError, "gradient contiguous", {"grad": torch.ones(20)[::2]}),
+    (ValueError, "parameters contiguous", {"param": torch.ones(20)[::2]}),
+    (ValueError, "parameters' shape|of 10 elements", {"grad": torch.ones(9)}),
+    (TypeError, "gradient in float32", {"grad": torch.ones(10).int()}),
+    (TypeError, "parameters in float32", {"param": torch.ones(10).double()}),
+    (ValueError, "state of AdamWStep has .*exp_avg", {"state": {}}),
+    (ValueError, "has .*momentum_buffer", {"optimizer": OPTIMIZERS["momentum"], "state": {}}),
+    (ValueError, "step counts|counts the steps", {"step": 0}),
+]
+
+
+def check_refused(call: Any, num_elems: int) -> None:
+    param, grad = torch.ones(10), torch.ones(10)
+    state = {key: torch.zeros(num_elems) for key in ("exp_avg", "exp_avg_sq")}
+    of_state: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "memory", {"grad": param}),
+        (ValueError, "memory", {"state": {**state, "exp_avg": state["exp_avg_sq"]}}),
+        (TypeError, "exp_avg in float32", {"state": {**state, "exp_avg": state["exp_avg"].half()}}),
+        (ValueError, "rank's shard|elements", {"state": {**state, "exp_avg": torch.ones(11)}}),
+        (ValueError, "for 16-bit", {"state": {**state, "master": torch.zeros(num_elems)}}),
+    ]
+    for error, words, changes in (*WRONG, *of_state):
+        args = {"param": param, "grad": grad, "state": state, "optimizer": AdamWStep(), "step": 1}
+        if "optimizer" in changes and "state" not in changes:
+            names = changes["optimizer"].state_names
+            args["state"] = {key: torch.zeros(num_elems) for key in names}
+        with pytest.raises(error, match=words):
+            call(**{**args, **changes})
+        assert (param == 1).all()
+    call(**{**args, "optimizer": OPTIMIZERS["adamw"]})
+    assert (param != 1).all()
+
+
+def test_wrong_arguments_without_a_group() -> None:
+    check_refused(ops.optimizer_update_, 10)
+    param = torch.ones(4, requires_grad=True)
+    ops.optimizer_update_(param, torch.ones(4), {}, optimizer=SGDStep(lr=0.5), step=1)
+    assert param._version == 1
+
+
+@in_ranks(2)
+def test_wrong_arguments(rank: int) -> None:
+    """Each is refused before anything is exchanged, and the group works on."""
+    call, ones = ops.reduce_scatter_update_all_gather_, torch.ones(10)
+    check_refused(call, 5)
+    for optimizer, state, words in (
+        (LomoStep(lr=1), {"master": torch.ones(5)}, "no 'master'"),
+        (LomoStep(lr=1, clip_value=0.0), {}, "clip_value is positive"),
+        (LomoStep(lr=1, weight_decay=-1), {}, "weight_decay is"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(ones, ones.clone(), state, optimizer=optimizer, step=1)
+    for optimizer, dtype in ((OPTIMIZERS["adamw"], F32), (LomoStep(lr=1), BF16)):
+        with pytest.raises(ValueError, match="no master weights"):
+            ops.new_shard_state(ones.to(dtype), optimizer, master=True)
+
+
+@in_ranks(2, backend="gloo", fresh=True)
+def test_over_gloo(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"backend ringcomm .* gloo"):
+        ops.reduce_scatter_update_all_gather_(
+            torch.ones(2), torch.ones(2), {}, optimizer=SGDStep(lr=1), step=1
+        )
+
+
+MISMATCHES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"optimizer": SGDStep(lr=0.25)}, {"optimizer": SGDStep(lr=0.5)}, ["lr=0.25", "lr=0.5"]),
+    ({"optimizer": SGDStep(lr=1)}, {"optimizer": LomoStep(lr=1)}, ["sgd", "lomo"]),
+    ({"step": 3}, {"step": 4}, ["step 3", "step 4"]),
+    ({"num_elems": 100}, {"num_elems": 101}, ["400 bytes", "404 bytes"]),
+    ({"average": True}, {"average": False}, ["avg", "sum"]),
+    ({"dtype": BF16}, {"dtype": F32}, ["of bfloat16 param", "of float32 param"]),
+    ({"grad_scale": 0.5}, {"grad_scale": 0.25}, ["scale=0.5", "scale=0.25"]),
+]
+
+
+@in_ranks(2, fresh=True)
+def test_ranks_that_differ(rank: int) -> None:
+    """Both calls are named on both ranks; each case has a group, which does not survive it."""
+    for first, second, words in MISMATCHES:
+        group = dist.new_group()
+        chosen: dict[str, Any] = {"optimizer": SGDStep(lr=1), "num_elems": 100, "dtype": F32}
+        chosen |= {"step": 1, **(first, second)[rank]}
+        made = (chosen.pop(name) for name in ("optimizer", "num_elems", "dtype"))
+        run = Run(*made, grad_dtype=F32)
+        with pytest.raises(MismatchError) as caught:
+            run.step(chosen.pop("step"), group=group, **chosen)
+        for word in ["reduce_scatter_update_all_gather", *words]:
+            assert word in str(caught.value)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against float64, its memory, its updates, and what is wrong."""
+"""linear_cross_entropy: shapes, memory, updates, and what is wrong."""
 
 from __future__ import annotations
 
@@ -16,65 +16,21 @@ from linear_loss import (
     HIDDEN,
     MODULE,
     TOKENS,
-    check_near,
     gradients,
     layer,
     reference,
     run,
     set_blocks,
 )
-from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, named, options_of
-from ranks import place
+from loss_oracle import OUTPUTS
 from torch import Tensor
 
-from ringcomm.nn import LinearCrossEntropyLoss
 from ringcomm.ops import linear_cross_entropy
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     set_blocks(monkeypatch.setattr)
-
-
-CASES = covering(
-    {
-        "dtype": tuple(BY_NAME),
-        "blocks": ("many", "one"),
-        "path": ("plain", "module", "fused update"),
-        **OPTION_AXES,
-    }
-)
-
-
-@pytest.mark.parametrize("case", CASES, ids=named)
-def test_against_float64(
-    case: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every pair of options, types and ways to the weight's gradient."""
-    where = place(device, 0)
-    if case["blocks"] == "many":
-        set_blocks(monkeypatch.setattr)
-    dtype, options = BY_NAME[case["dtype"]], options_of(case, CLASSES)
-    given = layer(dtype, **options)
-    exact = run(reference, given, F64, outputs=OUTPUTS, **options)
-    torchs = run(reference, given, dtype, wide=F32, outputs=OUTPUTS, **options)
-
-    def by_module(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        bias: Tensor,
-        num_items: Any = None,
-        **o: Any,
-    ) -> Any:
-        return LinearCrossEntropyLoss(**o)(hidden, weight, target, bias, num_items)
-
-    call = by_module if case["path"] == "module" else linear_cross_entropy
-    updates = torch.full([CLASSES, HIDDEN], torch.nan, device=where)
-    options["updates"] = updates if case["path"] == "fused update" else None
-    actual = run(call, given, dtype, device=where, outputs=OUTPUTS, **options)
-    for found, right, other in zip(actual, exact, torchs, strict=True):
-        check_near(found, right, other, dtype)
 
 
 def test_other_shapes_and_strides(small_blocks: None) -> None:
@@ -111,21 +67,15 @@ def test_gradients_only_where_they_are_wanted(reduction: str, small_blocks: None
             assert torch.equal(found.double(), right)
 
 
-def test_no_second_derivative() -> None:
-    given = layer(F32)
-    hidden = given["hidden"].requires_grad_()
-    loss = linear_cross_entropy(hidden, given["weight"], given["target"]).square()
-    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_backward_twice(reduction: str, small_blocks: None) -> None:
+def test_backward_twice_but_not_of_itself(reduction: str, small_blocks: None) -> None:
     given = layer(F32)
     hidden = given["hidden"].requires_grad_()
     loss = linear_cross_entropy(hidden, given["weight"], given["target"], reduction=reduction)
     first = torch.autograd.grad(loss.sum(), hidden, retain_graph=True)[0]
+    (grad,) = torch.autograd.grad(loss.square().sum(), hidden, retain_graph=True, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward(retain_graph=True)
     assert torch.equal(first, torch.autograd.grad(loss.sum(), hidden)[0])
 
 
@@ -235,22 +185,14 @@ def test_nothing_to_learn(reduction: str) -> None:
     [
         ({"hidden": torch.zeros(TOKENS, HIDDEN, dtype=F64)}, TypeError, "hidden is of float32"),
         ({"hidden": torch.zeros(TOKENS, HIDDEN - 1)}, ValueError, "weight of shape"),
-        ({"hidden": torch.zeros([])}, ValueError, "weight of shape"),
-        ({"weight": torch.zeros(HIDDEN)}, ValueError, "weight of shape"),
         ({"weight": torch.zeros(CLASSES, HIDDEN, dtype=BF16)}, TypeError, "the weight"),
         ({"bias": torch.zeros(CLASSES - 1)}, ValueError, "the bias has shape"),
         ({"bias": torch.zeros(CLASSES, dtype=BF16)}, TypeError, "the bias"),
         ({"weight": torch.zeros(CLASSES, HIDDEN, device="meta")}, ValueError, "on meta"),
         ({"target": torch.zeros(TOKENS - 1, dtype=torch.int64)}, ValueError, "targets have shape"),
-        ({"target": torch.zeros(TOKENS)}, TypeError, "targets are int64"),
         ({"target": torch.arange(TOKENS) + CLASSES - 70}, IndexError, "target 70 is 333"),
-        ({"target": torch.arange(TOKENS) - 20}, IndexError, "target 0 is -20"),
         ({"class_weight": torch.ones(CLASSES - 1), "vocab_size": CLASSES}, ValueError, "weight"),
-        ({"class_weight": torch.ones(CLASSES, dtype=F64)}, TypeError, "weights are float32"),
         ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
-        ({"vocab_size": 0}, ValueError, "vocabulary of 0"),
-        ({"vocab_start": 3}, ValueError, "vocab_start"),
-        ({"reduction": "sum", "num_items": 3}, ValueError, "num_items"),
         ({"outputs": ("logits",)}, ValueError, "outputs"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel"),
     ],
@@ -278,20 +220,6 @@ def sgd(weight: Tensor, lr: float, seen: list[int]) -> Callable[[slice, Tensor],
     return update
 
 
-def test_fused_update_of_a_frozen_hidden_and_once(small_blocks: None) -> None:
-    given = layer(F32)
-    weight = given["weight"].requires_grad_()
-    seen: list[int] = []
-    loss = linear_cross_entropy(
-        given["hidden"], weight, given["target"], fused_update=sgd(weight, 0.1, seen)
-    )
-    assert not seen
-    loss.backward(retain_graph=True)
-    assert seen == list(range(CLASSES))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_training_with_fused_updates(small_blocks: None) -> None:
     """Ten steps as with torch.optim.SGD; hidden's gradient is of the weight as it was."""
     given = layer(F32)
@@ -302,8 +230,14 @@ def test_training_with_fused_updates(small_blocks: None) -> None:
         optimizer.zero_grad()
         linear_cross_entropy(hidden[0], plain, given["target"]).backward()
         optimizer.step()
-        update = sgd(fused, 0.5, [])
-        linear_cross_entropy(hidden[1], fused, given["target"], fused_update=update).backward()
+        seen: list[int] = []
+        update = sgd(fused, 0.5, seen)
+        loss = linear_cross_entropy(hidden[1], fused, given["target"], fused_update=update)
+        assert not seen
+        loss.backward(retain_graph=True)
+        assert seen == list(range(CLASSES))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
     torch.testing.assert_close(fused, plain)
     torch.testing.assert_close(hidden[1].grad, hidden[0].grad)
 
@@ -337,16 +271,10 @@ def test_autocast(path: str, hidden_dtype: torch.dtype, small_blocks: None) -> N
 @pytest.mark.parametrize("path", ["mean", "none", "fused"])
 def test_compile(path: str, small_blocks: None) -> None:
     given = layer(F32)
+    options: dict[str, Any] = {"reduction": "none" if path == "none" else "mean", "softcap": 8.0}
 
-    def step(hidden: Tensor, weight: Tensor, target: Tensor, fused_update: Any) -> Tensor:
-        loss = linear_cross_entropy(
-            hidden * 2,
-            weight,
-            target,
-            reduction="none" if path == "none" else "mean",
-            softcap=8.0,
-            fused_update=fused_update,
-        )
+    def step(hidden: Tensor, weight: Tensor, target: Tensor, update: Any) -> Tensor:
+        loss = linear_cross_entropy(hidden * 2, weight, target, fused_update=update, **options)
         return loss.sum()
 
     # The update is the user's code, and may be what dynamo cannot trace.
@@ -355,10 +283,8 @@ def test_compile(path: str, small_blocks: None) -> None:
     for function in (step, fast):
         hidden, weight = (given[name].clone().requires_grad_() for name in ("hidden", "weight"))
         for _ in range(2):
-            seen: list[int] = []
-            update = sgd(weight, 0.1, seen) if path == "fused" else None
+            update = sgd(weight, 0.1, []) if path == "fused" else None
             loss = function(hidden, weight, given["target"], update)
             loss.backward()
-            assert len(seen) == (CLASSES if path == "fused" else 0)
         results.append((loss, hidden.grad, weight if path == "fused" else weight.grad))
     torch.testing.assert_close(*results)

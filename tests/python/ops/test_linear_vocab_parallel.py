@@ -1,8 +1,10 @@
-"""linear_cross_entropy over a vocabulary in shards, tokens in shares or not."""
+"""linear_cross_entropy against float64: alone, and over a vocabulary in shards."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -20,63 +22,76 @@ from linear_loss import (
     run,
     set_blocks,
 )
-from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, options_of
+from loss_oracle import BY_NAME, OPTION_AXES, OUTPUTS, covering, named, options_of
 from pair_table import Case
-from ranks import place, run_ranks
+from ranks import in_ranks, place, run_ranks
+from torch import Tensor
 
 from ringcomm.nn import LinearCrossEntropyLoss
 from ringcomm.ops import linear_cross_entropy
 
 # Each rank's (first class, number of classes): uneven, with nothing, out of order.
 SHARDS: dict[str, list[tuple[int, int]]] = {
+    "alone": [(0, CLASSES)],
     "two": [(0, 200), (200, 133)],
     "two, the later first": [(133, 200), (0, 133)],
     "two, one empty": [(0, 0), (0, 333)],
     "three": [(0, 100), (100, 1), (101, 232)],
     "three, the later first": [(233, 100), (0, 233), (0, 0)],
 }
-IN_ORDER = ("two", "two, one empty", "three")
+IN_ORDER = ("alone", "two", "two, one empty", "three")
+SHARED = tuple(name for name in SHARDS if name != "alone")
+AXES: dict[str, Iterable[str]] = {
+    "dtype": BY_NAME,
+    "path": ("gradient", "module", "fused update"),
+    "blocks": ("many", "one"),
+    **OPTION_AXES,
+}
+ALONE = covering(AXES)
 CASES = covering(
     {
-        "shards": SHARDS,
+        "shards": SHARED,
         "backend": ("ringcomm", "gloo"),
-        "dtype": BY_NAME,
         "tokens": ("all", "shares"),
-        "path": ("gradient", "fused update"),
         "start": ("given", "in order"),
-        **{axis: values for axis, values in OPTION_AXES.items() if axis != "padding"},
+        **{axis: values for axis, values in AXES.items() if axis != "padding"},
     },
-    {"start": ("in order",), "shards": tuple(name for name in SHARDS if name not in IN_ORDER)},
+    {"start": ("in order",), "shards": tuple(name for name in SHARED if name not in IN_ORDER)},
 )
 
 
-def check_shards(rank: int, cases: list[Case], device: str) -> None:
-    set_blocks()
-    for case in cases:
-        check_case(rank, case, place(device, rank))
+def call_by_module(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor, num_items: Any = None, **o: Any
+) -> Any:
+    module = LinearCrossEntropyLoss(num_columns=len(weight), **o)
+    return module(hidden, weight, target, bias, num_items)
 
 
 def check_case(rank: int, case: Case, device: torch.device) -> None:
-    dtype, options = BY_NAME[case["dtype"]], options_of(case, CLASSES)
-    start, size = SHARDS[case["shards"]][rank]
-    given = layer(dtype, **options)
-    exact = run(reference, given, F64, outputs=OUTPUTS, **options)
-    torchs = run(reference, given, dtype, wide=F32, outputs=OUTPUTS, **options)
-    rows, tokens = slice(start, start + size), slice(None)
-    if case["tokens"] == "shares":
-        share = TOKENS // dist.get_world_size()
-        tokens = slice(share * rank, share * (rank + 1))
-    mine = {**given, "weight": given["weight"][rows], "bias": given["bias"][rows]}
-    call = functools.partial(
-        linear_cross_entropy,
-        group=dist.group.WORLD,
-        vocab_start=start if case["start"] == "given" else None,
-        sequence_parallel=case["tokens"] == "shares",
-    )
-    updates = torch.zeros(size, HIDDEN, device=device)
-    options["updates"] = updates if case["path"] == "fused update" else None
-    mine["hidden"] = given["hidden"][tokens]
-    actual = run(call, mine, dtype, device=device, outputs=OUTPUTS, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        if case["blocks"] == "many":
+            set_blocks(patch.setattr)
+        dtype, options = BY_NAME[case["dtype"]], options_of(case, CLASSES)
+        start, size = SHARDS[case.get("shards", "alone")][rank]
+        given = layer(dtype, **options)
+        exact = run(reference, given, F64, outputs=OUTPUTS, **options)
+        torchs = run(reference, given, dtype, wide=F32, outputs=OUTPUTS, **options)
+        rows, tokens = slice(start, start + size), slice(None)
+        how: dict[str, Any] = {}
+        if "shards" in case:
+            how["group"] = dist.group.WORLD
+            how["vocab_start"] = start if case["start"] == "given" else None
+            how["sequence_parallel"] = case["tokens"] == "shares"
+            if case["tokens"] == "shares":
+                share = TOKENS // dist.get_world_size()
+                tokens = slice(share * rank, share * (rank + 1))
+        mine = {**given, "weight": given["weight"][rows], "bias": given["bias"][rows]}
+        mine["hidden"] = given["hidden"][tokens]
+        call = call_by_module if case["path"] == "module" else linear_cross_entropy
+        updates = torch.full([size, HIDDEN], torch.nan, device=device)
+        options["updates"] = updates if case["path"] == "fused update" else None
+        call = functools.partial(call, **how)
+        actual = run(call, mine, dtype, device=device, outputs=OUTPUTS, **options)
     parts = [slice(None)] * len(exact)
     parts[1:4] = [tokens, rows, rows]
     for found, right, other, part in zip(actual, exact, torchs, parts, strict=True):
@@ -84,16 +99,28 @@ def check_case(rank: int, case: Case, device: torch.device) -> None:
         check_near(found, *here, dtype)
 
 
+@pytest.mark.parametrize("case", ALONE, ids=named)
+def test_against_float64(case: Case, device: str) -> None:
+    """Every pair of options, types and ways to the weight's gradient."""
+    check_case(0, case, place(device, 0))
+
+
+def check_shards(rank: int, cases: list[Case], device: str) -> None:
+    for case in cases:
+        check_case(rank, case, place(device, rank))
+
+
 @pytest.mark.parametrize("backend", ["ringcomm", "gloo"])
-@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("name", SHARED)
 def test_shards(name: str, backend: str, device: str) -> None:
-    """Every pair of options, types, shards and ways."""
+    """The same with every pair of shards and ways."""
     cases = [c for c in CASES if (c["shards"], c["backend"]) == (name, backend)]
     assert cases
     run_ranks(len(SHARDS[name]), check_shards, cases, device, backend=backend, timeout_s=120)
 
 
-def check_strides(rank: int) -> None:
+@in_ranks(2)
+def test_strides(rank: int) -> None:
     """Hidden states whose gradient, as torch makes it, is not in rows of tokens."""
     group = dist.group.WORLD
     given = layer(F32)
@@ -122,11 +149,8 @@ def check_strides(rank: int) -> None:
         torch.testing.assert_close(grad, inputs[0].grad)
 
 
-def test_strides() -> None:
-    run_ranks(2, check_strides)
-
-
-def check_edges_of_shards(rank: int) -> None:
+@in_ranks(2)
+def test_edges_of_shards(rank: int) -> None:
     group = dist.group.WORLD
     given = layer(F32, tokens=6)
     weight = given["weight"][rank::2].requires_grad_()
@@ -152,7 +176,3 @@ def check_edges_of_shards(rank: int) -> None:
         LinearCrossEntropyLoss(group=group)
     # The group works on.
     assert linear_cross_entropy(hidden, weight, given["target"], group=group).isfinite()
-
-
-def test_edges_of_shards() -> None:
-    run_ranks(2, check_edges_of_shards)

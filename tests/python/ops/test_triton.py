@@ -11,14 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import update_cases
-import update_oracle
 from triton_scripts import gpu, interpreted, needs_triton, run
 
 from ringcomm.ops import cross_entropy
-from ringcomm.ops import triton_kernels as plans
-from ringcomm.ops.arguments import rounding_key
 from ringcomm.ops.losses import cross_entropy_cuda
-from ringcomm.ops.updates import weight_update_cuda
+from ringcomm.ops.updates import weight_update
 
 CASES: dict[str, Any] = {"loss_cases": loss_cases, "update_cases": update_cases}
 _ops: Any = torch.ops.ringcomm
@@ -36,32 +33,18 @@ def test_interpreted_kernels_do_what_the_cpu_and_the_oracle_do(script: str) -> N
     assert {name: text for name, text in said.items() if text} == {}
 
 
-@pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
-def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
-    update_cases.check(name, _ops, "cpu")
-
-
 @needs_triton
 def test_stats_merge_over_a_group(tmp_path: Path) -> None:
     run("merge_over_group.py", str(tmp_path / "store"), TRITON_INTERPRET="1")
 
 
 def test_cuda_has_every_operator_that_the_cpu_has() -> None:
-    for module in (cross_entropy_cuda, weight_update_cuda):
+    for module in (cross_entropy_cuda, weight_update):
         for name in dir(module):
             if hasattr(getattr(_ops, name, None), "default"):
                 for key in ("CPU", "CUDA"):
                     found = torch._C._dispatch_has_kernel_for_dispatch_key(f"ringcomm::{name}", key)
                     assert found, (name, key)
-
-
-def test_keys_are_32_bits_of_all_of_a_seed() -> None:
-    keys = [rounding_key(seed) for seed in (0, 1, 1 << 32, (1 << 63) - 1)]
-    assert len(set(keys)) == 4
-    assert all(-(1 << 31) <= key < 1 << 31 for key in keys)
-    zero, mix = torch.zeros(1, dtype=torch.int64).numpy(), update_oracle.mix
-    wanted = update_oracle.random_bits(1 << 32, zero)[0]
-    assert mix(mix(zero ^ (keys[2] & 0xFFFFFFFF)))[0] >> 16 == wanted
 
 
 # ---- compiled
@@ -75,15 +58,13 @@ ONLY_SUMS = ("stats_kernel", "square_sums_kernel", "update_squares_kernel")
 def check_build(arch: int, build: dict[str, Any]) -> None:
     kernel, purpose = build["kernel"], build["for"]
     is_product = kernel in ("described_kernel", "addressed_kernel")
-    is_unaligned = purpose.startswith(("update 1001", "product 77")) and kernel != "sgd_kernel"
+    is_unaligned = purpose in ("update 1001", "product 77") and kernel != "sgd_kernel"
     if kernel not in ON_TOKENS and not is_unaligned:
         # Where rows of logits begin and end anywhere: no stride, lead or bound has a divisor.
-        assert "v4.b32" in build["loads"], build
-        if kernel not in ONLY_SUMS:
-            assert "v4.b32" in build["stores"], build
+        assert build["loads vectors"], build
+        assert build["stores vectors"] or kernel in ONLY_SUMS, build
     # 64 x 64 on sm_100 keeps some of its epilogue's addresses there, once a tile.
-    is_small = is_product and arch == 100
-    limit = 24 if is_small else 80 if purpose.startswith("loss") else 0
+    limit = 24 if is_product and arch == 100 else 80 if purpose.startswith("loss") else 0
     assert build["stack_bytes"] <= limit, build
     # An SM has 1024 threads of the elementwise updates, or more.
     is_elementwise = purpose.startswith("update") and not is_unaligned
@@ -91,11 +72,7 @@ def check_build(arch: int, build: dict[str, Any]) -> None:
     # Of 227 KiB on sm_90 and sm_100; the addressed kernels run on GPUs that have 99.
     assert build["shared_bytes"] <= (227 if kernel == "described_kernel" else 99) << 10, build
     if is_product:
-        is_fp32 = purpose.endswith("fp32")
-        assert build["products"] == ([] if is_fp32 else [TENSOR_CORES[arch]]), build
-        if kernel == "addressed_kernel" and not is_unaligned:
-            # Two operands of all stages but two are in flight.
-            assert build["waits"] >= 2 * (build["stages"] - 2), build
+        assert build["products"] == ([] if "fp32" in purpose else [TENSOR_CORES[arch]]), build
 
 
 @needs_triton
@@ -111,31 +88,6 @@ def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path
     assert {build["kernel"] for build in builds} == wanted | (
         {"described_kernel"} if arch >= 90 else set()
     )
-
-
-def test_plans_cover_a_row_with_as_many_threads_as_there_may_be() -> None:
-    for width in (0, 1, 31, 33, 4000, 16384, 32000, 32768, 32769, 50257, 128256):
-        for num_options in range(4):
-            held = plans.held_plan(width, num_options)
-            assert (held is None) == (width > max(8, 32 >> num_options) * 1024)
-            assert held is None or held.block >= width
-        for element_bytes in (2, 4):
-            for plan in (
-                plans.stats_plan(width),
-                plans.grad_plan(width, element_bytes),
-                plans.twice_plan(element_bytes),
-            ):
-                assert plan.block.bit_count() == plan.num_warps.bit_count() == 1
-                assert 1 <= plan.num_warps <= 32 <= plan.block
-
-
-def test_plans_give_most_sms_a_tile() -> None:
-    machine = plans.Machine(True, 132)
-    for size, wanted in ((4096, (128, 256)), (1536, (128, 128)), (64, (64, 64))):
-        plan = plans.linear_plan(size, size, 2, machine, True)
-        assert (plan.block_out, plan.block_in) == wanted, size
-    found = {plans.linear_plan(s, s, w, machine, False) for s in (64, 8192) for w in (2, 4)}
-    assert found == {*plans.ADDRESSED, *plans.ADDRESSED_FP32}
 
 
 def test_triton_is_imported_by_the_first_launch_and_asked_for_by_name() -> None:

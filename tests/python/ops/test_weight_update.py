@@ -1,4 +1,4 @@
-"""What update_cases.py's table does not hold of weight updates: rounding, products, AdaLomo."""
+"""The weight updates as operators, and what update_cases.py's table does not hold of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import numpy as np
 import oracle
 import pytest
 import torch
+import update_cases
 import update_oracle
 from torch import Tensor
-from update_oracle import BF16, DTYPES, FP32, AdaLomo
+from update_oracle import BF16, DTYPES, FP16, FP32
+
+from ringcomm.ops.updates import weight_update
 
 _ops: Any = torch.ops.ringcomm
+SHAPE = (4, 6)
+LOW = torch.arange(24, dtype=torch.int16).view(SHAPE)
+INDICES = torch.tensor([0, 3, 3])
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
@@ -21,34 +27,12 @@ def random(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> 
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() / expected - 1).abs().max())
+# ---- numbers
 
 
-def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 weight as bfloat16 and its low."""
-    high, low = update_oracle.rounded(weight.flatten().numpy(), BF16, is_split=True)
-    assert low is not None
-    return high.view(weight.shape), low.view(weight.shape)
-
-
-# ---- SGD
-
-
-def sgd_(weight: Tensor, grad: Tensor, seed: int = -1, **options: Any) -> None:
-    _ops.sgd_update_(weight, grad, options.pop("lr", 0.1), 0.0, 1.0, seed, **options)
-
-
-def test_shards_have_the_bits_of_the_whole() -> None:
-    whole, grad = random((1000,), BF16), random((1000,), seed=1)
-    parts = whole.clone()
-    sgd_(whole, grad, 3)
-    for begin, end in ((0, 13), (13, 600), (600, 1000)):
-        sgd_(parts[begin:end], grad[begin:end], 3, first_elem=begin)
-    oracle.assert_equal(parts, whole)
-    sgd_(parts, grad, 4)
-    sgd_(whole, grad, 5)
-    assert not torch.equal(parts, whole)
+@pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
+def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
+    update_cases.check(name, _ops, "cpu")
 
 
 @pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.99])
@@ -57,41 +41,23 @@ def test_stochastic_rounding_is_unbiased(fraction: float) -> None:
     draws = 1_000_000
     fraction = round(fraction * 65536) / 65536
     weight = torch.ones(draws, dtype=BF16)
-    sgd_(weight, torch.full([draws], -fraction * 2**-7), 2**35 + 1, lr=1.0)
+    grad = torch.full([draws], -fraction * 2**-7)
+    _ops.sgd_update_(weight, grad, 1.0, 0.0, 1.0, 2**35 + 1)
     assert ((weight == 1) | (weight == 1 + 2**-7)).all()
     share = (weight > 1).double().mean().item()
     assert abs(share - fraction) < 6 * math.sqrt(fraction * (1 - fraction) / draws)
 
 
 def test_random_bits_of_neighbours_and_seeds() -> None:
-    """Correlations of a million pairs are within 6 sigma of none."""
+    """Correlations of a million pairs are within 6 sigma of none; update_cases.py has the bits."""
     elems = np.arange(1_000_000, dtype=np.uint64)
 
-    def draws(seed: int) -> np.ndarray:
-        weight = torch.ones(len(elems), dtype=BF16)
-        sgd_(weight, torch.full([len(elems)], -(2**-8)), seed, lr=1.0)
-        return np.asarray(weight.float().numpy()) > 1
-
     def correlation(a: np.ndarray, b: np.ndarray) -> float:
-        return float(np.abs(np.corrcoef(a, b)[0, 1]))
+        return float(np.abs(np.corrcoef(a >= 0x8000, b >= 0x8000)[0, 1]))
 
-    first = draws(6)
-    assert np.array_equal(first, update_oracle.random_bits(6, elems) >= 0x8000)
-    for other in (draws(7), draws(6 + 2**32), np.roll(first, 1), np.roll(first, 4096)):
-        assert correlation(first, other) < 6 / math.sqrt(len(elems))
-    assert correlation(first, draws(6)) > 0.99  # the same seed: what the check would see
-
-
-def test_a_split_weight_is_an_fp32_weight() -> None:
-    """Over 50 steps, to the last bit."""
-    whole = random((501, 20))
-    high, low = split(whole)
-    for i in range(50):
-        grad = random((501, 20), BF16, seed=i)
-        for weight, rest in ((whole, None), (high, low)):
-            _ops.sgd_update_(weight, grad, 1e-3, 0.1, 1.0, low=rest)
-        oracle.assert_equal(torch.from_numpy(update_oracle.to_fp32(high, low)), whole.flatten())
-    oracle.assert_equal(split(whole)[0], high)
+    first, other, far = (update_oracle.random_bits(seed, elems) for seed in (6, 7, 6 + 2**32))
+    for bits in (other, far, np.roll(first, 1), np.roll(first, 4096)):
+        assert correlation(first, bits) < 6 / math.sqrt(len(elems))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -103,19 +69,6 @@ def test_linear_against_float64(dtype: torch.dtype) -> None:
     expected = 0.99 * weight.double() - 0.1 * 0.5 * update_oracle.linear_gradient(x, grad_out)
     _ops.linear_sgd_update_(weight, x, grad_out, 0.1, 0.1, 0.5)
     assert (weight - expected).abs().max() < 600**0.5 * 2**-24 * expected.abs().max()
-
-
-def test_rows_without_a_token_keep_their_bits() -> None:
-    """Also those of a NaN, and of the padding."""
-    weight = random((6, 8), BF16)
-    weight[1, 0], weight[2, 3] = math.nan, math.nan
-    before, indices = weight.clone(), torch.tensor([0, 2, 5, 2])
-    _ops.embedding_sgd_update_(
-        weight, indices, random((4, 8)), 0.1, 0.0, 1.0, 7, padding_idx=2, clip_value=1.0
-    )
-    for row in (1, 2, 3, 4):
-        oracle.assert_equal(weight[row], before[row])
-    assert not torch.equal(weight[[0, 5]], before[[0, 5]])
 
 
 def test_threads_change_no_bit() -> None:
@@ -140,9 +93,6 @@ def test_threads_change_no_bit() -> None:
             oracle.assert_equal(two, one)
 
 
-# ---- AdaLomo's sums
-
-
 def test_sums_of_squares_at_the_edges() -> None:
     for shape in ((0, 0), (0, 4), (3, 0)):
         rows, cols = _ops.square_sums(torch.empty(shape), 1.0)
@@ -153,70 +103,179 @@ def test_sums_of_squares_at_the_edges() -> None:
         grad[0, 0] = 1.0  # hides no small ones
         rows, cols = _ops.square_sums(grad, 0.7)
         squares = (grad * torch.tensor(0.7)).double() ** 2
-        assert relative_error(rows, squares.sum(1)) < 1e-6
-        assert relative_error(cols, squares.sum(0)) < 1e-6
+        for found, wanted in ((rows, squares.sum(1)), (cols, squares.sum(0))):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
     # What fills up the last vector is no element: 0 times infinity is not in the sum.
     ones, factor = torch.ones(1, 3), torch.tensor([math.inf])
     assert _ops.adalomo_squares(ones, ones, factor, torch.ones(3), 1.0).tolist() == [math.inf, 3.0]
 
 
-# ---- linear_adalomo_update_
+# ---- operators
 
 
-def run_steps(
-    weight: Tensor, low: Tensor | None, dtype: torch.dtype, seed: int, num_steps: int = 20
-) -> AdaLomo:
-    """Updates a weight by steps of a linear layer; returns what they are in float64."""
-    exact = AdaLomo.of(weight, low)
-    rows, cols = weight.shape
-    row, col = torch.zeros(rows), torch.zeros(cols)
-    for t in range(1, num_steps + 1):
-        x, grad_out = random((6, 5, cols), dtype, seed=t), random((6, 5, rows), dtype, seed=-t)
-        grad_out = grad_out * torch.linspace(0.1, 3, rows).to(dtype)
-        options = {"beta2": update_oracle.beta2_of(t), "clip_value": 20.0}
-        grad = update_oracle.linear_gradient(x, grad_out).numpy()
-        exact.step(grad, lr=0.01, weight_decay=0.1, scale=0.5, **options)
-        given = (weight, x, grad_out, row, col, 0.01, 0.1, 0.5, -1 if seed < 0 else seed + t)
-        _ops.linear_adalomo_update_(*given, low=low, **options)
-    assert relative_error(row, torch.from_numpy(exact.exp_avg_sq_row)) < 1e-5
-    assert relative_error(col, torch.from_numpy(exact.exp_avg_sq_col)) < 1e-5
-    return exact
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Right arguments of each operator, new ones every time."""
+    grad, x, grad_out = random(SHAPE, seed=1), random((3, 6), seed=2), random((3, 4), seed=3)
+    factors = (torch.ones(4), torch.ones(6))
+    return {
+        "sgd_update_": (random(SHAPE), grad, 0.1, 0.1, 1.0),
+        "linear_sgd_update_": (random(SHAPE), x, grad_out, 0.1, 0.1, 1.0),
+        "embedding_sgd_update_": (random(SHAPE), INDICES, x, 0.1, 0.1, 1.0),
+        "square_sums": (grad, 1.0),
+        "adalomo_squares": (random(SHAPE), grad, *factors, 1.0),
+        "adalomo_update_": (random(SHAPE), grad, *factors, torch.tensor([0.1, 0.9]), 1.0),
+    }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(70, 50), (1, 30), (33, 1)])
-def test_steps_of_a_linear_layer(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight = random(shape)
-    exact = run_steps(weight, None, dtype, -1)
-    assert (weight - torch.from_numpy(exact.weight)).abs().max() < 1e-5
-    high, low = split(random(shape))
-    run_steps(high, low, dtype, -1)
-    oracle.assert_equal(torch.from_numpy(update_oracle.to_fp32(high, low)), weight.flatten())
+NAMES = list(calls())
+IN_PLACE = [name for name in NAMES if name.endswith("_")]
 
 
-def test_steps_rounded_stochastically() -> None:
-    """Every step is off by up to a unit in the last place, and their mean by little."""
-    weight = random((70, 50), BF16)
-    exact = torch.from_numpy(run_steps(weight, None, BF16, 3).weight)
-    error = weight.double() - exact
-    unit = 2**-7 * exact.abs().clamp(min=0.05)
-    assert (error.abs() < 20 * unit).all()
-    assert (error / unit).mean().abs() < 6 * (20 / 2 / weight.numel()) ** 0.5
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck_compile_and_autocast(name: str) -> None:
+    operator = getattr(_ops, name)
+    torch.library.opcheck(operator.default, calls()[name])
+    if name != "square_sums":
+        weight, *rest = calls()[name]
+        options = {"low": LOW.clone(), "clip_value": 0.5}
+        torch.library.opcheck(operator.default, (weight.to(BF16), *rest), options)
+
+    def call(*args: Any) -> Any:
+        return operator(*args)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    results = []
+    for function, is_cast in ((call, False), (compiled, False), (call, True)):
+        args = calls()[name]
+        with torch.autocast("cpu", dtype=BF16, enabled=is_cast):
+            found = function(*args)
+        assert (found is None) == (name in IN_PLACE)
+        results.append([*args, *(found if isinstance(found, tuple) else (found,))])
+    for other in results[1:]:
+        for one, two in zip(results[0], other, strict=True):
+            if isinstance(one, Tensor):
+                oracle.assert_equal(two, one)
 
 
-def test_no_tokens_and_a_nan() -> None:
-    """Without tokens the gradient is zero: the means shrink, and the weight decays."""
-    weight, row, col = random((4, 6)), torch.ones(4), torch.ones(6)
-    size = 0.1 * weight.square().mean().sqrt()
-    expected = weight * (1 - size * 0.2)
-    empty = torch.empty(0, 6), torch.empty(0, 4)
-    _ops.linear_adalomo_update_(weight, *empty, row, col, 0.1, 0.2, 1.0, beta2=0.75)
-    assert torch.allclose(weight, expected, rtol=1e-6)
-    assert (row.tolist(), col.tolist()) == ([0.75] * 4, [0.75] * 6)
-    nothing = torch.empty(0, 6), torch.ones(3, 6), torch.ones(3, 0)
-    _ops.linear_adalomo_update_(*nothing, torch.empty(0), col, 0.1, 0.2, 1.0, beta2=0.5)
-    x, grad_out = random((3, 6)), random((3, 4))
-    x[1, 2] = math.nan
-    _ops.linear_adalomo_update_(weight, x, grad_out, row, col, 0.1, 0.0, 1.0, beta2=0.0)
-    assert weight.isnan().all()
-    assert col.isnan().tolist() == [i == 2 for i in range(6)]
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_versions_and_gradients(name: str) -> None:
+    """What is written has another version; in grad mode a weight that requires grad is refused."""
+    weight, *args = calls()[name]
+    kept, low = weight.clone(), LOW.clone()
+    weight.requires_grad_()
+    with pytest.raises(ValueError, match="requires grad"):
+        getattr(_ops, name)(weight, *args)
+    oracle.assert_equal(weight.detach(), kept)
+    version = weight._version
+    with torch.no_grad():
+        getattr(_ops, name)(weight, *args)
+    assert weight._version == version + 1
+    with torch.inference_mode():
+        split = kept.to(BF16).clone()
+        getattr(_ops, name)(split, *args, low=low)
+        assert not torch.equal(split, kept.to(BF16))
+    assert low._version == 1
+
+
+# ---- wrong arguments
+
+_SGD, _LINEAR, _EMBEDDING, _ADALOMO = IN_PLACE
+_BUFFER = torch.zeros(200)
+
+# Positions in the arguments: what stands there instead.
+_Change = dict[int | str, Any]
+_HALF = random(SHAPE, BF16)
+_FOR_ALL: list[tuple[type[Exception], str, _Change]] = [
+    (TypeError, "Double|float64", {0: torch.ones(SHAPE).double()}),
+    (TypeError, "Int|int32", {0: torch.ones(SHAPE).int()}),
+    (ValueError, "side by side|contiguous", {0: torch.ones(4, 1).expand(SHAPE)}),
+    (ValueError, "side by side|contiguous", {0: torch.ones(4, 12)[:, ::2]}),
+    (ValueError, "meta", {0: torch.ones(SHAPE, device="meta")}),
+    (ValueError, "meta", {1: torch.ones(SHAPE, device="meta")}),
+    (ValueError, "Float|float32", {"low": LOW}),
+    (ValueError, "Float|float32", {"rounding_seed": 3}),
+    (ValueError, "Half|float16", {0: random(SHAPE, FP16), "rounding_seed": 3}),
+    (ValueError, "-2", {"rounding_seed": -2}),
+    (ValueError, "both", {0: _HALF, "low": LOW, "rounding_seed": 3}),
+    (TypeError, "int", {0: _HALF, "low": LOW.int()}),
+    (ValueError, r"\[4, 5\]", {0: _HALF, "low": LOW[:, :5]}),
+    (ValueError, "strides", {0: _HALF, "low": LOW.t().contiguous().t()}),
+    (ValueError, "clip_value", {"clip_value": 0.0}),
+    (ValueError, "clip_value", {"clip_value": math.nan}),
+]
+_NUMBERS: list[tuple[str, int, float]] = [  # of lr's place and those behind it
+    ("lr.*-1", 0, -1.0),
+    ("lr.*nan", 0, math.nan),
+    ("weight_decay.*-1", 1, -1.0),
+    ("weight_decay.*inf", 1, math.inf),
+    ("scale.*nan", 2, math.nan),
+]
+_PLACES = {_SGD: 2, _LINEAR: 3, _EMBEDDING: 3}
+WRONG: dict[str, list[tuple[type[Exception], str, _Change]]] = {
+    _SGD: [
+        (ValueError, r"\[4, 6\]", {1: random((4, 5))}),
+        (TypeError, "Double", {1: random(SHAPE).double()}),
+        (ValueError, "first_elem", {"first_elem": -1}),
+        (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 1: _BUFFER[23:47].view(SHAPE)}),
+        (ValueError, "share", {0: _BUFFER[:12].view(BF16).view(SHAPE),
+                               "low": _BUFFER[:12].view(torch.int16).view(SHAPE)}),
+    ],
+    _LINEAR: [
+        (ValueError, "two dimensions", {0: random((6, 4)).t()}),
+        (ValueError, r"\.\.\., 6", {1: random((3, 5))}),
+        (ValueError, r"\.\.\., 4", {2: random((3, 6))}),
+        (ValueError, "as many tokens", {1: random((2, 6))}),
+        (ValueError, "meta", {2: torch.ones(3, 4, device="meta")}),
+        (TypeError, "BFloat16", {1: random((3, 6), BF16)}),
+        (TypeError, "Double", {1: random((3, 6)).double(), 2: random((3, 4)).double()}),
+        (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 1: _BUFFER[20:38].view(3, 6)}),
+    ],
+    _EMBEDDING: [
+        (ValueError, "two dimensions", {0: random((24,))}),
+        (IndexError, "index 2 is 4", {1: torch.tensor([0, 3, 4])}),
+        (IndexError, "index 0 is -1", {1: torch.tensor([-1, 0, 0], dtype=torch.int32)}),
+        (TypeError, "Short", {1: torch.tensor([0, 0, 0], dtype=torch.int16)}),
+        (ValueError, r"\[3, 6\]", {2: random((3, 5))}),
+        (ValueError, "padding_idx", {"padding_idx": 4}),
+        (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 2: _BUFFER[20:38].view(3, 6)}),
+    ],
+    _ADALOMO: [
+        (ValueError, "row_factor", {2: torch.ones(6)}),
+        (ValueError, "col_factor", {3: torch.ones(1, 6)}),
+        (TypeError, "row_factor", {2: torch.ones(4).double()}),
+        (ValueError, "step_and_decay", {4: torch.ones(3)}),
+        (TypeError, "step_and_decay", {4: torch.ones(2).to(BF16)}),
+        (ValueError, "share", {0: _BUFFER[:24].view(SHAPE), 3: _BUFFER[20:26]}),
+        (ValueError, "first_elem", {"first_elem": -1}),
+    ],
+    "square_sums": [
+        (ValueError, "matrix", {0: random((24,))}),
+        (TypeError, "Double", {0: random(SHAPE).double()}),
+    ],
+    "adalomo_squares": [
+        (ValueError, "row_factor", {2: torch.ones(5)}),
+        (ValueError, "meta", {1: torch.ones(SHAPE, device="meta")}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments(name: str) -> None:
+    """Refused on the CPU, and by the launchers for CUDA; nothing is written."""
+    wrong = WRONG[name] + (_FOR_ALL if name in IN_PLACE else [])
+    if name in _PLACES:
+        wrong += [(ValueError, words, {_PLACES[name] + i: n}) for words, i, n in _NUMBERS]
+    for error, words, change in wrong:
+        options = {key: new for key, new in change.items() if isinstance(key, str)}
+        given = [change.get(place, arg) for place, arg in enumerate(calls()[name])]
+        tensors = [arg for arg in (*given, *options.values()) if isinstance(arg, Tensor)]
+        kept = [None if tensor.is_meta else tensor.clone() for tensor in tensors]
+        with pytest.raises(error, match=words):
+            getattr(_ops, name)(*given, **options)
+        if error is not IndexError:  # of which the device is told
+            seed = [options.pop("rounding_seed")] if "rounding_seed" in options else []
+            with pytest.raises(error, match="ringcomm: "):
+                getattr(weight_update, name)(*given, *seed, **options)
+        for tensor, before in zip(tensors, kept, strict=True):
+            if before is not None:
+                oracle.assert_equal(tensor, before)

@@ -1,16 +1,16 @@
 """Compiles what the launchers launch for a GPU that is not here.
 
 As a script: python triton_builds.py ARCH prints as JSON a list of builds: the kernel, what it was
-launched for, global loads and stores, registers per thread, bytes of stack (spills) and of shared
+launched for, whether it moves vectors, registers per thread, bytes of stack (spills) and of shared
 memory, and how products of matrices are made. Nothing is computed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.losses import cross_entropy_cuda as losses
-from ringcomm.ops.losses.token_losses_cuda import merge_gathered
-from ringcomm.ops.updates import weight_update_cuda as updates
+from ringcomm.ops.updates import weight_update as updates
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
@@ -56,12 +55,6 @@ def compile_instead_of_launching(arch: int, seen: Callable[[str, Any], None]) ->
     JITFunction.__getitem__ = compile_only
 
 
-def accesses(kind: str, ptx: str) -> list[str]:
-    """The widths of global accesses: b16, v4.b32."""
-    found = re.findall(rf"\b{kind}\.global[\w.:]*?\.((?:v\d\.)?[a-z]\d+)\b", ptx)
-    return sorted(set(found))
-
-
 def report(compiled: Any) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -71,13 +64,11 @@ def report(compiled: Any) -> dict[str, Any]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack_bytes = re.findall(r"REG:(\d+) STACK:(\d+)", said)[0]
     return {
-        "loads": accesses("ld", ptx),
-        "stores": accesses("st", ptx),
+        "loads vectors": bool(re.search(r"\bld\.global[\w.:]*\.v4\.b32", ptx)),
+        "stores vectors": bool(re.search(r"\bst\.global[\w.:]*\.v4\.b32", ptx)),
         "registers": int(registers),
         "stack_bytes": int(stack_bytes),
         "shared_bytes": compiled.metadata.shared,
-        "stages": compiled.metadata.num_stages,
-        "waits": max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         "products": [kind for kind, instruction in PRODUCTS.items() if instruction in ptx],
     }
 
@@ -92,7 +83,7 @@ def launch_loss(vocab: int, dtype: torch.dtype, weight: Tensor | None) -> None:
     terms = (0.1 if wants else 0.0, 0.0)
     options = (vocab, -100, 1.0, 30.0 if wants else 0.0)
     stats = losses.softmax_stats(logits, target, weight, 0, *options, wants, wants)
-    merge_gathered(torch.cat([stats, stats]), 2)
+    losses.merge_gathered(torch.cat([stats, stats]), 2)
     given = (target, weight, None, vocab, -100, *terms, "mean")
     denominator = losses.cross_entropy_loss(stats, *given)[2]
     upstream = torch.ones([])
@@ -109,8 +100,7 @@ def launch_updates(
     """Every operator of the updates but products, on a matrix of four rows."""
     weight, grad = torch.zeros(4, width, dtype=dtype), torch.zeros(4, width, dtype=grad_dtype)
     low = torch.zeros(4, width, dtype=torch.int16) if is_split else None
-    given = (0.1, 0.0, 1.0, seed)
-    updates.sgd_update_(weight, grad, *given, low=low)
+    updates.sgd_update_(weight, grad, 0.1, 0.0, 1.0, seed, low=low)
     ids = torch.zeros(4, dtype=torch.int64)
     for weight_decay in (0.0, 0.1):
         updates.embedding_sgd_update_(weight, ids, grad, 0.1, weight_decay, 1.0, seed, low=low)
@@ -133,33 +123,24 @@ def launch_product(
 
 def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """What each is for. Other GPUs than the H200 get the kinds that differ there."""
-    is_short = arch != 90
     # Rows that are read twice, held by a whole SM, and by a few warps of an odd length.
-    for vocab in (128256, 1001) if is_short else (128256, 32000, 1001):
-        for dtype in (BF16,) if is_short else (BF16, FP32):
-            for weight in (None, torch.ones(vocab)):
-                name = f"loss {vocab} {dtype} {'plain' if weight is None else 'all options'}"
-                yield name, partial(launch_loss, vocab, dtype, weight)
-    kinds = [(BF16, BF16, 5, False), (BF16, BF16, -1, True), (BF16, FP32, 5, False)]
-    if not is_short:
-        kinds += [(FP32, BF16, -1, False), (FP16, FP16, -1, False)]
-    for width in (4096, 1001):
-        for kind in kinds[: 1 if width == 1001 else None]:
-            yield f"update {width} {kind}", partial(launch_updates, width, *kind)
+    for vocab in (128256, 32000, 1001) if arch == 90 else (128256, 1001):
+        for weight in (None, torch.ones(vocab)):
+            name = f"loss {vocab} {'plain' if weight is None else 'all options'}"
+            yield name, partial(launch_loss, vocab, BF16, weight)
+    for kind in ((BF16, BF16, 5, False), (BF16, BF16, -1, True), (FP32, BF16, -1, False)):
+        yield f"update 4096 {kind}", partial(launch_updates, 4096, *kind)
+    yield "update 1001", partial(launch_updates, 1001, BF16, BF16, 5, False)
     # Large tiles, small ones, and rows that descriptors cannot describe.
     for size in (4096, 64, 77):
-        yield f"product {size} 16 bits", partial(launch_product, size, BF16, arch >= 90)
-    yield "product 4096 split", partial(launch_product, 4096, BF16, arch >= 90, is_split=True)
-    yield "product 4096 addressed", partial(launch_product, 4096, BF16, False)
-    yield "product 4096 fp32", partial(launch_product, 4096, FP32, arch >= 90)
+        yield f"product {size}", partial(launch_product, size, BF16, arch >= 90)
+    yield "product split", partial(launch_product, 4096, BF16, arch >= 90, is_split=True)
+    yield "product addressed", partial(launch_product, 4096, BF16, False)
+    yield "product fp32", partial(launch_product, 4096, FP32, arch >= 90)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("arch", type=int, help="80, 90 or 100")
-    arch = parser.parse_args().arch
-    builds: dict[Any, dict[str, Any]] = {}
-    current = {"for": ""}
+    arch, builds, current = int(sys.argv[1]), dict[Any, dict[str, Any]](), {"for": ""}
 
     def seen(kernel: str, compiled: Any) -> None:
         if compiled.hash not in builds:

@@ -1,7 +1,7 @@
 """The weight updates of docs/design/optim.md by numpy: written without the code under test.
 
 What has one right result (rounding, the random bits, SGD with a given gradient) is here to the last
-bit; AdaLomo and products are in float64.
+bit; products are in float64.
 """
 
 from __future__ import annotations
@@ -175,52 +175,3 @@ def embedding_gradient(
         if idx != padding_idx:
             sums[idx] += row
     return torch.from_numpy(sums)
-
-
-# ---- AdaLomo, in float64
-
-
-@dataclasses.dataclass
-class AdaLomo:
-    """A matrix and its running means, (rows, columns), in float64."""
-
-    weight: np.ndarray
-    exp_avg_sq_row: np.ndarray
-    exp_avg_sq_col: np.ndarray
-
-    @classmethod
-    def of(cls, weight: Tensor, low: Tensor | None = None) -> AdaLomo:
-        """Before the first step."""
-        values = to_fp32(weight, low).astype(np.float64).reshape(weight.shape)
-        return cls(values, np.zeros(values.shape[0]), np.zeros(values.shape[1]))
-
-    def step(
-        self,
-        grad: np.ndarray,
-        *,
-        lr: float,
-        beta2: float,
-        weight_decay: float = 0.0,
-        scale: float = 1.0,
-        clip_value: float | None = None,
-        clip_threshold: float = 1.0,
-        eps_grad: float = 1e-30,
-        eps_weight: float = 1e-3,
-    ) -> None:
-        """One update with a gradient in float64, before its scale."""
-        scaled = grad * scale
-        if clip_value is not None:
-            scaled = np.clip(scaled, -clip_value, clip_value)
-        squares = scaled**2 + eps_grad
-        row, col = self.exp_avg_sq_row, self.exp_avg_sq_col
-        row[:] = beta2 * row + (1 - beta2) * squares.mean(axis=1)
-        col[:] = beta2 * col + (1 - beta2) * squares.mean(axis=0)
-        update = scaled / np.sqrt(np.outer(row, col) / row.mean())
-        update /= max(1.0, np.sqrt((update**2).mean()) / clip_threshold)
-        size = lr * max(eps_weight, np.sqrt((self.weight**2).mean()))
-        self.weight = (1 - size * weight_decay) * self.weight - size * update
-
-
-def beta2_of(step: int, decay_rate: float = -0.8) -> float:
-    """The weight of the past in step 1, 2, ..."""
-    return float(1 - step**decay_rate)

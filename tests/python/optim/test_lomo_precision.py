@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -107,7 +107,8 @@ def test_the_mean_over_ranks_is_of_float32(how: str, mode: str) -> None:
         assert 257.0 not in found
 
 
-def reduce_in_one_pass(rank: int) -> tuple[Tensor, Tensor]:
+@in_ranks(2)
+def test_in_one_pass(rank: int) -> None:
     """Without master= the operator that reduces, updates and gathers takes float32 as well."""
     model: Any = Pair()
     nn.init.constant_(model.layers[0].weight, 256.0)
@@ -115,14 +116,8 @@ def reduce_in_one_pass(rank: int) -> tuple[Tensor, Tensor]:
     # Gradients of 256 and 258: 256 - 0.5 * 257 = 127.5, and 128 by a mean in 16 bits.
     model(torch.full((1, 1), FIRST + 2 * rank, dtype=torch.bfloat16)).backward()
     opt.step()
-    first, second = (param.detach().clone() for param in model.parameters())
-    return first, second
-
-
-def test_in_one_pass() -> None:
-    for first, second in run_ranks(2, reduce_in_one_pass):
-        assert torch.equal(first, torch.full_like(first, 127.5))
-        assert torch.equal(second, torch.full_like(second, -128.5).bfloat16())
+    for param, value in zip(model.parameters(), (127.5, -128.5), strict=True):
+        assert torch.equal(param.detach(), torch.full_like(param, value))
 
 
 def test_segments_of_a_reentrant_checkpoint_add_up_in_float32() -> None:

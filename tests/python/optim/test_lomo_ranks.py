@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import whole
-from lomo_models import Net, batches, distance, make, train_sgd, weights
-from ranks import place, run_ranks
+from full_states import full_weights
+from lomo_models import Net, batches, make, train_sgd, weights
+from ranks import in_ranks, place, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import WeightShards
+from ringcomm.parallel import WeightShards, find_shards
 
 LR = 0.3
 ROWS = 12
@@ -84,80 +85,57 @@ def test_replicas_make_the_steps_of_one_process(device: str, options: dict[str, 
         assert results[0][1] == pytest.approx(norms[-1], rel=1e-5)
 
 
-def count_passes(rank: int) -> set[str]:
+@in_ranks(2)
+def test_weights_are_reduced_updated_and_gathered_in_one_pass(rank: int) -> None:
+    """All but the first of each step, whose gradient is looked at before anything is written."""
     model = make("plain")
     opt = Lomo(model, LR, group=dist.group.WORLD)
     before = ringcomm.stats()
     run(opt, model, parts(rank, 2, 1))
     after = ringcomm.stats()
-    return {name for (name, how), n in after.items() if n != before.get((name, how))}
-
-
-def test_weights_are_reduced_updated_and_gathered_in_one_pass() -> None:
-    """All but the first of each step, whose gradient is looked at before anything is written."""
-    for names in run_ranks(2, count_passes):
-        assert names == {"all_reduce", "reduce_scatter_update_all_gather"}
+    names = {name for (name, how), n in after.items() if n != before.get((name, how))}
+    assert names == {"all_reduce", "reduce_scatter_update_all_gather"}
 
 
 # ---- what goes wrong on one rank
 
 
-def overflow_on_one(rank: int, kind: str, mode: str) -> list[Any]:
-    model = make("plain")
-    opt = {"lomo": Lomo, "adalomo": AdaLomo}[kind](
-        model, LR, group=dist.group.WORLD, loss_scale="dynamic", clip_mode=mode
-    )
-    before = weights(model)
-    loss = model(parts(rank, 2, 1)[0])
-    opt.backward(loss * (float("inf") if rank == 1 else 1.0))
-    opt.step()
-    unchanged = all(torch.equal(p, before[n]) for n, p in model.named_parameters())
-    scale = opt.loss_scale
-    run(opt, model, parts(rank, 2, 2))
-    return [unchanged, scale, {n: t.clone() for n, t in weights(model).items()}]
+@in_ranks(2)
+def test_an_overflow_on_one_rank_changes_nothing_on_any(rank: int) -> None:
+    kinds: list[tuple[Any, Any]] = [(Lomo, "deferred"), (AdaLomo, "two_pass")]
+    for kind, mode in kinds:
+        model = make("plain")
+        opt = kind(model, LR, group=dist.group.WORLD, loss_scale="dynamic", clip_mode=mode)
+        before = weights(model)
+        opt.backward(model(parts(rank, 2, 1)[0]) * (float("inf") if rank == 1 else 1.0))
+        opt.step()
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        assert opt.loss_scale == 2.0**15
+        run(opt, model, parts(rank, 2, 2))
+        assert_same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("lomo", "deferred"), ("adalomo", "two_pass")])
-def test_an_overflow_on_one_rank_changes_nothing_on_any(kind: str, mode: str) -> None:
-    results = run_ranks(2, overflow_on_one, kind, mode)
-    for unchanged, scale, _ in results:
-        assert unchanged
-        assert scale == 2.0**15
-    for name, value in results[0][2].items():
-        assert torch.equal(value, results[1][2][name])
+def assert_same_on_all_ranks(model: nn.Module) -> None:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, weights(model))
+    assert all(torch.equal(value, other[n]) for other in found for n, value in found[0].items())
 
 
-def nan_on_one(rank: int) -> str:
+@in_ranks(2)
+def test_what_one_rank_has_alone(rank: int) -> None:
+    """A loss that is NaN is an error on all; a frozen weight counts as zeros."""
     model = make("plain")
     opt = Lomo(model, LR, group=dist.group.WORLD)
     before = weights(model)
     loss = model(parts(rank, 2, 1)[0])
-    with pytest.raises(RuntimeError, match="not finite") as caught:
+    with pytest.raises(RuntimeError, match=r"head\.weight, the first .* not finite"):
         (loss * float("nan") if rank == 0 else loss).backward()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     opt.zero_grad()
-    run(opt, model, parts(rank, 2, 1))
-    return str(caught.value)
-
-
-def test_a_loss_that_is_nan_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(2, nan_on_one)
-    assert first == second
-    assert "head.weight" in first
-
-
-def freeze_on_one(rank: int) -> dict[str, Tensor]:
-    model = make("plain")
-    opt = Lomo(model, LR, group=dist.group.WORLD)
     if rank == 1:
         model.mix.requires_grad_(False)
     run(opt, model, parts(rank, 2, 1))
-    return weights(model)
-
-
-def test_a_weight_frozen_on_one_rank_counts_as_zeros() -> None:
-    first, second = run_ranks(2, freeze_on_one)
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert_same_on_all_ranks(model)
 
 
 # ---- FSDP2
@@ -276,12 +254,72 @@ def test_copies_in_tensor_parallelism_count_once() -> None:
             torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-6)
 
 
-def test_models_that_reduce_by_themselves() -> None:
-    run_ranks(2, _refused)
-
-
-def _refused(rank: int) -> None:
-    model = nn.parallel.DistributedDataParallel(Net())
+@in_ranks(2)
+def test_models_that_reduce_by_themselves(rank: int) -> None:
     with pytest.raises(ValueError, match="give the model itself, and group="):
-        Lomo(model, LR)
-    assert distance(model, make("plain")) >= 0
+        Lomo(nn.parallel.DistributedDataParallel(Net()), LR)
+
+
+# ---- WeightShards
+
+
+def live_bytes(model: nn.Module) -> int:
+    return sum(param.untyped_storage().nbytes() for param in model.parameters())
+
+
+def train_sharded(rank: int, name: str, kind: Any, options: dict[str, Any]) -> Any:
+    model = make(name)
+    shards = WeightShards(model)
+    opt = kind(model, LR, **options)
+    for ids in parts(rank, dist.get_world_size(), 3):
+        opt.backward(model(ids))
+        if opt.options.mode == "immediate":
+            assert live_bytes(model) == 0  # gone with the gradients
+        opt.step()
+        opt.zero_grad()
+    assert live_bytes(model) == 0
+    state = full_weights(shards)
+    return {name: state[name] for name, _ in model.named_parameters()}, opt.grad_norm
+
+
+SHARDED: list[tuple[int, str, Any, dict[str, Any]]] = [
+    (2, "plain", Lomo, {"loss_scale": "dynamic"}),
+    (3, "tied", Lomo, {"weight_decay": 0.1}),
+    (2, "checkpoint", Lomo, {"clip_grad_norm": 0.1, "clip_mode": "two_pass"}),
+    (2, "reentrant", Lomo, {"clip_grad_norm": 0.1}),
+    (3, "plain", AdaLomo, {}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "name", "kind", "options"), SHARDED, ids=str)
+def test_weight_shards(world_size: int, name: str, kind: Any, options: dict[str, Any]) -> None:
+    """A block that runs twice; AdaLomo's means are of whole matrices, though ranks have pieces."""
+    results = run_ranks(world_size, train_sharded, name, kind, options)
+    model, data, norms = make(name), batches(3, rows=ROWS), list[float]()
+    if kind is Lomo:
+        clip, decay = options.get("clip_grad_norm"), options.get("weight_decay", 0.0)
+        norms = train_sgd(model, data, LR, clip_norm=clip, weight_decay=decay)
+    else:
+        run(AdaLomo(model, LR), model, data)
+    for found, norm in results:
+        for name, value in weights(model).items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+        if norms:
+            assert norm == pytest.approx(norms[-1], rel=1e-5)
+
+
+@in_ranks(2)
+def test_weight_shards_come_and_go(rank: int) -> None:
+    model = make("plain")
+    shards = WeightShards(model)
+    with pytest.raises(ValueError, match="its shards know their group"):
+        Lomo(model, LR, group=dist.group.WORLD)
+    opt = Lomo(model, LR)
+    run(opt, model, parts(rank, 2, 1))
+    del opt
+    trained = full_weights(shards)
+    shards.close()
+    assert find_shards(model.embed.weight) is None
+    assert all(torch.equal(param, trained[name]) for name, param in model.named_parameters())
+    run(Lomo(model, LR, group="none"), model, parts(rank, 2, 1))
+    assert not any(torch.equal(param, trained[name]) for name, param in model.named_parameters())

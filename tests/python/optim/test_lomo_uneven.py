@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gradient_watch import GradientWatch
 from lomo_models import VOCAB, Net, batches, make, weights
-from ranks import RankFailure, run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -146,14 +146,16 @@ class _NoGradient(torch.autograd.Function):
         return grad, None if ctx.shape is None else torch.ones(ctx.shape), None
 
 
-def promise_and_keep_back(rank: int) -> Tensor:
+@in_ranks(2)
+def test_a_function_that_keeps_a_gradient_back(rank: int) -> None:
+    """The end of the backward pass reduces what was expected and did not come."""
     model = make("plain")
     model.extra = nn.Parameter(torch.zeros(3))
     _kept = Lomo(model, LR, group=dist.group.WORLD)
     ids = batches(1, rows=2)[0][rank : rank + 1]
     _NoGradient.apply(model(ids), model.extra, rank == 0).backward()
-    assert all(int(flag) == rank for rank, flag in enumerate(_gathered(rank)))
-    return model.extra.detach()
+    assert [int(flag) for flag in _gathered(rank)] == [0, 1]
+    assert torch.equal(model.extra.detach(), torch.full([3], -LR / 2))
 
 
 def _gathered(value: int) -> list[Tensor]:
@@ -163,13 +165,9 @@ def _gathered(value: int) -> list[Tensor]:
     return found
 
 
-def test_a_function_that_keeps_a_gradient_back() -> None:
-    """The end of the backward pass reduces what was expected and did not come."""
-    for extra in run_ranks(2, promise_and_keep_back):
-        assert torch.equal(extra, torch.full([3], -LR / 2))
-
-
-def count_live_gradients(rank: int) -> list[int]:
+@in_ranks(2)
+def test_one_gradient_at_a_time_is_alive(rank: int) -> None:
+    """In the first pass, too; a layer's bias may wait for its weight."""
     model = make("plain")
     peaks = []
     opt = None
@@ -179,20 +177,14 @@ def count_live_gradients(rank: int) -> list[int]:
         model(ids[rank : rank + 1]).backward()
         opt.step()
         peaks.append(watch.stop())
-    return peaks
-
-
-def test_one_gradient_at_a_time_is_alive() -> None:
-    """In the first pass, too; a layer's bias may wait for its weight."""
-    largest = max(param.nbytes for param in Net().parameters())
-    for peaks in run_ranks(2, count_live_gradients):
-        assert max(peaks) <= largest + 256, peaks
+    assert max(peaks) <= max(param.nbytes for param in Net().parameters()) + 256, peaks
 
 
 # ---- replicas that would drift
 
 
-def train_apart(rank: int) -> None:
+@in_ranks(2)
+def test_without_group_in_a_job_of_several_ranks(rank: int) -> None:
     model = make("plain")
     before = weights(model)
     with pytest.raises(ValueError, match=r"would drift: say group=dist\.group\.WORLD"):
@@ -205,10 +197,6 @@ def train_apart(rank: int) -> None:
     opt.step()
     assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
     opt.close()
-
-
-def test_without_group_in_a_job_of_several_ranks() -> None:
-    run_ranks(2, train_apart)
 
 
 def init_late(rank: int, store: str) -> None:
@@ -226,7 +214,8 @@ def test_a_group_made_after_the_optimizer(tmp_path: Any) -> None:
     run_ranks(2, init_late, str(tmp_path / "store"), backend=None, fresh=True)
 
 
-def wrap_late(rank: int) -> None:
+@in_ranks(2)
+def test_ddp_made_after_the_optimizer(rank: int) -> None:
     """A part of the model; test_pairs.py wraps the whole."""
     model: Any = make("plain")
     before = weights(model)
@@ -239,11 +228,8 @@ def wrap_late(rank: int) -> None:
     opt.close()
 
 
-def test_ddp_made_after_the_optimizer() -> None:
-    run_ranks(2, wrap_late)
-
-
-def leave_alone(rank: int) -> None:
+@in_ranks(2)
+def test_ddp_over_other_weights(rank: int) -> None:
     """A model that DDP trains in part, and Lomo the rest of."""
     model: Any = Branches()
     own = {n: p for n, p in model.named_parameters() if n.startswith("parts")}
@@ -259,19 +245,12 @@ def leave_alone(rank: int) -> None:
     assert torch.equal(*both)
 
 
-def test_ddp_over_other_weights() -> None:
-    run_ranks(2, leave_alone)
-
-
-def test_a_sharded_weight_is_not_averaged() -> None:
-    with pytest.raises(RankFailure, match="is sharded, and its shards know their group"):
-        run_ranks(2, _average_shards)
-
-
-def _average_shards(rank: int) -> None:
+@in_ranks(2)
+def test_a_sharded_weight_is_not_averaged(rank: int) -> None:
     model = make("plain")
     fully_shard(model)
-    Lomo(model, LR, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="is sharded, and its shards know their group"):
+        Lomo(model, LR, group=dist.group.WORLD)
 
 
 # ---- models that change
@@ -315,14 +294,11 @@ def test_a_weight_that_was_replaced(change: Any, is_late: bool) -> None:
     Lomo(model, LR).close()
 
 
-def shard_late(rank: int) -> None:
+@in_ranks(2)
+def test_a_model_sharded_after_the_optimizer(rank: int) -> None:
     model = Branches()
     opt = Lomo(model, LR, group=dist.group.WORLD)
     WeightShards(model)
     with pytest.raises(ValueError, match="was sharded after Lomo was made"):
         model(batches(1)[0], PARTS)
     opt.close()
-
-
-def test_a_model_sharded_after_the_optimizer() -> None:
-    run_ranks(2, shard_late)
