@@ -62,12 +62,6 @@ TORCH_LIBRARY_FRAGMENT(ringcomm, m) {
       "adalomo_update_(Tensor(a!) weight, Tensor grad, Tensor row_factor, Tensor col_factor, "
       "Tensor step_and_decay, float scale, int rounding_seed=-1, *, Tensor(b!)? low=None, "
       "float? clip_value=None, int first_elem=0) -> ()");
-  m.def(
-      "linear_adalomo_update_(Tensor(a!) weight, Tensor x, Tensor grad_out, "
-      "Tensor(b!) exp_avg_sq_row, Tensor(c!) exp_avg_sq_col, float lr, float weight_decay, "
-      "float scale, int rounding_seed=-1, *, float beta2, float clip_threshold=1.0, "
-      "float eps_grad=1e-30, float eps_weight=1e-3, Tensor(d!)? low=None, "
-      "float? clip_value=None) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(ringcomm, CPU, m) { m.impl("sgd_update_", sgd_update_); }
