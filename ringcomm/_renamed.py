@@ -90,10 +90,10 @@ _GONE = {
         "Split": "it was removed; the layers of ringcomm.nn say themselves which parts they have",
     },
     "ringcomm.parallel.activations": {
-        "Arena": "it is private now: arena() returns one",
-        "Auto": "it is private now: auto() returns one",
+        "Arena": "it is arena now, a class",
+        "Auto": "it is auto now, a class",
         "GradientArena": "it was removed; gradient_arena() returns its buffers",
-        "Partitioned": "it is private now: partition() returns one",
+        "Partitioned": "it is partition now, a class",
         "Allocation": _SNAPSHOT,
         "DeviceFragmentation": _CUDA_STATS,
         "Replay": _SNAPSHOT,
