@@ -143,7 +143,7 @@ _ZERO = {"last_statistics": _STATISTICS, "statistics": _STATISTICS}
 _GONE_METHODS = {
     "FlatZero": _ZERO,
     "ParameterServer": _STATES,
-    "Pipeline": _STATES,
+    "Pipeline": {**_STATES, "tied": "it was removed; use Pipeline.module.tied"},
     "WeightShards": _STATES,
     "Zero3": _ZERO,
     "ZeroInfinity": {

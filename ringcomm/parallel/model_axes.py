@@ -8,7 +8,7 @@ parallelism that replicates does not show, and need not: gradients are the same 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -33,9 +33,8 @@ class StagePart(nn.Module):
         blocks: all blocks of the model, of other ranks too.
 
     Attributes:
-        is_counted_elsewhere: whether an earlier rank of the pipeline has the same parameter.
-        tied: this rank's parameters that other ranks of the pipeline have as well. Their gradients
-            are complete when Pipeline.step() returns.
+        tied: this rank's parameters that other ranks of the pipeline have as well, and all ranks
+            that have it. Their gradients are complete when Pipeline.step() returns.
         first_names: of a parameter's name here, the name of the first block of the whole model that
             has it.
     """
@@ -44,20 +43,17 @@ class StagePart(nn.Module):
         super().__init__()
         self.group = group
         self.tensor_groups = tensor_groups_of(blocks)
-        self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
-        self.tied: frozenset[nn.Parameter] = frozenset()
+        self.tied: dict[nn.Parameter, list[int]] = {}
         self.first_names: dict[str, str] = {}
 
-    def own(
-        self,
-        blocks: Iterable[nn.Module],
-        tied: Iterable[nn.Parameter],
-        is_counted_elsewhere: Callable[[nn.Parameter], bool],
-    ) -> None:
+    def own(self, blocks: Iterable[nn.Module]) -> None:
         """Marks this rank's blocks, so that axes_of() of some of them alone is refused."""
-        self.tied, self.is_counted_elsewhere = frozenset(tied), is_counted_elsewhere
         for block in blocks:
             _part_of_block[block] = weakref.ref(self)
+
+    def is_counted_elsewhere(self, param: nn.Parameter) -> bool:
+        """Whether an earlier rank of the pipeline has the same parameter."""
+        return param in self.tied and self.tied[param][0] != self.group.rank()
 
 
 class Held(NamedTuple):
@@ -137,7 +133,7 @@ def axes_of(model: nn.Module) -> Axes:
 
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     """Weights of a pipeline's part whose gradients are summed when Pipeline.step() returns."""
-    return model.tied if isinstance(model, StagePart) else frozenset()
+    return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
 
 
 def refuse_piece(model: nn.Module) -> None:

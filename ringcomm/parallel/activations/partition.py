@@ -18,9 +18,8 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.activations.arena import arena as Arena  # also an argument
 from ringcomm.parallel.activations.saved_tensors import Kept, SavedTensors, is_plain
-from ringcomm.parallel.flat_collectives import all_gather_shards
+from ringcomm.parallel.flat_collectives import all_gather_shards, gather_ints
 from ringcomm.parallel.offload.transfers import empty_row
-from ringcomm.torch_names import all_gather_single
 
 _log = logging.getLogger("ringcomm")
 
@@ -132,10 +131,7 @@ class partition(SavedTensors):  # noqa: N801  # a context, as torch's saved_tens
         return kept.viewed(flat)
 
     def _check_equal(self, kept: Kept) -> None:
-        mine = _digest(kept)
-        digests = mine.new_empty(self._group.size())
-        all_gather_single(digests, mine, group=self._group)
-        found = digests.tolist()
+        found = gather_ints(_digest(kept), self._group)
         other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
         if other is not None:
             raise ValueError(

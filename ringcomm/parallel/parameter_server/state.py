@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.parameter_server.keys import Key
+from ringcomm.parallel.parameter_server.messages import Key
 
 __all__ = ["MakeOptimizer", "ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
 
@@ -79,15 +80,17 @@ class ServerOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but by names; groups have those of this server's parameters."""
         own = self._optimizer.state_dict()
-        state: dict[str, dict[str, Any]] = {}
-        for saved, names in zip(own["param_groups"], self._names, strict=True):
-            for name, number in zip(names, saved["params"], strict=True):
-                state[name] = dict(own["state"].get(number, {}))
-                if self._keeps_master:
-                    state[name]["master"] = self._params[name].detach()
-            saved["params"] = names
+        order = list(chain(*self._names))  # torch's numbers are places in it
+        state = {order[number]: dict(values) for number, values in own["state"].items()}
+        for name, param in self._params.items():
+            if self._keeps_master:
+                state.setdefault(name, {})["master"] = param.detach()
+        groups = [
+            {**saved, "params": names}
+            for saved, names in zip(own["param_groups"], self._names, strict=True)
+        ]
         used = {name: values for name, values in state.items() if values}
-        return {"state": used, "param_groups": own["param_groups"]}
+        return {"state": used, "param_groups": groups}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -102,14 +105,14 @@ class ServerOptimizer:
             param.copy_(given.get(name, {}).get("master", weights[name]))
         if not state.get("param_groups"):
             return
-        number_of = {name: number for number, name in enumerate(chain(*self._names))}
+        order = list(chain(*self._names))
         groups = [
-            {**saved, "params": [number_of[name] for name in names]}
+            {**saved, "params": [order.index(name) for name in names]}
             for saved, names in zip(state["param_groups"], self._names, strict=True)
         ]
         of_numbers = {
             number: {k: v for k, v in given[name].items() if k != "master"}
-            for name, number in number_of.items()
+            for number, name in enumerate(order)
             if name in given
         }
         used = {number: values for number, values in of_numbers.items() if values}
@@ -125,7 +128,8 @@ def packed(state: Mapping[str, Any]) -> Tensor:
 
 def unpacked(message: Tensor) -> dict[str, Any]:
     """The state of packed()."""
-    state: dict[str, Any] = torch.load(io.BytesIO(message.numpy().tobytes()), weights_only=True)
+    content = ctypes.string_at(message.data_ptr(), message.numel())
+    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     return state
 
 

@@ -1,4 +1,4 @@
-"""torch's PipelineStage, which keeps messages no longer than needed, and says when it computed."""
+"""What goes from stage to stage; torch's PipelineStage, which keeps it no longer than needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,89 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
-from ringcomm.parallel.pipeline.shapes import Metas, meta_like, shown, zeros
 
-__all__ = ["Log", "Stage", "forward_only"]
+__all__ = ["Log", "Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
 
+Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
 Log = list[tuple[Kind, int, int, float, float]]
+
+
+def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A contiguous tensor on the meta device."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
+    """Of the same shapes and dtypes; those require grad that do."""
+    return tuple(
+        torch.zeros(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad)
+        for m in metas
+    )
+
+
+def shown(tensors: tuple[Tensor, ...]) -> str:
+    """Their dtypes and shapes in words."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def find_boundaries(
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    inputs: Metas,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[Metas]:
+    """What each stage takes, and at the end what the last one returns: by a forward of zeros.
+
+    Modules are this rank's, by stage; inputs those of the first stage, the same on all ranks.
+
+    Raises:
+        ValueError: a stage failed; on all ranks.
+
+    Collective: an object for each stage.
+    """
+    found = [inputs]
+    for stage in range(plan.num_stages):
+        answer: list[Any] = [None]
+        if stage in modules:
+            try:
+                answer = [_outputs_of(modules[stage], found[-1], device)]
+            except Exception as error:
+                answer = [f"{type(error).__name__}: {error}"]
+        owner = plan.rank_of(stage)
+        dist.broadcast_object_list(answer, group=group, group_src=owner)
+        if isinstance(answer[0], str):
+            raise ValueError(
+                f"stage {stage} (rank {owner}) failed with {shown(found[-1])}: {answer[0]}"
+            )
+        found.append(answer[0])
+    return found
+
+
+def _outputs_of(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
+    """Computes them, and puts buffers and generators back."""
+    places = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            value = module(*zeros(inputs, device))
+    finally:
+        for part, buffers in places:
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in values:
+                buffer.copy_(before)
+    tensors = value if isinstance(value, tuple) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                "blocks hand on a tensor or a tuple of tensors, and this one returned a"
+                f" {type(tensor).__name__}"
+            )
+    return tuple(meta_like(t, t.requires_grad) for t in tensors)
 
 
 class Stage(PipelineStage):
