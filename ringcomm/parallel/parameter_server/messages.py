@@ -6,7 +6,7 @@ A message is a header of 32 bytes, and perhaps packed tensors behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ __all__ = [
 class Key(NamedTuple):
     """One trainable parameter; its gradients and values are cast to wire_dtype when they travel."""
 
-    name: str
     shape: torch.Size
     dtype: torch.dtype
     wire_dtype: torch.dtype
@@ -43,16 +42,13 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def keys_of(model: nn.Module, wire_dtype: torch.dtype | None) -> list[Key]:
-    """One for each parameter that requires grad, in the model's order.
+def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
+    """One for each parameter by name, or ValueError.
 
     A parameter no wider than wire_dtype is sent in its own dtype.
-
-    Raises:
-        ValueError: there is none, or one is no dense tensor with values.
     """
-    keys = []
-    for name, param in trainable(model).items():
+    keys = {}
+    for name, param in params.items():
         if isinstance(param, nn.UninitializedParameter) or type(param.data) is not Tensor:
             raise ValueError(
                 f"parameters are plain tensors, but {name} is a {type(param).__name__}"
@@ -62,32 +58,29 @@ def keys_of(model: nn.Module, wire_dtype: torch.dtype | None) -> list[Key]:
         sent_as = param.dtype
         if wire_dtype is not None and param.is_floating_point():
             sent_as = min(sent_as, wire_dtype, key=lambda dtype: dtype.itemsize)
-        keys.append(Key(name, param.shape, param.dtype, sent_as))
+        keys[name] = Key(param.shape, param.dtype, sent_as)
     if not keys:
         raise ValueError("no parameter requires grad: there is nothing to serve")
     return keys
 
 
-def owned_keys(keys: Sequence[Key], servers: Sequence[int]) -> dict[int, list[int]]:
-    """By server with keys, their indices: the largest first, each to the server with least so far.
+def owned_keys(keys: Mapping[str, Key], servers: Sequence[int]) -> dict[int, list[str]]:
+    """By server with keys, their names: the largest first, each to the server with least so far.
 
     Every rank finds the same. The fullest has at most 4/3 of the best possible (Graham 1969).
     """
-    sizes = [math.prod(key.shape) * key.wire_dtype.itemsize for key in keys]
+    sizes = {name: math.prod(key.shape) * key.wire_dtype.itemsize for name, key in keys.items()}
     loads = dict.fromkeys(servers, 0)
-    owned: dict[int, list[int]] = {}
-    for index in sorted(range(len(keys)), key=lambda index: -sizes[index]):
-        server = min(servers, key=loads.__getitem__)
-        loads[server] += sizes[index]
-        owned.setdefault(server, []).append(index)
-    return {server: sorted(owned[server]) for server in sorted(owned)}
+    owner: dict[str, int] = {}
+    for name in sorted(keys, key=lambda name: -sizes[name]):
+        owner[name] = min(servers, key=loads.__getitem__)
+        loads[owner[name]] += sizes[name]
+    used = sorted(set(owner.values()))
+    return {server: [name for name in keys if owner[name] == server] for server in used}
 
 
 class Packing:
-    """Tensors one behind the other in a buffer of bytes, without padding.
-
-    Wide dtypes stand first, so that every one is aligned.
-    """
+    """Tensors in a buffer of bytes without padding; wide dtypes first, so that all are aligned."""
 
     def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
         self._kinds = list(kinds)
@@ -124,27 +117,23 @@ class Packing:
 
 
 def groups_of_keys(
-    param_groups: Iterable[Any] | None, model: nn.Module, keys: Sequence[Key]
+    param_groups: Iterable[Any] | None, params: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups, with indices of keys in place of parameters.
-
-    Raises:
-        ValueError: a parameter is not the model's, is frozen, or stands in no group or in two.
-    """
+    """The groups, with names in place of parameters, or ValueError."""
     if param_groups is None:
-        return [{"params": list(range(len(keys)))}]
+        return [{"params": list(params)}]
     given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
     groups = torch.optim.Optimizer(given, {}).param_groups
-    index_of = {model.get_parameter(key.name): index for index, key in enumerate(keys)}
-    found = [[index_of.get(param, -1) for param in group["params"]] for group in groups]
-    every = [index for indices in found for index in indices]
-    missing = [key.name for index, key in enumerate(keys) if index not in every]
+    name_of = {param: name for name, param in params.items()}
+    found = [[name_of.get(param) for param in group["params"]] for group in groups]
+    every = [name for names in found for name in names]
+    missing = [name for name in params if name not in every]
     if missing:
         raise ValueError(
             f"{missing[0]} requires grad and is in no parameter group: add it, or"
             " requires_grad_(False)"
         )
-    if len(every) > len(keys):
+    if len(every) > len(params):
         raise ValueError(
             "param_groups have each parameter of the model that requires grad once; one is"
             " another's, frozen, or there twice"
@@ -152,7 +141,7 @@ def groups_of_keys(
     rest = [
         {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
     ]
-    return [{**own, "params": indices} for own, indices in zip(rest, found, strict=True)]
+    return [{**own, "params": names} for own, names in zip(rest, found, strict=True)]
 
 
 # ---- messages

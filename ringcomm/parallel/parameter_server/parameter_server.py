@@ -126,43 +126,41 @@ class ParameterServer:
             raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
         self._scale = None if loss_scale is None else LossScale(loss_scale)
         self._model, self._params, self._staleness = model, trainable(model), staleness
-        self._keys = keys_of(model, wire_dtype)
-        self._groups = groups_of_keys(param_groups, model, self._keys)
+        self._keys = keys_of(self._params, wire_dtype)
+        self._groups = groups_of_keys(param_groups, self._params)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
-            "parameters": {key.name: (tuple(key.shape), str(key.dtype)) for key in self._keys},
-            "parameter groups": [indices["params"] for indices in self._groups],
+            "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
+            "parameter groups": [group["params"] for group in self._groups],
         }
         self.group = _meet(resolved, model, mine)
-        owned = owned_keys(self._keys, ranks)
-        self.servers = list(owned)
-        self.keys = {s: [self._keys[i].name for i in indices] for s, indices in owned.items()}
+        self.keys = owned_keys(self._keys, ranks)
+        self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
-        self._server = self._make_server(make_optimizer, owned, workers)
+        self._server = self._make_server(make_optimizer, workers)
         self._ports: list[Port] = []  # none on a rank that is no worker
         if self.group.rank() in workers:
             self._ports = [
-                Port(self.group, s, self.keys[s], self._packing_of(indices), self._server)
-                for s, indices in owned.items()
+                Port(self.group, server, names, self._packing_of(names), self._server)
+                for server, names in self.keys.items()
             ]
             if self._server is not None:
                 self._server.start()
         self._num_pushes = 0
         self._is_closed = False
 
-    def _make_server(
-        self, make: MakeOptimizer, owned: Mapping[int, Sequence[int]], workers: Sequence[int]
-    ) -> Server | None:
-        rank = self.group.rank()
-        if rank not in owned:
+    def _make_server(self, make: MakeOptimizer, workers: Sequence[int]) -> Server | None:
+        names = self.keys.get(self.group.rank())
+        if names is None:
             return None
-        values = {i: self._params[self._keys[i].name] for i in owned[rank]}
-        optimizer = ServerOptimizer(make, self._groups, self._keys, values)
-        packing, is_in_rounds = self._packing_of(owned[rank]), self._staleness is not None
+        keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
+        values = {name: self._params[name] for name in names}
+        optimizer = ServerOptimizer(make, self._groups, values, keeps_master=keeps_master)
+        packing, is_in_rounds = self._packing_of(names), self._staleness is not None
         return Server(self.group, workers, packing, optimizer, is_in_rounds=is_in_rounds)
 
-    def _packing_of(self, indices: Sequence[int]) -> Packing:
-        return Packing((self._keys[i].shape, self._keys[i].wire_dtype) for i in indices)
+    def _packing_of(self, names: Sequence[str]) -> Packing:
+        return Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
 
     # ---- what a rank does
 
@@ -273,17 +271,14 @@ class ParameterServer:
 
     @property
     def version(self) -> int:
-        """How many updates a worker's weights have had; of a dedicated server, how many it made."""
+        """How many updates a worker's weights have had, or a dedicated server has made."""
         if self._ports:
             return min(port.version for port in self._ports)
         return 0 if self._server is None else self._server.version
 
     @property
     def staleness_histogram(self) -> Counter[int]:
-        """Of the gradients that this rank's server has applied: how many were how many updates old.
-
-        Empty if this rank has no keys.
-        """
+        """Gradients that this rank's server has applied, by how many updates old they were."""
         return Counter() if self._server is None else Counter(self._server.staleness)
 
     @property
@@ -371,12 +366,9 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
 
 
 def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -> dist.ProcessGroup:
-    """A new group for the messages, in which all ranks have rank 0's weights. Collective.
+    """A new group of ringcomm for the messages, whose ranks have rank 0's weights. Collective.
 
-    Its backend is ringcomm, and messages meet no others in it.
-
-    Raises:
-        ValueError: the ranks disagree; nothing has been changed.
+    ValueError if the ranks disagree; nothing has been changed.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     own = dist.new_group(

@@ -36,13 +36,8 @@ class Server:
     and its failure reports the worker's death. Requests of the worker in this process come into the
     same inbox.
 
-    Args:
-        is_in_rounds: update t is the mean of the t-th gradients of all workers that have not
-            closed before; otherwise every gradient is an update.
-
-    Attributes:
-        version, num_skipped: updates so far, and those left out since a gradient was not finite.
-        staleness: how many gradients were applied how many versions after their own.
+    With is_in_rounds update t is the mean of the t-th gradients of all workers that have not closed
+    before; otherwise every gradient is an update.
     """
 
     def __init__(
@@ -54,8 +49,8 @@ class Server:
         *,
         is_in_rounds: bool,
     ) -> None:
-        self.version = self.num_skipped = 0
-        self.staleness: Counter[int] = Counter()
+        self.version = self.num_skipped = 0  # updates; without a finite gradient they are skipped
+        self.staleness: Counter[int] = Counter()  # gradients by versions between pull and update
         self._group, self._packing, self._optimizer = group, packing, optimizer
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)

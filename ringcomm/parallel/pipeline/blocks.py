@@ -63,13 +63,7 @@ def part_of(
     owned: Sequence[Mapping[str, nn.Module]],
     group: dist.ProcessGroup,
 ) -> StagePart:
-    """A rank's blocks, which know the names that the whole model has for their parameters.
-
-    Args:
-        named: all blocks.
-        owned: those of each rank.
-        group: the ranks.
-    """
+    """A rank's blocks, of all blocks and those that each rank owns."""
     part = StagePart(group, named.values())
     for name, block in owned[group.rank()].items():
         parent: nn.Module = part

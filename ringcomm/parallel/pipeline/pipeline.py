@@ -49,7 +49,7 @@ MAX_SHAPES = 64
 
 
 class _Made(NamedTuple):
-    """What there is for inputs of one shape."""
+    """What is kept for inputs of one shape."""
 
     boundaries: list[Metas]
     stages: list[Stage]
@@ -100,7 +100,7 @@ class Pipeline:
 
     Attributes:
         module: this rank's blocks under their names in the whole model.
-        plan: the schedule, and who computes what in which order.
+        plan: the schedule, and what each rank computes, in order.
         stages: for each stage of the model its blocks' names.
         group, device: as resolved.
 
@@ -365,7 +365,7 @@ class Pipeline:
         if self._trained() != made.trained:
             raise ValueError(
                 "weights were frozen, thawed or added after the first step, when stages agreed on"
-                " who gets gradients: make a new Pipeline of the same blocks"
+                " what gets gradients: make a new Pipeline of the same blocks"
             )
 
 

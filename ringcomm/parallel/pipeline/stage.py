@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,12 +50,7 @@ def find_boundaries(
 ) -> list[Metas]:
     """What each stage takes, and at the end what the last one returns: by a forward of zeros.
 
-    Modules are this rank's, by stage; inputs those of the first stage, the same on all ranks.
-
-    Raises:
-        ValueError: a stage failed; on all ranks.
-
-    Collective: an object for each stage.
+    `inputs` are those of the first stage. ValueError on all ranks if a stage fails. Collective.
     """
     found = [inputs]
     for stage in range(plan.num_stages):
@@ -101,17 +97,8 @@ def _outputs_of(module: nn.Module, inputs: Metas, device: torch.device) -> Metas
 class Stage(PipelineStage):
     """One stage of a pipeline on its rank.
 
-    torch receives into memory that is set aside for all micro-batches of a step, for good: in 1F1B,
-    which keeps the activations of a few of them only, that is what is left. Here a message gets
-    memory when it is waited for, and the last user's reference frees it.
-
-    Args:
-        recompute: whether the module has checkpoints. The half of a backward that is for inputs
-            then does the other one as well: torch would recompute a checkpoint once for each group
-            of weights.
-
-    Attributes:
-        log: what it computed, if that is recorded.
+    torch receives into memory that is set aside for all micro-batches of a step, for good. Here a
+    message gets memory when it is waited for, and the last user's reference frees it.
     """
 
     def __init__(
@@ -125,7 +112,8 @@ class Stage(PipelineStage):
         outputs: Metas,
         recompute: bool,
     ) -> None:
-        # Behind frozen blocks torch's half for the weights finds none of them.
+        # The half of a backward for inputs then does the other one as well. torch would recompute a
+        # checkpoint once for each group of weights, and find no weights behind frozen blocks.
         has_no_halves = recompute or not any(meta.requires_grad for meta in inputs)
         super().__init__(
             module,
@@ -137,7 +125,7 @@ class Stage(PipelineStage):
             group=group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
-        self.log: Log | None = None
+        self.log: Log | None = None  # what it computed, if that is recorded
         self._expected = outputs
         self._without_memory: dict[Any, Tensor] = {}
 
@@ -211,12 +199,12 @@ class Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
-        self._drop_all(self.args_recv_info)
+        self._drop(chain(*self.args_recv_info.values()))
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(*args, **kwargs)
-        self._drop_all(self.grad_recv_info)
+        self._drop(chain(*self.grad_recv_info.values()))
         return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -241,10 +229,6 @@ class Stage(PipelineStage):
                     requires_grad=buffer.requires_grad,
                 )
 
-    def _drop_all(self, infos: Mapping[int, Iterable[Any]]) -> None:
-        for of_chunk in infos.values():
-            self._drop(of_chunk)
-
     def _drop(self, infos: Iterable[Any]) -> None:
         """Lets go of messages; what stays in their place has their shape and no memory."""
         for info in infos:
@@ -258,8 +242,7 @@ class Stage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Forgets the last step, and what a step that failed has left."""
         super().clear_runtime_states()
-        self._drop_all(self.args_recv_info)
-        self._drop_all(self.grad_recv_info)
+        self._drop(chain(*self.args_recv_info.values(), *self.grad_recv_info.values()))
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
 
@@ -274,9 +257,8 @@ def forward_only(
 ) -> list[Any]:
     """All micro-batches through a stage, then through the next; what this rank's last one returns.
 
-    torch's own way without gradients does not run a V. Modules are this rank's, by stage, in the
-    order of the model; boundaries what each stage takes; inputs those of the first stage, by
-    micro-batch, where it is. Collective: sends and receives.
+    torch's own way without gradients does not run a V. `inputs` are the first stage's, by
+    micro-batch. Collective: sends and receives.
     """
     sent: list[dist.Work | None] = []
     outputs: list[Any] = list(inputs)

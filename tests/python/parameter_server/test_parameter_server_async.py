@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from typing import Any
@@ -66,28 +65,20 @@ def test_a_fast_worker_is_ahead_by_the_bound(world_size: int, layout: str, stale
 # ---- without a bound
 
 
-def random_schedule(workers: list[int], num_pushes: int, seed: int) -> list[tuple[str, int]]:
-    """Workers in any order; some pull twice, or push twice at the same weights."""
-    draw = random.Random(seed)
-    events = []
-    for _ in range(num_pushes):
-        worker = draw.choice(workers)
-        events += [("pull", worker)] * draw.choice([0, 1, 1, 1, 2])
-        events += [("push", worker)]
-    return events + [("pull", worker) for worker in workers]
+# Pulls (<) and pushes (>) of ranks; some pull twice, or push twice at the same weights.
+EVENTS = "<0>0<1<2>2>1>1<1<1>1<0>0>2<2>2>0<0<2>0>2<1>1<0<1<2"
+SCHEDULE = [(kind, int(rank)) for kind, rank in zip(EVENTS[::2], EVENTS[1::2], strict=True)]
 
 
-def recurrence(
-    schedule: list[tuple[str, int]], num_workers: int
-) -> tuple[dict[str, Tensor], dict[int, int]]:
+def recurrence(num_workers: int) -> tuple[dict[str, Tensor], dict[int, int]]:
     """w <- w - lr g_k(w as worker k pulled it), one push after the other, in one process."""
     model = Net()
     optimizer = make_of("momentum")(groups_of(model))
     pulled = {worker: (0, weights(model)) for worker in range(num_workers)}
     num_pushes: Counter[int] = Counter()
     ages: Counter[int] = Counter()
-    for kind, worker in schedule:
-        if kind == "pull":
+    for kind, worker in SCHEDULE:
+        if kind == "<":
             pulled[worker] = num_pushes.total(), weights(model)
             continue
         version, values = pulled[worker]
@@ -102,16 +93,13 @@ def recurrence(
     return weights(model), dict(ages)
 
 
-SCHEDULE = random_schedule([0, 1, 2], 20, seed=3)
-
-
 def in_order(rank: int) -> tuple[dict[str, Tensor], dict[int, int]]:
     """Pulls and pushes one after the other; get_state_dict() waits until a push is served."""
     model = Net()
     num_pushes = 0
     with make_server(model, "all", "momentum", staleness=None) as server:
         for kind, worker in SCHEDULE:
-            if worker == rank and kind == "pull":
+            if worker == rank and kind == "<":
                 server.pull()
             elif worker == rank:
                 loss_of(model, *batch(num_pushes, rank, 3)).backward()
@@ -124,7 +112,7 @@ def in_order(rank: int) -> tuple[dict[str, Tensor], dict[int, int]]:
 
 def test_each_push_is_an_update() -> None:
     """The weights of a recurrence in one process, to the bit, and its histogram."""
-    expected, histogram = recurrence(SCHEDULE, 3)
+    expected, histogram = recurrence(3)
     results = run_ranks(3, in_order)
     for found, ages in results:
         assert ages in ({}, histogram)

@@ -9,7 +9,7 @@ import torch
 from curves import assert_weights, batch
 from full_states import full_weights, load_full_weights
 from pipeline_models import M, make_deep, make_tied, mse, token_batch, tokens_loss
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
 from ringcomm import RingcommError
@@ -28,7 +28,8 @@ class Named(nn.Module):
     """A model that is no row of blocks."""
 
 
-def build_wrongly(rank: int) -> None:
+@in_ranks(2)
+def test_what_is_no_pipeline(rank: int) -> None:
     def refused(kind: type[Exception], message: str, *args: Any, **options: Any) -> None:
         with pytest.raises(kind, match=message):
             make(*args, **options)
@@ -51,11 +52,8 @@ def build_wrongly(rank: int) -> None:
     refused(ValueError, message, [bare, nn.Linear(8, 8)])
 
 
-def test_what_is_no_pipeline() -> None:
-    run_ranks(2, build_wrongly)
-
-
-def step_wrongly(rank: int) -> None:
+@in_ranks(2)
+def test_what_is_no_step(rank: int) -> None:
     pipe = make()
     x, y = batch(0)
 
@@ -80,10 +78,6 @@ def step_wrongly(rank: int) -> None:
     first = pipe.step(x, y)  # nothing of this has done harm
     assert torch.equal(first, pipe.step(x, y))
     assert float(pipe.step(x[:8], y[:8])) != float(first)  # another shape
-
-
-def test_what_is_no_step() -> None:
-    run_ranks(2, step_wrongly)
 
 
 def fail(*_: Any) -> None:
