@@ -221,8 +221,8 @@ class auto(partition):  # noqa: N801
             reserved_bytes = torch.cuda.memory_reserved(self._device)
             limit_bytes = free_bytes + reserved_bytes - torch.cuda.memory_allocated(self._device)
         # A rank without a limit tells the others, which do not wait for it.
-        is_wrong = limit_bytes is None or limit_bytes < 0
-        self.limit_bytes = -self._highest(1 if is_wrong else -limit_bytes)
+        mine = 1 if limit_bytes is None or limit_bytes < 0 else -limit_bytes
+        self.limit_bytes = -self._highest(mine)
         if self.limit_bytes < 0:
             raise ValueError(
                 f"limit_bytes is 0 or more on every rank, and has no default for"

@@ -38,7 +38,7 @@ def make(rank: int | None = None, dropout: float = 0.0) -> nn.ModuleList:
     )
 
 
-def run(blocks: nn.ModuleList, reentrant: bool = False, seed: int = 0) -> Tensor:
+def run(blocks: nn.ModuleList | nn.Sequential, reentrant: bool = False, seed: int = 0) -> Tensor:
     torch.manual_seed(seed)
     param = next(blocks.parameters())
     x = torch.randn(ROWS, TOKENS, WIDTH).to(param.device, param.dtype).requires_grad_().mul(1)

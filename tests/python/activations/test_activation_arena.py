@@ -217,7 +217,8 @@ def test_nested_left_by_an_error_and_written_before() -> None:
 
 def test_gradients_are_views_for_good() -> None:
     blocks = make()
-    one, other, *_ = (module for module in blocks.modules() if hasattr(module, "up"))
+    halves: list[Any] = [module for module in blocks.modules() if hasattr(module, "up")]
+    one, other = halves[:2]
     one.up.requires_grad_(False)
     other.down.to(torch.float64)
     one.norm.weight.grad = torch.ones(24)
@@ -275,19 +276,22 @@ def test_gradients_that_stay_where_they_are() -> None:
         activations.gradient_arena([w * 2])  # type: ignore[list-item]
 
 
+class Net(nn.Sequential):
+    def forward(self, seed: int) -> Tensor:
+        return run(self, seed=seed)
+
+
 @in_ranks(2)
 def test_training(rank: int) -> None:
     """Under DDP: micro-batches, momentum, autocast and clipping, with both arenas."""
     arena = activations.arena(PLAN + SAVED_BYTES)
     results = []
     for is_ours in (False, True):
-        blocks = make(dropout=0.1)
-        net = nn.Sequential(*blocks)
+        net = Net(*make(dropout=0.1))
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         buffers = activations.gradient_arena(net.parameters()) if is_ours else []
         context = arena if is_ours else contextlib.nullcontext()
         replica = DistributedDataParallel(net)
-        replica.forward = lambda seed, blocks=blocks: run(blocks, seed=seed)
         for step in range(3):
             for part in range(2):  # a backward pass outside of the arena, and inside
                 with context:

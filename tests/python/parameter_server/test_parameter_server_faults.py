@@ -21,10 +21,15 @@ def make_failing(fail: Any, num_updates: int) -> Any:
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = make_of("sgd")(groups)
-        calls: list[Any] = []
-        optimizer.register_step_pre_hook(
-            lambda *_: fail() if len(calls) == num_updates else calls.append(0)
-        )
+        left = num_updates
+
+        def count(*_: Any) -> None:
+            nonlocal left
+            if left == 0:
+                fail()
+            left -= 1
+
+        optimizer.register_step_pre_hook(count)
         return optimizer
 
     return make
