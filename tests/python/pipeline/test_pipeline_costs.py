@@ -150,7 +150,7 @@ def check_timeline(timeline: pipeline.Timeline, plan: Any) -> None:
         assert [action[1:4] for action in order] == [tuple(work) for work in planned]
         for action, following in itertools.pairwise(order):
             assert action.begin_us <= action.end_us <= following.begin_us
-    ends = {(a.kind, a.stage, a.micro_batch): a.end_us for a in timeline.actions}
+    ends: dict[Any, Any] = {a[1:4]: a.end_us for a in timeline.actions}
     for _, kind, stage, micro_batch, begin_us, _ in timeline.actions:
         # Stage 0 has its gradients when the next one has done the half for inputs.
         needed = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(
