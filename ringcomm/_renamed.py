@@ -93,10 +93,10 @@ _GONE = {
         "Split": "it was removed; the layers of ringcomm.nn say themselves which parts they have",
     },
     "ringcomm.parallel.activations": {
-        "Arena": "it is private now: arena() returns one",
-        "Auto": "it is private now: auto() returns one",
+        "Arena": "it is arena now, a class",
+        "Auto": "it is auto now, a class",
         "GradientArena": "it was removed; gradient_arena() returns its buffers",
-        "Partitioned": "it is private now: partition() returns one",
+        "Partitioned": "it is partition now, a class",
         "Allocation": _SNAPSHOT,
         "DeviceFragmentation": _CUDA_STATS,
         "Replay": _SNAPSHOT,
@@ -147,7 +147,7 @@ _ZERO = {"last_statistics": _STATISTICS, "statistics": _STATISTICS}
 _GONE_METHODS = {
     "FlatZero": _ZERO,
     "ParameterServer": _STATES,
-    "Pipeline": _STATES,
+    "Pipeline": {**_STATES, "tied": "it was removed; use Pipeline.module.tied"},
     "WeightShards": {
         **_STATES,
         "read_shard": _STATES["full_state_dict"],

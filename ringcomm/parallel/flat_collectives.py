@@ -107,6 +107,14 @@ def _padded(flat: Tensor, sizes: list[int]) -> Tensor:
     return rows.view(-1)
 
 
+def gather_ints(number: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """All ranks' numbers, int64 [1] on a device that the group takes. Collective."""
+    numbers = number.new_empty(group.size())
+    all_gather_single(numbers, number, group=group)
+    found: list[int] = numbers.tolist()
+    return found
+
+
 def all_gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Everybody's objects; this rank's alone without a group. Collective."""
     if group is None:

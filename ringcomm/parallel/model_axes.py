@@ -8,7 +8,7 @@ parallelism that replicates does not show, and need not: gradients are the same 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -29,28 +29,29 @@ class StagePart(nn.Module):
     """This rank's blocks of a pipeline, under their names in the whole model. Cannot be called.
 
     It is made of the pipeline's ranks, and all blocks of the model, of other ranks too.
+
+    Attributes:
+        tied: this rank's parameters that other ranks of the pipeline have as well, and all ranks
+            that have it. Their gradients are complete when Pipeline.step() returns.
+        first_names: of a parameter's name here, the name of the first block of the whole model that
+            has it.
     """
 
     def __init__(self, group: dist.ProcessGroup, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         self.group = group
         self.tensor_groups = tensor_groups_of(blocks)
-        # Whether an earlier rank has a parameter; those that other ranks have as well, whose
-        # gradients are complete when Pipeline.step() returns; by name here that in the model.
-        self.is_counted_elsewhere: Callable[[nn.Parameter], bool] = lambda _: False
-        self.tied: frozenset[nn.Parameter] = frozenset()
+        self.tied: dict[nn.Parameter, list[int]] = {}
         self.first_names: dict[str, str] = {}
 
-    def own(
-        self,
-        blocks: Iterable[nn.Module],
-        tied: Iterable[nn.Parameter],
-        is_counted_elsewhere: Callable[[nn.Parameter], bool],
-    ) -> None:
+    def own(self, blocks: Iterable[nn.Module]) -> None:
         """Marks this rank's blocks, so that axes_of() of some of them alone is refused."""
-        self.tied, self.is_counted_elsewhere = frozenset(tied), is_counted_elsewhere
         for block in blocks:
             _part_of_block[block] = weakref.ref(self)
+
+    def is_counted_elsewhere(self, param: nn.Parameter) -> bool:
+        """Whether an earlier rank of the pipeline has the same parameter."""
+        return param in self.tied and self.tied[param][0] != self.group.rank()
 
 
 class Held(NamedTuple):
@@ -125,7 +126,7 @@ def axes_of(model: nn.Module) -> Axes:
 
 def tied_over_stages(model: nn.Module) -> frozenset[nn.Parameter]:
     """Weights of a pipeline's part whose gradients are summed when Pipeline.step() returns."""
-    return model.tied if isinstance(model, StagePart) else frozenset()
+    return frozenset(model.tied) if isinstance(model, StagePart) else frozenset()
 
 
 def refuse_piece(model: nn.Module) -> None:

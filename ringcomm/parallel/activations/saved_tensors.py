@@ -1,11 +1,11 @@
-"""Saved-tensor hooks that keep a tensor otherwise: once, and under torch's own rules."""
+"""Saved-tensor hooks that keep a tensor in other memory: once, and under torch's own rules."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,40 +13,42 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import Self
 
 
-class Look(NamedTuple):
-    """How a dense tensor looked, in any order of its dimensions."""
+class Kept:
+    """A dense tensor of any strides, as its elements in the order of memory.
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    Attributes:
+        flat: the elements, of one dimension; a view of the tensor until they are kept elsewhere.
+        shape, stride, device: the tensor's.
+        is_shard: whether `flat` is this rank's shard.
+    """
 
-    def over(self, flat: Tensor) -> Tensor:
-        """A view of one dimension with that look."""
+    def __init__(self, tensor: Tensor) -> None:
+        self.source = StorageWeakRef(tensor.untyped_storage())
+        tensor = tensor.resolve_conj().resolve_neg()
+        # Torch keeps the strides of a dense tensor, in any order of dimensions.
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor = tensor.contiguous()
+        self.shape, self.stride, self.device = tensor.shape, tensor.stride(), tensor.device
+        self.flat = tensor.as_strided([tensor.numel()], [1])
+        self.is_shard = False
+
+    def viewed(self, flat: Tensor) -> Tensor:
+        """Elements of one dimension with the tensor's shape and strides."""
         return flat.as_strided(self.shape, self.stride)
-
-
-def flatten(tensor: Tensor) -> tuple[Tensor, Look]:
-    """All elements in the order of memory, as a view where the tensor is dense, and its look."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    # Torch keeps the strides of what is dense, in any order of dimensions.
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        tensor = tensor.contiguous()
-    look = Look(tensor.shape, tensor.stride(), tensor.dtype)
-    return tensor.as_strided([tensor.numel()], [1]), look
 
 
 class SavedTensors(ABC):
     """A context that keeps the tensors that it takes as _keep() says; others stay as they are.
 
-    It may be entered again, also in itself. What is saved twice is kept once. With hooks torch does
-    not look whether a tensor was written since it was saved: here it is an error as without them.
+    It may be entered again, also in itself. A tensor that is saved twice is kept once. With hooks
+    torch does not check whether a tensor was written since it was saved; this class does.
     """
 
     def __init__(self) -> None:
         self._entered: list[AbstractContextManager[Any]] = []
-        # Weakly, by what makes it the same tensor. A storage's place is not used again as long as
-        # there is a weak reference to it.
-        self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Any]]] = {}
+        # By what makes it the same tensor. No other storage gets the address of a storage as long
+        # as Kept.source refers to it.
+        self._known: WeakValueDictionary[Any, Kept] = WeakValueDictionary()
 
     def __enter__(self) -> Self:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -62,64 +64,47 @@ class SavedTensors(ABC):
         """Whether _keep() is for this one."""
 
     @abstractmethod
-    def _keep(self, tensor: Tensor) -> Any:
-        """Keeps the elements of a tensor, which is detached; an object with weak references."""
+    def _keep(self, kept: Kept) -> None:
+        """Moves `kept.flat`, a view of the saved tensor, to where it is kept."""
 
     @abstractmethod
-    def _restore(self, kept: Any) -> Tensor:
+    def _restore(self, kept: Kept) -> Tensor:
         """The tensor with the bits that were kept."""
 
-    def _pack(self, tensor: Tensor) -> tuple[Any, _Written]:
+    def _pack(self, tensor: Tensor) -> tuple[Kept | Tensor, Tensor, int]:
+        """What is kept, a tensor that counts writes, and their number so far."""
         if not self._takes(tensor):
             # An output that its own node holds would never be freed.
             whole = tensor if tensor.is_leaf else tensor.detach()
-            return whole, _Written(whole)
+            return whole, whole, whole._version
         place = tensor.untyped_storage()._cdata, tensor.storage_offset()
         key = *place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
-        entry = self._known.get(key)
-        kept: Any = None if entry is None else entry[1]()
+        kept = self._known.get(key)
         if kept is None:
-            kept = self._keep(tensor.detach())
-            entry = StorageWeakRef(tensor.untyped_storage()), weakref.ref(kept)
-            self._known[key] = entry
-            weakref.finalize(kept, self._forget, key, entry).atexit = False
+            kept = Kept(tensor.detach())
+            self._keep(kept)
+            self._known[key] = kept
         # An empty tensor that counts the same writes: `.data` changes all but the counter.
         alias = tensor.detach()
         alias.data = tensor.new_empty(0)
-        return kept, _Written(alias)
+        return kept, alias, alias._version
 
-    def _unpack(self, packed: tuple[Any, _Written]) -> Tensor:
-        kept, written = packed
-        found = kept if isinstance(kept, Tensor) else self._restore(kept)
-        written.check(found)
-        return found
-
-    def _forget(self, key: Any, entry: Any) -> None:
-        if self._known.get(key) is entry:
-            del self._known[key]
-
-
-class _Written:
-    """Tells whether a tensor has been written since."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-
-    def check(self, looks_like: Tensor) -> None:
-        """Raises torch's error for a tensor that is needed and has been written."""
-        version = self._tensor._version
-        if version != self._version:
+    def _unpack(self, packed: tuple[Kept | Tensor, Tensor, int]) -> Tensor:
+        kept, alias, version = packed
+        found = self._restore(kept) if isinstance(kept, Kept) else kept
+        if alias._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
-                f" inplace operation: [{looks_like.type()} {list(looks_like.shape)}] is at version"
-                f" {version}; expected version {self._version} instead"
+                f" inplace operation: [{found.type()} {list(found.shape)}] is at version"
+                f" {alias._version}; expected version {version} instead"
             )
+        return found
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has elements of its own in memory that end with the graph.
+    """Whether a tensor has elements of its own, in memory that is freed with the graph.
 
-    Not so parameters and their views, which live on, subclasses, sparse or quantized tensors.
+    Not so parameters and their views, subclasses, sparse and quantized tensors.
     """
     base = tensor._base if tensor._base is not None else tensor
     return (

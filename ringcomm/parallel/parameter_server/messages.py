@@ -1,15 +1,150 @@
-"""The messages between workers and servers: a header of 32 bytes, and packed tensors behind it."""
+"""Keys of a parameter server, one for each trainable parameter, and the messages about them.
+
+A message is a header of 32 bytes, and perhaps packed tensors behind it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Header", "Kind", "Tag", "receive", "send", "start_receive"]
+__all__ = [
+    "Header",
+    "Key",
+    "Kind",
+    "Packing",
+    "Tag",
+    "groups_of_keys",
+    "keys_of",
+    "owned_keys",
+    "receive",
+    "send",
+    "trainable",
+]
+
+
+class Key(NamedTuple):
+    """One trainable parameter; its gradients and values are cast to wire_dtype when they travel."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name the parameters that require grad, in the model's order."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def keys_of(params: Mapping[str, nn.Parameter], wire_dtype: torch.dtype | None) -> dict[str, Key]:
+    """One for each parameter by name, or ValueError.
+
+    A parameter no wider than wire_dtype is sent in its own dtype.
+    """
+    keys = {}
+    for name, param in params.items():
+        if isinstance(param, nn.UninitializedParameter) or type(param.data) is not Tensor:
+            raise ValueError(
+                f"parameters are plain tensors, but {name} is a {type(param).__name__}"
+            )
+        if param.layout != torch.strided or param.is_meta:
+            raise ValueError(f"parameters are dense and have values, but {name} does not")
+        sent_as = param.dtype
+        if wire_dtype is not None and param.is_floating_point():
+            sent_as = min(sent_as, wire_dtype, key=lambda dtype: dtype.itemsize)
+        keys[name] = Key(param.shape, param.dtype, sent_as)
+    if not keys:
+        raise ValueError("no parameter requires grad: there is nothing to serve")
+    return keys
+
+
+def owned_keys(keys: Mapping[str, Key], servers: Sequence[int]) -> dict[int, list[str]]:
+    """By server with keys, their names: the largest first, each to the server with least so far.
+
+    Every rank finds the same. The fullest has at most 4/3 of the best possible (Graham 1969).
+    """
+    sizes = {name: math.prod(key.shape) * key.wire_dtype.itemsize for name, key in keys.items()}
+    loads = dict.fromkeys(servers, 0)
+    owner: dict[str, int] = {}
+    for name in sorted(keys, key=lambda name: -sizes[name]):
+        owner[name] = min(servers, key=loads.__getitem__)
+        loads[owner[name]] += sizes[name]
+    used = sorted(set(owner.values()))
+    return {server: [name for name in keys if owner[name] == server] for server in used}
+
+
+class Packing:
+    """Tensors in a buffer of bytes without padding; wide dtypes first, so that all are aligned."""
+
+    def __init__(self, kinds: Iterable[tuple[torch.Size, torch.dtype]]) -> None:
+        self._kinds = list(kinds)
+        self._begins = [0] * len(self._kinds)
+        self.num_bytes = 0
+        order = sorted(range(len(self._kinds)), key=lambda index: -self._kinds[index][1].itemsize)
+        for index in order:
+            shape, dtype = self._kinds[index]
+            self._begins[index] = self.num_bytes
+            self.num_bytes += math.prod(shape) * dtype.itemsize
+
+    def new_buffer(self) -> Tensor:
+        """For one set of tensors: uint8 [num_bytes] on the CPU."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer, in the order of their shapes; they share its memory."""
+        found = []
+        for begin, (shape, dtype) in zip(self._begins, self._kinds, strict=True):
+            num_bytes = math.prod(shape) * dtype.itemsize
+            found.append(buffer[begin : begin + num_bytes].view(dtype).view(shape))
+        return found
+
+    @torch.no_grad()
+    def pack(self, tensors: Sequence[Tensor | None], buffer: Tensor | None = None) -> Tensor:
+        """Copies tensors of any device into a buffer, cast; zeros for None."""
+        buffer = self.new_buffer() if buffer is None else buffer
+        for view, tensor in zip(self.views(buffer), tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor)
+        return buffer
+
+
+def groups_of_keys(
+    param_groups: Iterable[Any] | None, params: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The groups, with names in place of parameters, or ValueError."""
+    if param_groups is None:
+        return [{"params": list(params)}]
+    given = [dict(group) if isinstance(group, dict) else group for group in param_groups]
+    groups = torch.optim.Optimizer(given, {}).param_groups
+    name_of = {param: name for name, param in params.items()}
+    found = [[name_of.get(param) for param in group["params"]] for group in groups]
+    every = [name for names in found for name in names]
+    missing = [name for name in params if name not in every]
+    if missing:
+        raise ValueError(
+            f"{missing[0]} requires grad and is in no parameter group: add it, or"
+            " requires_grad_(False)"
+        )
+    if len(every) > len(params):
+        raise ValueError(
+            "param_groups have each parameter of the model that requires grad once; one is"
+            " another's, frozen, or there twice"
+        )
+    rest = [
+        {k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups
+    ]
+    return [{**own, "params": names} for own, names in zip(rest, found, strict=True)]
+
+
+# ---- messages
 
 
 class Kind(IntEnum):
@@ -36,7 +171,7 @@ class Header(NamedTuple):
 
     Attributes:
         version: of a pull, the lowest acceptable one; of an answer, the one that is sent.
-            Of a push, what its gradient is to be multiplied by; 0 if that is not finite.
+            Of a push, the factor for its gradient; 0 if that is not finite.
         has_version: the worker's last pulled version.
         num_bytes: of the message behind an answer; 0 if there is none.
     """
@@ -66,12 +201,7 @@ def send(group: dist.ProcessGroup, peer: int, tag: Tag, message: Tensor | Header
     return dist.isend(tensor, group=group, group_dst=peer, tag=tag)
 
 
-def start_receive(group: dist.ProcessGroup, peer: int, tag: Tag, tensor: Tensor) -> Any:
-    """Returns a Work; the tensor is filled when it is done."""
-    return dist.irecv(tensor, group=group, group_src=peer, tag=tag)
-
-
 def receive(group: dist.ProcessGroup, peer: int, tag: Tag, tensor: Tensor) -> Tensor:
-    """Fills a tensor, waits, and returns it."""
-    start_receive(group, peer, tag, tensor).wait()
+    """Fills a tensor, and returns it."""
+    dist.recv(tensor, group=group, group_src=peer, tag=tag)
     return tensor

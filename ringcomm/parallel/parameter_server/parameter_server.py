@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,16 +15,19 @@ from typing_extensions import Self
 
 from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
+from ringcomm.errors import RingcommError
 from ringcomm.loss_scale import LossScale
 from ringcomm.parallel.flat_collectives import check_agreement
-from ringcomm.parallel.parameter_server.keys import (
+from ringcomm.parallel.parameter_server.messages import (
+    Header,
+    Kind,
     Packing,
     groups_of_keys,
     keys_of,
     owned_keys,
     trainable,
 )
-from ringcomm.parallel.parameter_server.server import Serving, Shard
+from ringcomm.parallel.parameter_server.server import Port, Server
 from ringcomm.parallel.parameter_server.state import (
     MakeOptimizer,
     ServerOptimizer,
@@ -32,13 +35,12 @@ from ringcomm.parallel.parameter_server.state import (
     misfit,
     unpacked,
 )
-from ringcomm.parallel.parameter_server.worker import Port, Worker
 
 __all__ = ["ParameterServer"]
 
 
 class ParameterServer:
-    """Trains a model through servers, each of which has some of its parameters (Li et al. 2014).
+    """Trains a model through servers, each with some of its parameters (Li et al. 2014).
 
     A worker pulls new weights, computes gradients, and pushes them:
 
@@ -122,47 +124,43 @@ class ParameterServer:
         is_dtype = isinstance(wire_dtype, torch.dtype)
         if wire_dtype is not None and not (is_dtype and wire_dtype.is_floating_point):
             raise ValueError(f"wire_dtype is a floating dtype such as bfloat16, got {wire_dtype}")
-        scale = None if loss_scale is None else LossScale(loss_scale)
-        self._model, self._staleness = model, staleness
-        self._keys = keys_of(model, wire_dtype)
-        self._groups = groups_of_keys(param_groups, model, self._keys)
+        self._scale = None if loss_scale is None else LossScale(loss_scale)
+        self._model, self._params, self._staleness = model, trainable(model), staleness
+        self._keys = keys_of(self._params, wire_dtype)
+        self._groups = groups_of_keys(param_groups, self._params)
         mine = {
             "options": (ranks, dedicated, staleness, wire_dtype, loss_scale),
-            "parameters": {key.name: (tuple(key.shape), str(key.dtype)) for key in self._keys},
-            "parameter groups": [indices["params"] for indices in self._groups],
+            "parameters": {n: (tuple(key.shape), str(key.dtype)) for n, key in self._keys.items()},
+            "parameter groups": [group["params"] for group in self._groups],
         }
         self.group = _meet(resolved, model, mine)
-        owned = owned_keys(self._keys, ranks)
-        self.servers = list(owned)
-        self.keys = {s: [self._keys[i].name for i in indices] for s, indices in owned.items()}
+        self.keys = owned_keys(self._keys, ranks)
+        self.servers = list(self.keys)
         workers = [r for r in range(resolved.size()) if not (dedicated and r in ranks)]
-        self._serving = self._make_serving(make_optimizer, owned, workers)
-        self._worker: Worker | None = None
+        self._server = self._make_server(make_optimizer, workers)
+        self._ports: list[Port] = []  # none on a rank that is no worker
         if self.group.rank() in workers:
-            ports = [self._make_port(server, indices) for server, indices in owned.items()]
-            self._worker = Worker(model, ports, self._serving, scale)
-            if self._serving is not None:
-                self._serving.start()
+            self._ports = [
+                Port(self.group, server, names, self._packing_of(names), self._server)
+                for server, names in self.keys.items()
+            ]
+            if self._server is not None:
+                self._server.start()
+        self._num_pushes = 0
         self._is_closed = False
 
-    def _make_serving(
-        self, make: MakeOptimizer, owned: Mapping[int, Sequence[int]], workers: Sequence[int]
-    ) -> Serving | None:
-        rank = self.group.rank()
-        if rank not in owned:
+    def _make_server(self, make: MakeOptimizer, workers: Sequence[int]) -> Server | None:
+        names = self.keys.get(self.group.rank())
+        if names is None:
             return None
-        values = {i: self._model.get_parameter(self._keys[i].name) for i in owned[rank]}
-        optimizer = ServerOptimizer(make, self._groups, self._keys, values)
-        packing = self._packing_of(owned[rank])
-        shard = Shard(packing, workers, optimizer, is_in_rounds=self._staleness is not None)
-        return Serving(shard, self.group, packing, [w for w in workers if w != rank])
+        keeps_master = any(key.dtype != key.wire_dtype for key in self._keys.values())
+        values = {name: self._params[name] for name in names}
+        optimizer = ServerOptimizer(make, self._groups, values, keeps_master=keeps_master)
+        packing, is_in_rounds = self._packing_of(names), self._staleness is not None
+        return Server(self.group, workers, packing, optimizer, is_in_rounds=is_in_rounds)
 
-    def _make_port(self, server: int, indices: Sequence[int]) -> Port:
-        serving = self._serving if server == self.group.rank() else None
-        return Port(self.group, server, self.keys[server], self._packing_of(indices), serving)
-
-    def _packing_of(self, indices: Sequence[int]) -> Packing:
-        return Packing((self._keys[i].shape, self._keys[i].wire_dtype) for i in indices)
+    def _packing_of(self, names: Sequence[str]) -> Packing:
+        return Packing((self._keys[name].shape, self._keys[name].wire_dtype) for name in names)
 
     # ---- what a rank does
 
@@ -172,10 +170,10 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is a worker, which serves beside its work.
         """
-        if self._worker is not None:
+        if self._ports:
             raise RuntimeError("serve() is for dedicated servers; a worker that serves does so")
-        if self._serving is not None:
-            self._serving.run()
+        if self._server is not None:
+            self._server.run()
 
     def pull(self, *, fresh: bool = False) -> None:
         """Brings the model up to date; waits for the version that the staleness bound requires.
@@ -187,22 +185,28 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        worker, staleness = self._checked_worker("pull()"), self._staleness
-        if staleness is None:
-            worker.pull(0)
-        else:
-            worker.pull(worker.num_pushes - (0 if fresh else staleness))
+        bound = self._staleness
+        wanted = 0 if bound is None else self._num_pushes - (0 if fresh else bound)
+        with self._working("pull()"):
+            for port in self._ports:
+                port.ask(Header(Kind.PULL, max(0, wanted), port.version))
+            answers = [port.answer() for port in self._ports]
+        with torch.no_grad():
+            for port, (version, message) in zip(self._ports, answers, strict=True):
+                if message is not None:
+                    values = port.packing.views(message)
+                    for name, value in zip(port.names, values, strict=True):
+                        self._params[name].copy_(value)
+                port.version = version
 
     @property
     def loss_scale(self) -> float:
         """What scale() multiplies a loss by now."""
-        worker = self._worker
-        return 1.0 if worker is None or worker.scale is None else worker.scale.value
+        return 1.0 if self._scale is None else self._scale.value
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for backward(); the loss itself if there is none."""
-        worker = self._worker
-        return loss if worker is None or worker.scale is None else loss * worker.scale.value
+        return loss if self._scale is None else loss * self._scale.value
 
     def push(self) -> None:
         """Sends the gradients and clears them; does not wait for the update.
@@ -214,36 +218,73 @@ class ParameterServer:
             RuntimeError: as from pull().
             ValueError: a gradient is sparse, or the model has other parameters than it had.
         """
-        self._checked_worker("push()").push()
+        with self._working("push()"):
+            self._check_unchanged()
+            factor = self._gradient_factor()
+            for port in self._ports:
+                gradients = [self._params[name].grad for name in port.names]
+                port.push(Header(Kind.PUSH, factor, port.version), gradients)
+        for param in self._params.values():
+            param.grad = None
+        self._num_pushes += 1
 
-    def _checked_worker(self, what: str) -> Worker:
-        if self._worker is None:
+    @contextmanager
+    def _working(self, what: str) -> Iterator[None]:
+        """Raises the cause of an error of the group, if this rank's server is the cause."""
+        if not self._ports:
             raise RuntimeError(f"{what} is for workers; a dedicated server calls serve()")
-        if self._is_closed:
+        if self._is_closed and what != "close()":
             raise RuntimeError(f"{what} after close()")
-        return self._worker
+        try:
+            yield
+        except RingcommError:
+            if self._server is not None:
+                self._server.raise_cause()
+            raise
+
+    def _check_unchanged(self) -> None:
+        found = trainable(self._model)
+        for name in self._params.keys() | found.keys():
+            if found.get(name) is not self._params.get(name):
+                raise ValueError(
+                    f"{name} was added, replaced, frozen or thawed after the ParameterServer was"
+                    " made: close() it, and make another one of the changed model"
+                )
+        for name, param in self._params.items():
+            if param.grad is not None and param.grad.is_sparse:
+                raise ValueError(
+                    f"the gradient of {name} is sparse, and a parameter server sends dense"
+                    " ones: give the embedding sparse=False"
+                )
+
+    def _gradient_factor(self) -> float:
+        """The inverse of the loss scale; 0 if a gradient is not finite."""
+        if self._scale is None:
+            return 1.0
+        factor = 1 / self._scale.value
+        present = [param.grad for param in self._params.values() if param.grad is not None]
+        has_overflow = not all(bool(gradient.isfinite().all()) for gradient in present)
+        self._scale.update(has_overflow)
+        return 0.0 if has_overflow else factor
 
     # ---- what there is to see
 
     @property
     def version(self) -> int:
-        """How many updates a worker's weights have had; of a dedicated server, how many it made."""
-        if self._worker is not None:
-            return self._worker.version
-        return 0 if self._serving is None else self._serving.shard.version
+        """How many updates a worker's weights have had, or a dedicated server has made."""
+        if self._ports:
+            return min(port.version for port in self._ports)
+        return 0 if self._server is None else self._server.version
 
     @property
     def staleness_histogram(self) -> Counter[int]:
-        """Of the gradients that this rank's server has applied: how many were how many updates old.
-
-        Empty if this rank has no keys.
-        """
-        return Counter() if self._serving is None else Counter(self._serving.shard.staleness)
+        """Gradients that this rank's server has applied, by how many updates old they were."""
+        return Counter() if self._server is None else Counter(self._server.staleness)
 
     @property
     def num_skipped_updates(self) -> int:
         """Updates that this rank's server has skipped, since a gradient was not finite."""
-        return 0 if self._serving is None else self._serving.shard.num_skipped
+        return 0 if self._server is None else self._server.num_skipped
 
     # ---- states, for get_state_dict() and set_state_dict()
 
@@ -259,8 +300,12 @@ class ParameterServer:
         Raises:
             RuntimeError: this rank is no worker, or has closed.
         """
-        states = self._checked_worker("get_state_dict()").states()
-        return merged([unpacked(state) for state in states], self._groups, self._keys)
+        with self._working("get_state_dict()"):
+            for port in self._ports:
+                port.ask(Header(Kind.STATE))
+            answers = [port.answer()[1] for port in self._ports]
+        states = [unpacked(state) for state in answers if state is not None]
+        return merged(states, self._groups, self._keys)
 
     def problem_of(self, state: Mapping[str, Any]) -> str | None:
         """Why a whole state by names does not fit the keys; None if it does."""
@@ -271,9 +316,8 @@ class ParameterServer:
 
         Collective: a barrier, also of dedicated servers, before they serve().
         """
-        if self._serving is not None:
-            with self._serving.lock:
-                self._serving.shard.optimizer.load(trainable(self._model), state)
+        if self._server is not None:
+            self._server.load(self._params, state)
         dist.barrier(self.group)
 
     # ---- the end
@@ -288,22 +332,19 @@ class ParameterServer:
             return
         self._is_closed = True
         try:
-            if self._worker is not None:
-                self._worker.close()
-            elif self._serving is not None:
-                self._serving.join()
+            if self._ports:
+                with self._working("close()"):
+                    for port in self._ports:
+                        port.close()
+            if self._server is not None:
+                self._server.join()
         finally:
             dist.destroy_process_group(self.group)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """close(); after an error leaves the group, so that the other ranks do not wait."""
         if kind is None:
             self.close()
@@ -325,12 +366,9 @@ def _checked_servers(servers: str | Sequence[int], world_size: int) -> tuple[int
 
 
 def _meet(group: dist.ProcessGroup, model: nn.Module, mine: Mapping[str, Any]) -> dist.ProcessGroup:
-    """A new group for the messages, in which all ranks have rank 0's weights. Collective.
+    """A new group of ringcomm for the messages, whose ranks have rank 0's weights. Collective.
 
-    Its backend is ringcomm, and messages meet no others in it.
-
-    Raises:
-        ValueError: the ranks disagree; nothing has been changed.
+    ValueError if the ranks disagree; nothing has been changed.
     """
     backend: Any = group._get_backend(torch.device("cpu"))
     own = dist.new_group(

@@ -1,10 +1,10 @@
-"""A server: gradients of workers become updates of its keys, one request after the other."""
+"""A server: gradients of workers become updates of its keys; and a worker's way to it."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -13,18 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.parameter_server.keys import Packing
-from ringcomm.parallel.parameter_server.messages import (
-    Header,
-    Kind,
-    Tag,
-    receive,
-    send,
-    start_receive,
-)
+from ringcomm.parallel.parameter_server.messages import Header, Kind, Packing, Tag, receive, send
 from ringcomm.parallel.parameter_server.state import ServerOptimizer, packed
 
-__all__ = ["Serving", "Shard"]
+__all__ = ["Port", "Server"]
 
 
 # Sends a header, and a message unless None, to the worker of a request; does not wait.
@@ -37,125 +29,41 @@ class _Gradient(NamedTuple):
     tensors: list[Tensor]  # by key of this server, in wire dtypes
 
 
-class Shard:
-    """The keys of one server; used by one thread at a time.
+class Server:
+    """The keys of one server, and the loop that serves one request after the other.
 
-    Args:
-        is_in_rounds: update t is the mean of the t-th gradients of all workers that have not
-            closed before; otherwise every gradient is an update.
+    A receive of a header is always pending from every other worker: its completion wakes the loop,
+    and its failure reports the worker's death. Requests of the worker in this process come into the
+    same inbox.
 
-    Attributes:
-        version, num_skipped: updates so far, and those left out since a gradient was not finite.
-        staleness: how many gradients were applied how many versions after their own.
+    With is_in_rounds update t is the mean of the t-th gradients of all workers that have not closed
+    before; otherwise every gradient is an update.
     """
 
     def __init__(
         self,
-        packing: Packing,
+        group: dist.ProcessGroup,
         workers: Sequence[int],
+        packing: Packing,
         optimizer: ServerOptimizer,
         *,
         is_in_rounds: bool,
     ) -> None:
-        self.version = self.num_skipped = 0
-        self.staleness: Counter[int] = Counter()
-        self.optimizer = optimizer
-        self._packing = packing
+        self.version = self.num_skipped = 0  # updates; without a finite gradient they are skipped
+        self.staleness: Counter[int] = Counter()  # gradients by versions between pull and update
+        self._group, self._packing, self._optimizer = group, packing, optimizer
         self._is_in_rounds = is_in_rounds
         self._present = set(workers)
         self._queues: dict[int, deque[_Gradient]] = {worker: deque() for worker in sorted(workers)}
         self._held: list[tuple[Header, Answer]] = []  # pulls of versions that are not there yet
-        self._packed: Tensor | None = None  # this version's weights, once somebody pulls them
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all workers have closed."""
-        return not self._present
-
-    def take(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
-        """Serves a request, or keeps a pull until its version is there."""
-        if header.kind == Kind.STATE:
-            state = packed(self.optimizer.state_dict())
-            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
-            return
-        if header.kind == Kind.PULL:
-            self._held.append((header, answer))
-        elif gradient is not None:
-            tensors = self._packing.views(gradient)
-            self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
-        else:  # a worker closes
-            self._present.discard(worker)
-        while gradients := self._next_update():
-            self._update(gradients)
-        self._answer_held()
-
-    def _next_update(self) -> list[_Gradient]:
-        """Its gradients in the order of workers; empty while one is missing."""
-        if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
-            return []
-        return [queue.popleft() for queue in self._queues.values() if queue]
-
-    def _update(self, gradients: Sequence[_Gradient]) -> None:
-        # All servers get the same factors, and skip the same updates.
-        if all(gradient.factor for gradient in gradients):
-            for gradient in gradients:
-                self.staleness[self.version - gradient.version] += 1
-            self.optimizer.step(_mean_of(gradients))
-        else:
-            self.num_skipped += 1
-        self.version += 1
-        self._packed = None
-
-    def _answer_held(self) -> None:
-        held, self._held = self._held, []
-        for header, answer in held:
-            if header.version > self.version:
-                self._held.append((header, answer))
-            elif header.has_version == self.version:
-                answer(Header(Kind.ANSWER, self.version), None)
-            else:
-                if self._packed is None:
-                    self._packed = self._packing.pack(self.optimizer.weights)
-                num_bytes = self._packed.numel()
-                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
-
-
-def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
-    """By key, summed in the order given, 16-bit ones in float32, and divided by their number."""
-    if len(gradients) == 1 and gradients[0].factor == 1:
-        return gradients[0].tensors
-    means = []
-    for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
-        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
-        total.mul_(gradients[0].factor)
-        for part, gradient in zip(parts[1:], gradients[1:], strict=True):
-            total.add_(part, alpha=gradient.factor)
-        means.append(total.div_(len(gradients)))
-    return means
-
-
-class Serving:
-    """The loop of a server: runs a shard until all workers have closed.
-
-    A receive of a header is always pending from every worker: its completion wakes the loop, and
-    its failure reports the worker's death. Requests of the worker in this process come into the
-    same inbox. The lock is held while a request is served.
-    """
-
-    def __init__(
-        self,
-        shard: Shard,
-        group: dist.ProcessGroup,
-        packing: Packing,
-        remote_workers: Sequence[int],
-    ) -> None:
-        self.shard = shard
-        self.lock = threading.Lock()
-        self._group, self._packing, self._remote_workers = group, packing, remote_workers
+        self._packed: Tensor | None = None  # this version's weights, once a worker pulls them
+        self._lock = threading.Lock()  # held while a request is served
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()  # for this process, or the loop's error
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+    # ---- the loop
 
     def start(self) -> None:
         """Runs the loop in a thread."""
@@ -175,15 +83,15 @@ class Serving:
             raise self._error
 
     def run(self) -> None:
-        """The loop. An error in it ends the group, so that no rank waits for this one."""
-        if self.shard.is_done:
+        """The loop, until all workers have closed. An error in it ends the group."""
+        if not self._present:
             return
         try:
-            for worker in self._remote_workers:
+            for worker in self._present - {self._group.rank()}:
                 self._listen(worker)
-            while not self.shard.is_done:
+            while self._present:
                 task = self._inbox.get()
-                with self.lock:
+                with self._lock:
                     task()
         except BaseException as error:
             self._error = error
@@ -198,17 +106,23 @@ class Serving:
         except BaseException:
             return  # join() and the worker of this process raise it
 
-    # ---- the worker of this process
+    def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """See ServerOptimizer.load(); before the first update."""
+        with self._lock:
+            self._optimizer.load(weights, state)
 
-    def submit(self, worker: int, header: Header, gradient: Tensor | None = None) -> None:
-        """Puts a request into the inbox; raises the error that has ended the loop."""
+    # ---- requests
+
+    def submit(self, header: Header, gradient: Tensor | None = None) -> None:
+        """A request of the worker in this process; raises the error that has ended the loop."""
         if self._error is not None:
             raise self._error
 
         def answer(header: Header, message: Tensor | None) -> None:
             self._answers.put((header, message))
 
-        self._inbox.put(lambda: self.shard.take(worker, header, gradient, answer))
+        worker = self._group.rank()
+        self._inbox.put(lambda: self._serve(worker, header, gradient, answer))
 
     def next_answer(self) -> tuple[Header, Tensor | None]:
         """Waits for one to this process; raises the error that has ended the loop."""
@@ -219,11 +133,9 @@ class Serving:
         header, message = answer
         return header, message
 
-    # ---- the others
-
     def _listen(self, worker: int) -> None:
         words = torch.empty(4, dtype=torch.float64)
-        work = start_receive(self._group, worker, Tag.REQUEST, words)
+        work: Any = dist.irecv(words, group=self._group, group_src=worker, tag=Tag.REQUEST)
 
         def arrived(future: torch.futures.Future[Any]) -> None:
             self._inbox.put(lambda: self._take(worker, words, future))
@@ -244,4 +156,132 @@ class Serving:
             if message is not None:
                 send(self._group, worker, Tag.ANSWERED, message)
 
-        self.shard.take(worker, header, gradient, answer)
+        self._serve(worker, header, gradient, answer)
+
+    def _serve(self, worker: int, header: Header, gradient: Tensor | None, answer: Answer) -> None:
+        """Serves a request, or keeps a pull until its version is there."""
+        if header.kind == Kind.STATE:
+            state = packed(self._optimizer.state_dict())
+            answer(Header(Kind.ANSWER, self.version, num_bytes=state.numel()), state)
+            return
+        if header.kind == Kind.PULL:
+            self._held.append((header, answer))
+        elif gradient is not None:
+            tensors = self._packing.views(gradient)
+            self._queues[worker].append(_Gradient(header.has_version, header.version, tensors))
+        else:  # a worker closes
+            self._present.discard(worker)
+        while gradients := self._next_update():
+            self._update(gradients)
+        self._answer_held()
+
+    # ---- updates
+
+    def _next_update(self) -> list[_Gradient]:
+        """Its gradients in the order of workers; empty while one is missing."""
+        if self._is_in_rounds and not all(self._queues[worker] for worker in self._present):
+            return []
+        return [queue.popleft() for queue in self._queues.values() if queue]
+
+    def _update(self, gradients: Sequence[_Gradient]) -> None:
+        # All servers get the same factors, and skip the same updates.
+        if all(gradient.factor for gradient in gradients):
+            for gradient in gradients:
+                self.staleness[self.version - gradient.version] += 1
+            self._optimizer.step(_mean_of(gradients))
+        else:
+            self.num_skipped += 1
+        self.version += 1
+        self._packed = None
+
+    def _answer_held(self) -> None:
+        held, self._held = self._held, []
+        for header, answer in held:
+            if header.version > self.version:
+                self._held.append((header, answer))
+            elif header.has_version == self.version:
+                answer(Header(Kind.ANSWER, self.version), None)
+            else:
+                if self._packed is None:
+                    self._packed = self._packing.pack(self._optimizer.weights)
+                num_bytes = self._packed.numel()
+                answer(Header(Kind.ANSWER, self.version, num_bytes=num_bytes), self._packed)
+
+
+def _mean_of(gradients: Sequence[_Gradient]) -> list[Tensor]:
+    """By key, summed in the order given, 16-bit ones in float32, and divided by their number."""
+    if len(gradients) == 1 and gradients[0].factor == 1:
+        return gradients[0].tensors
+    means = []
+    for parts in zip(*(gradient.tensors for gradient in gradients), strict=True):
+        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+        total.mul_(gradients[0].factor)
+        for part, gradient in zip(parts[1:], gradients[1:], strict=True):
+            total.add_(part, alpha=gradient.factor)
+        means.append(total.div_(len(gradients)))
+    return means
+
+
+class Port:
+    """A worker's connection to one server, which has the keys of these names.
+
+    Nothing is sent to `own`, the server in this process, if it is that one; values are rounded as
+    if they were sent.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        names: list[str],
+        packing: Packing,
+        own: Server | None,
+    ) -> None:
+        self.names, self.packing, self.version = names, packing, 0  # of the last pull
+        self._group, self._rank = group, rank
+        self._own = own if rank == group.rank() else None
+        self._pushed: Tensor | None = None
+        self._pushing: Any = None
+        self._received: Tensor | None = None  # reused
+
+    def ask(self, header: Header) -> Any:
+        """Sends a request without a gradient; does not wait."""
+        if self._own is not None:
+            return self._own.submit(header)
+        return send(self._group, self._rank, Tag.REQUEST, header)
+
+    def push(self, header: Header, gradient: Sequence[Tensor | None]) -> None:
+        """Sends a gradient by key, None for zeros; it may be overwritten afterwards."""
+        if self._own is not None:
+            self._own.submit(header, self.packing.pack(gradient))
+            return
+        self._flush()
+        self._pushed = self.packing.pack(gradient, self._pushed)
+        send(self._group, self._rank, Tag.REQUEST, header)
+        self._pushing = send(self._group, self._rank, Tag.GRADIENT, self._pushed)
+
+    def _flush(self) -> None:
+        pushing, self._pushing = self._pushing, None
+        if pushing is not None:
+            pushing.wait()
+
+    def answer(self) -> tuple[int, Tensor | None]:
+        """Waits for a version, and the message sent with it, if any; valid until the next call."""
+        if self._own is not None:
+            header, message = self._own.next_answer()
+            return int(header.version), message
+        words = torch.empty(4, dtype=torch.float64)
+        header = Header.decode(receive(self._group, self._rank, Tag.ANSWER, words))
+        version, num_bytes = int(header.version), header.num_bytes
+        if not num_bytes:
+            return version, None
+        if self._received is None or self._received.numel() != num_bytes:
+            self._received = torch.empty(num_bytes, dtype=torch.uint8)
+        return version, receive(self._group, self._rank, Tag.ANSWERED, self._received)
+
+    def close(self) -> None:
+        """Sends the last request, and waits until everything has been sent."""
+        self._flush()
+        closing = self.ask(Header(Kind.CLOSE))
+        if closing is not None:
+            closing.wait()

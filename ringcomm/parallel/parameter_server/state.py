@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -10,44 +11,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringcomm.parallel.parameter_server.keys import Key
+from ringcomm.parallel.parameter_server.messages import Key
 
 __all__ = ["MakeOptimizer", "ServerOptimizer", "merged", "misfit", "packed", "unpacked"]
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are indices of keys
+Groups = Sequence[Mapping[str, Any]]  # of all keys; "params" are names
 
 
 class ServerOptimizer:
     """torch's optimizer over a server's copies of its keys, on the CPU.
 
-    Groups stay where they are, also when none of their parameters is here.
-
-    Args:
-        make: the user's.
-        groups: of all keys.
-        keys: all of them. States contain the values of those that workers have rounded.
-        values: by the index of each key of this server, the initial value of its copy.
-
-    Raises:
-        TypeError: no optimizer was made.
-        ValueError: it has other parameters than it was given.
+    `groups` are those of all keys, `values` the initial ones of this server's. A group stays, also
+    when none of its parameters is here. States contain "master" if workers have rounded values.
     """
 
     def __init__(
         self,
         make: MakeOptimizer,
         groups: Groups,
-        keys: Sequence[Key],
-        values: Mapping[int, Tensor],
+        values: Mapping[str, Tensor],
+        *,
+        keeps_master: bool,
     ) -> None:
-        self._keeps_master = any(key.dtype != key.wire_dtype for key in keys)
-        params = {
-            index: nn.Parameter(v.detach().to("cpu", copy=True)) for index, v in values.items()
+        self._keeps_master = keeps_master
+        self._params = {
+            name: nn.Parameter(value.detach().to("cpu", copy=True))
+            for name, value in values.items()
         }
-        # In the order of keys, and as the optimizer has them in its groups.
-        self._params = {keys[index].name: param for index, param in params.items()}
-        self._names = [[keys[i].name for i in group["params"] if i in params] for group in groups]
+        # As the optimizer has them in its groups.
+        self._names = [[name for name in group["params"] if name in values] for group in groups]
         here = [
             {**group, "params": [self._params[name] for name in names]}
             for group, names in zip(groups, self._names, strict=True)
@@ -79,37 +72,37 @@ class ServerOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but by names; groups have those of this server's parameters."""
         own = self._optimizer.state_dict()
-        state: dict[str, dict[str, Any]] = {}
-        for saved, names in zip(own["param_groups"], self._names, strict=True):
-            for name, number in zip(names, saved["params"], strict=True):
-                state[name] = dict(own["state"].get(number, {}))
-                if self._keeps_master:
-                    state[name]["master"] = self._params[name].detach()
-            saved["params"] = names
+        order = list(chain(*self._names))  # torch's numbers are places in it
+        state = {order[number]: dict(values) for number, values in own["state"].items()}
+        for name, param in self._params.items():
+            if self._keeps_master:
+                state.setdefault(name, {})["master"] = param.detach()
+        groups = [
+            {**saved, "params": names}
+            for saved, names in zip(own["param_groups"], self._names, strict=True)
+        ]
         used = {name: values for name, values in state.items() if values}
-        return {"state": used, "param_groups": own["param_groups"]}
+        return {"state": used, "param_groups": groups}
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Takes its keys of weights, and of a whole state that misfit() has accepted, if any.
+        """Takes its keys of weights, and of a whole state that misfit() has accepted, or none.
 
-        Args:
-            weights: by name. A state's "master" comes first.
-            state: by names of parameters; empty to keep the optimizer's.
+        A state's "master" comes before a weight.
         """
         given = state.get("state", {})
         for name, param in self._params.items():
             param.copy_(given.get(name, {}).get("master", weights[name]))
         if not state.get("param_groups"):
             return
-        number_of = {name: number for number, name in enumerate(chain(*self._names))}
+        order = list(chain(*self._names))
         groups = [
-            {**saved, "params": [number_of[name] for name in names]}
+            {**saved, "params": [order.index(name) for name in names]}
             for saved, names in zip(state["param_groups"], self._names, strict=True)
         ]
         of_numbers = {
             number: {k: v for k, v in given[name].items() if k != "master"}
-            for name, number in number_of.items()
+            for number, name in enumerate(order)
             if name in given
         }
         used = {number: values for number, values in of_numbers.items() if values}
@@ -125,24 +118,25 @@ def packed(state: Mapping[str, Any]) -> Tensor:
 
 def unpacked(message: Tensor) -> dict[str, Any]:
     """The state of packed()."""
-    state: dict[str, Any] = torch.load(io.BytesIO(message.numpy().tobytes()), weights_only=True)
+    content = ctypes.string_at(message.data_ptr(), message.numel())
+    state: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     return state
 
 
 def merged(
-    parts: Sequence[Mapping[str, Any]], groups: Groups, keys: Sequence[Key]
+    parts: Sequence[Mapping[str, Any]], groups: Groups, keys: Mapping[str, Key]
 ) -> dict[str, Any]:
     """The whole state, of the servers' parts."""
     states = {name: values for part in parts for name, values in part["state"].items()}
     whole = [
-        {**hyper, "params": [keys[index].name for index in group["params"]]}
+        {**hyper, "params": group["params"]}
         for hyper, group in zip(parts[0]["param_groups"], groups, strict=True)
     ]
-    state = {key.name: states[key.name] for key in keys if key.name in states}
+    state = {name: states[name] for name in keys if name in states}
     return {"state": state, "param_groups": whole}
 
 
-def misfit(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> str | None:
+def misfit(state: Mapping[str, Any], groups: Groups, keys: Mapping[str, Key]) -> str | None:
     """Why a whole state by names does not fit the keys; None if it does."""
     sizes = [len(group["params"]) for group in state.get("param_groups", ())]
     ours = [len(group["params"]) for group in groups]
@@ -152,12 +146,12 @@ def misfit(state: Mapping[str, Any], groups: Groups, keys: Sequence[Key]) -> str
             f" {ours}"
         )
     of_names = state.get("state", {})
-    shapes = {key.name: key.shape for key in keys}
-    strangers = sorted(of_names.keys() - shapes.keys())
+    strangers = sorted(of_names.keys() - keys.keys())
     if strangers:
         return f"the state has {strangers[:3]}, which the parameter server does not train"
     for name, values in of_names.items():
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != shapes[name]:
-                return f"{key} of {name} is {tuple(value.shape)}, and {name} {tuple(shapes[name])}"
+            shape = keys[name].shape
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                return f"{key} of {name} is {tuple(value.shape)}, and {name} {tuple(shape)}"
     return None

@@ -1,15 +1,17 @@
-"""A model as a row of named blocks, and the modules that a rank makes of its own."""
+"""A model as a row of named blocks: a rank's own, and the weights that it shares with others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ringcomm.parallel.model_axes import StagePart
@@ -18,11 +20,13 @@ from ringcomm.parallel.shards.units import check_can_materialize
 __all__ = [
     "Blocks",
     "StageModule",
+    "copy_tied_from_first",
     "cut",
     "default_costs",
     "named_blocks",
     "part_of",
     "problem_of",
+    "tied_gradients_summed",
 ]
 
 Blocks = Mapping[str, nn.Module] | Sequence[nn.Module] | nn.Sequential | nn.ModuleList
@@ -55,11 +59,13 @@ def named_blocks(blocks: Blocks) -> dict[str, nn.Module]:
 
 
 def part_of(
-    named: Mapping[str, nn.Module], own: Mapping[str, nn.Module], group: dist.ProcessGroup
+    named: Mapping[str, nn.Module],
+    owned: Sequence[Mapping[str, nn.Module]],
+    group: dist.ProcessGroup,
 ) -> StagePart:
-    """A rank's blocks, which know the names that the whole model has for their parameters."""
+    """A rank's blocks, of all blocks and those that each rank owns."""
     part = StagePart(group, named.values())
-    for name, block in own.items():
+    for name, block in owned[group.rank()].items():
         parent: nn.Module = part
         *outer, last = name.split(".")
         for key in outer:
@@ -72,6 +78,11 @@ def part_of(
         for inside, param in block.named_parameters():
             first.setdefault(param, f"{name}.{inside}")
     part.first_names = {name: first[param] for name, param in part.named_parameters()}
+    params_of = [{p for block in own.values() for p in block.parameters()} for own in owned]
+    for param in part.parameters():
+        ranks = [rank for rank, params in enumerate(params_of) if param in params]
+        if len(ranks) > 1:
+            part.tied[param] = ranks
     return part
 
 
@@ -174,3 +185,53 @@ def default_costs(blocks: Sequence[nn.Module]) -> list[float]:
         }
         costs.append(1.0 + sum(p.numel() for p in block.parameters() if p not in tables))
     return costs
+
+
+# ---- weights that stages on several ranks share
+
+
+def copy_tied_from_first(part: StagePart) -> None:
+    """Makes all ranks' values those of the first that has them."""
+    for param, ranks in part.tied.items():
+        values = _exchange(param.detach(), ranks, part.group)
+        with torch.no_grad():
+            param.copy_(values[0])
+
+
+@contextmanager
+def tied_gradients_summed(part: StagePart) -> Iterator[None]:
+    """Gradients that are made inside become sums over all ranks; those before are sums."""
+    before = {param: param.grad for param in part.tied}
+    for param in before:
+        param.grad = None
+    try:
+        yield
+    except BaseException:
+        for param, grad in before.items():
+            param.grad = grad
+        raise
+    for param, ranks in part.tied.items():
+        if not param.requires_grad:
+            continue
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        # Data-parallel ranks of other stages have the same part of a DTensor.
+        mine = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        first, *others = _exchange(mine, ranks, part.group)
+        mine.copy_(sum(others, start=first.clone()))
+        if (earlier := before[param]) is not None:
+            param.grad = earlier.add_(param.grad)
+
+
+def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """All ranks' tensors, in their order."""
+    mine = mine.contiguous()
+    found = [mine if r == group.rank() else torch.empty_like(mine) for r in ranks]
+    ops = []
+    for rank, theirs in zip(ranks, found, strict=True):
+        if rank != group.rank():
+            ops.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+            ops.append(dist.P2POp(dist.irecv, theirs, group=group, group_peer=rank))
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,22 +15,29 @@ from torch.nn.parallel import DistributedDataParallel
 from ringcomm._renamed import object_getattr
 from ringcomm.backend import resolve_group
 from ringcomm.errors import RingcommError
-from ringcomm.parallel.flat_collectives import check_agreement, device_of
+from ringcomm.parallel.flat_collectives import check_agreement, device_of, gather_ints
 from ringcomm.parallel.pipeline.blocks import (
     Blocks,
     StageModule,
+    copy_tied_from_first,
     cut,
     default_costs,
     named_blocks,
     part_of,
     problem_of,
+    tied_gradients_summed,
 )
 from ringcomm.parallel.pipeline.schedules import Action, Timeline, make_plan
-from ringcomm.parallel.pipeline.shapes import Metas, find_boundaries, meta_like, shown
-from ringcomm.parallel.pipeline.stage import Log, Stage, forward_only
-from ringcomm.parallel.pipeline.tied import TiedWeights, find_tied
+from ringcomm.parallel.pipeline.stage import (
+    Log,
+    Metas,
+    Stage,
+    find_boundaries,
+    forward_only,
+    meta_like,
+    shown,
+)
 from ringcomm.parallel.shards.units import materialize
-from ringcomm.torch_names import all_gather_single
 
 __all__ = ["Pipeline"]
 
@@ -39,11 +45,11 @@ Loss = Callable[[Any, Tensor], Tensor]
 Inputs = Tensor | tuple[Tensor, ...]
 
 # So many shapes of inputs have stages ready; the one not used for longest goes first.
-MAX_SHAPES = 8
+MAX_SHAPES = 64
 
 
 class _Made(NamedTuple):
-    """What there is for inputs of one shape."""
+    """What is kept for inputs of one shape."""
 
     boundaries: list[Metas]
     stages: list[Stage]
@@ -94,9 +100,9 @@ class Pipeline:
 
     Attributes:
         module: this rank's blocks under their names in the whole model.
-        plan: the schedule, and who computes what in which order.
+        plan: the schedule, and what each rank computes, in order.
         stages: for each stage of the model its blocks' names.
-        group, device, tied: as resolved.
+        group, device: as resolved.
 
     Raises:
         TypeError: blocks are no modules.
@@ -141,7 +147,7 @@ class Pipeline:
             for r in range(num_ranks)
         ]
         self._own = owned[rank]
-        self.module = part_of(named, self._own, self.group)
+        self.module = part_of(named, owned, self.group)
         options = (schedule, num_microbatches, self.plan.stages_per_rank, recompute, loss_reduction)
         problem = problem_of(self.module)
         mine = {
@@ -159,8 +165,7 @@ class Pipeline:
         self.device = torch.device(device or (made[0] if made else "cpu"))
         materialize(self.module, list(self.module.parameters()), self.device)
         self.module.to(self.device)
-        self.tied = TiedWeights(find_tied([list(o.values()) for o in owned], rank), self.group)
-        self.tied.copy_from_first()
+        copy_tied_from_first(self.module)
         self._recompute, self._loss_fn = recompute, loss_fn
         self._divisor = num_microbatches if loss_reduction == "mean" else 1
         self._modules = {
@@ -168,19 +173,18 @@ class Pipeline:
             for stage in self.plan.stages_of(rank)
         }
         self._wrapped = self._wrap(wrap)
-        self._made: OrderedDict[Any, _Made] = OrderedDict()
-        self._has_run = False
+        self._made: dict[Any, _Made] = {}
         self._loss_scale = 1.0
         self._losses: list[Tensor] = []  # of this step's micro-batches
         self._log: Log = []
 
     def _wrap(self, wrap: Callable[[nn.Module], nn.Module] | None) -> dict[int, nn.Module]:
         """This rank's stages as data parallelism wants them, perhaps with other parameters."""
-        name_of = {param: name for name, param in self.module.named_parameters()}
+        part = self.module
+        tied = {name: part.tied[p] for name, p in part.named_parameters() if p in part.tied}
         wrapped = {s: wrap(m) if wrap else m for s, m in self._modules.items()}
-        new = dict(self.module.named_parameters())
-        self.tied.replace({param: new[name] for param, name in name_of.items()})
-        self.module.own(self._own.values(), self.tied.params, self.tied.is_counted_elsewhere)
+        part.tied = {part.get_parameter(name): ranks for name, ranks in tied.items()}
+        part.own(self._own.values())
         has_halves = any(work.kind == "W" for order in self.plan.orders for work in order)
         if has_halves and any(isinstance(m, DistributedDataParallel) for m in wrapped.values()):
             raise ValueError(
@@ -232,7 +236,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("step() under torch.no_grad() has no gradients: call evaluate()")
         self._log = []
-        with self.tied.summed():
+        with tied_gradients_summed(self.module):
             batch, made = self._prepared(inputs, target)
             self._guarded(self._check_trained, made)
             for stage in made.stages:
@@ -326,7 +330,8 @@ class Pipeline:
             problem = error
         words = shown(metas) if problem is None else f"a {type(problem).__name__}"
         key = (words, autocast)
-        if not self._is_alike(key):
+        digest = torch.tensor([zlib.crc32(repr(key).encode())], device=device_of(self.group))
+        if len(set(gather_ints(digest, self.group))) > 1:
             try:
                 check_agreement(
                     {"inputs of a micro-batch": words, "autocast": autocast}, self.group
@@ -335,27 +340,15 @@ class Pipeline:
                 raise problem or error from None
         if problem is not None:
             raise problem
-        if key not in self._made:
-            self._made[key] = self._make(metas)
-            if len(self._made) > MAX_SHAPES:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return batch, self._made[key]
-
-    def _is_alike(self, key: Any) -> bool:
-        """Whether all ranks have the same; 8 bytes from each."""
-        device, num_ranks = device_of(self.group), self.group.size()
-        mine = torch.tensor([zlib.crc32(repr(key).encode())], device=device)
-        digests = mine.new_empty(num_ranks)
-        all_gather_single(digests, mine, group=self.group)
-        return len(set(digests.tolist())) == 1
+        made = self._made.pop(key, None) or self._make(metas)
+        self._made[key] = made  # the one used last is the last
+        if len(self._made) > MAX_SHAPES:
+            del self._made[next(iter(self._made))]
+        return batch, made
 
     def _make(self, inputs: Metas) -> _Made:
         place = self.device, self.group
-        boundaries = find_boundaries(
-            self.plan, self._modules, inputs, *place, computes=not self._has_run
-        )
-        self._has_run = True
+        boundaries = find_boundaries(self.plan, self._modules, inputs, *place)
         num = self.plan.num_stages
         stages = [
             Stage(m, idx, num, *place, boundaries[idx], boundaries[idx + 1], self._recompute)
@@ -372,7 +365,7 @@ class Pipeline:
         if self._trained() != made.trained:
             raise ValueError(
                 "weights were frozen, thawed or added after the first step, when stages agreed on"
-                " who gets gradients: make a new Pipeline of the same blocks"
+                " what gets gradients: make a new Pipeline of the same blocks"
             )
 
 

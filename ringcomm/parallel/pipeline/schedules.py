@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 __all__ = ["SCHEDULES", "Plan", "Timeline", "Work", "make_plan", "simulate"]
@@ -24,9 +24,8 @@ Times = Time | Sequence[Time]
 class Work(NamedTuple):
     """What a rank computes without a break: one micro-batch in one stage.
 
-    Attributes:
-        kind: F is the forward; B the backward; I and W its two halves where a schedule has them
-            apart, the gradients of the inputs, which the stage before waits for, and of weights.
+    F is the forward, B the backward, I and W its halves: gradients of the inputs, which the stage
+    before waits for, and of the weights.
     """
 
     kind: Kind
@@ -53,12 +52,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for a number of ranks and micro-batches.
-
-    Attributes:
-        schedule: its name.
-        orders: by rank, what it computes, in order.
-    """
+    """A schedule for a number of ranks and micro-batches; what each rank computes, in order."""
 
     schedule: str
     num_ranks: int
@@ -81,8 +75,8 @@ class Plan:
         """Which rank has a stage."""
         return next(r for r in range(self.num_ranks) if stage in self.stages_of(r))
 
-    def start(self, stages: Sequence[Any], loss_fn: Callable[[Any, Tensor], Tensor]) -> Any:
-        """torch's schedule over this rank's stages. It scales no gradients."""
+    def start(self, stages: Sequence[Any], loss_fn: Any = None) -> Any:
+        """torch's schedule over a rank's stages. It scales no gradients."""
         own = SCHEDULES[self.schedule]
         make = getattr(torch_schedules, own.torch_name)
         first = list(stages) if own.has_several else stages[0]
@@ -92,11 +86,7 @@ class Plan:
 def make_plan(
     schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> Plan:
-    """Plans a step.
-
-    Raises:
-        ValueError: there is no such schedule, or it does not come with these numbers.
-    """
+    """A plan; ValueError if there is no such schedule, or none with these numbers."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}; got {schedule!r}")
     own = SCHEDULES[schedule]
@@ -163,8 +153,7 @@ def _orders_of_torch(plan: Plan) -> list[list[Work]]:
         )
         for idx in plan.stages_of(0)
     ]
-    make = getattr(torch_schedules, SCHEDULES[plan.schedule].torch_name)
-    planned = make(stages, plan.num_microbatches).pipeline_order
+    planned = plan.start(stages).pipeline_order
     return [
         [
             Work(action.computation_type.value, action.stage_index, action.microbatch_index)

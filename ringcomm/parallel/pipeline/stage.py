@@ -1,10 +1,11 @@
-"""torch's PipelineStage, which keeps messages no longer than needed, and says when it computed."""
+"""What goes from stage to stage; torch's PipelineStage, which keeps it no longer than needed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,28 +14,91 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
-from ringcomm.parallel.pipeline.shapes import Metas, meta_like, shown, zeros
 
-__all__ = ["Log", "Stage", "forward_only"]
+__all__ = ["Log", "Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
 
+Metas = tuple[Tensor, ...]  # of one micro-batch, on the meta device
 # (kind, stage, micro-batch, begin, end), times in microseconds of the host's monotonic clock.
 Log = list[tuple[Kind, int, int, float, float]]
+
+
+def meta_like(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A contiguous tensor on the meta device."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def zeros(metas: Metas, device: torch.device) -> tuple[Tensor, ...]:
+    """Of the same shapes and dtypes; those require grad that do."""
+    return tuple(
+        torch.zeros(m.shape, dtype=m.dtype, device=device, requires_grad=m.requires_grad)
+        for m in metas
+    )
+
+
+def shown(tensors: tuple[Tensor, ...]) -> str:
+    """Their dtypes and shapes in words."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
+
+
+def find_boundaries(
+    plan: Plan,
+    modules: Mapping[int, nn.Module],
+    inputs: Metas,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[Metas]:
+    """What each stage takes, and at the end what the last one returns: by a forward of zeros.
+
+    `inputs` are those of the first stage. ValueError on all ranks if a stage fails. Collective.
+    """
+    found = [inputs]
+    for stage in range(plan.num_stages):
+        answer: list[Any] = [None]
+        if stage in modules:
+            try:
+                answer = [_outputs_of(modules[stage], found[-1], device)]
+            except Exception as error:
+                answer = [f"{type(error).__name__}: {error}"]
+        owner = plan.rank_of(stage)
+        dist.broadcast_object_list(answer, group=group, group_src=owner)
+        if isinstance(answer[0], str):
+            raise ValueError(
+                f"stage {stage} (rank {owner}) failed with {shown(found[-1])}: {answer[0]}"
+            )
+        found.append(answer[0])
+    return found
+
+
+def _outputs_of(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
+    """Computes them, and puts buffers and generators back."""
+    places = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            value = module(*zeros(inputs, device))
+    finally:
+        for part, buffers in places:
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in values:
+                buffer.copy_(before)
+    tensors = value if isinstance(value, tuple) else (value,)
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                "blocks hand on a tensor or a tuple of tensors, and this one returned a"
+                f" {type(tensor).__name__}"
+            )
+    return tuple(meta_like(t, t.requires_grad) for t in tensors)
 
 
 class Stage(PipelineStage):
     """One stage of a pipeline on its rank.
 
-    torch receives into memory that is set aside for all micro-batches of a step, for good: in 1F1B,
-    which keeps the activations of a few of them only, that is what is left. Here a message gets
-    memory when it is waited for, and the last user's reference frees it.
-
-    Args:
-        recompute: whether the module has checkpoints. The half of a backward that is for inputs
-            then does the other one as well: torch would recompute a checkpoint once for each group
-            of weights.
-
-    Attributes:
-        log: what it computed, if that is recorded.
+    torch receives into memory that is set aside for all micro-batches of a step, for good. Here a
+    message gets memory when it is waited for, and the last user's reference frees it.
     """
 
     def __init__(
@@ -48,7 +112,8 @@ class Stage(PipelineStage):
         outputs: Metas,
         recompute: bool,
     ) -> None:
-        # Behind frozen blocks torch's half for the weights finds none of them.
+        # The half of a backward for inputs then does the other one as well. torch would recompute a
+        # checkpoint once for each group of weights, and find no weights behind frozen blocks.
         has_no_halves = recompute or not any(meta.requires_grad for meta in inputs)
         super().__init__(
             module,
@@ -60,7 +125,7 @@ class Stage(PipelineStage):
             group=group,
             dw_builder=(lambda: lambda: None) if stage_idx > 0 and has_no_halves else None,
         )
-        self.log: Log | None = None
+        self.log: Log | None = None  # what it computed, if that is recorded
         self._expected = outputs
         self._without_memory: dict[Any, Tensor] = {}
 
@@ -134,12 +199,12 @@ class Stage(PipelineStage):
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
-        self._drop_all(self.args_recv_info)
+        self._drop(chain(*self.args_recv_info.values()))
         return result
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(*args, **kwargs)
-        self._drop_all(self.grad_recv_info)
+        self._drop(chain(*self.grad_recv_info.values()))
         return result
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -164,10 +229,6 @@ class Stage(PipelineStage):
                     requires_grad=buffer.requires_grad,
                 )
 
-    def _drop_all(self, infos: Mapping[int, Iterable[Any]]) -> None:
-        for of_chunk in infos.values():
-            self._drop(of_chunk)
-
     def _drop(self, infos: Iterable[Any]) -> None:
         """Lets go of messages; what stays in their place has their shape and no memory."""
         for info in infos:
@@ -181,8 +242,7 @@ class Stage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Forgets the last step, and what a step that failed has left."""
         super().clear_runtime_states()
-        self._drop_all(self.args_recv_info)
-        self._drop_all(self.grad_recv_info)
+        self._drop(chain(*self.args_recv_info.values(), *self.grad_recv_info.values()))
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
 
@@ -197,9 +257,8 @@ def forward_only(
 ) -> list[Any]:
     """All micro-batches through a stage, then through the next; what this rank's last one returns.
 
-    torch's own way without gradients does not run a V. Modules are this rank's, by stage, in the
-    order of the model; boundaries what each stage takes; inputs those of the first stage, by
-    micro-batch, where it is. Collective: sends and receives.
+    torch's own way without gradients does not run a V. `inputs` are the first stage's, by
+    micro-batch. Collective: sends and receives.
     """
     sent: list[dist.Work | None] = []
     outputs: list[Any] = list(inputs)

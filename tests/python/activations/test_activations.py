@@ -10,62 +10,23 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from torch import Tensor, nn
+from activation_models import (
+    NUM_BLOCKS,
+    PLAN,
+    SAVED_BYTES,
+    assert_equal,
+    backward,
+    make,
+    run,
+)
+from ranks import in_ranks, run_ranks
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.parallel import activations
-from ringcomm.parallel.tensor import copy_to_tp, reduce_from_tp
-
-ROWS, TOKENS, WIDTH, NUM_BLOCKS = 2, 7, 24, 4
-SAVED_BYTES = 4 * ROWS * TOKENS * WIDTH
-PLAN = NUM_BLOCKS * SAVED_BYTES
-
-
-class Half(nn.Module):
-    """A column-parallel layer and a row-parallel one; each rank has weights of its own."""
-
-    def __init__(self, rank: int, seed: int, dropout: float) -> None:
-        super().__init__()
-        torch.manual_seed(1000 * seed + rank)
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(copy_to_tp(self.norm(x))))
-        out: Tensor = self.dropout(x + reduce_from_tp(self.down(hidden)))
-        return out
-
-
-def make(rank: int, dropout: float = 0.0) -> nn.ModuleList:
-    """Blocks of two halves, as attention and MLP are: six all_reduces in a step."""
-    return nn.ModuleList(
-        nn.Sequential(Half(rank, 2 * number, dropout), Half(rank, 2 * number + 1, dropout))
-        for number in range(NUM_BLOCKS)
-    )
-
-
-def run(blocks: nn.ModuleList, reentrant: bool | None = False) -> Tensor:
-    torch.manual_seed(0)
-    param = next(blocks.parameters())
-    x = torch.randn(ROWS, TOKENS, WIDTH).to(param.device, param.dtype).requires_grad_().mul(1)
-    for block in blocks:
-        x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
-    return x
-
-
-def gradients(blocks: nn.Module) -> list[Tensor]:
-    found = [param.grad.clone() for param in blocks.parameters() if param.grad is not None]
-    blocks.zero_grad()
-    return found
-
-
-def expect(blocks: nn.ModuleList, reentrant: bool = False) -> list[Tensor]:
-    run(blocks, reentrant).float().square().sum().backward()
-    return gradients(blocks)
 
 
 def sent_bytes(name: str) -> int:
@@ -80,7 +41,7 @@ def check_bits(
 ) -> None:
     place = ranks.place(device, rank)
     blocks = make(rank, 0.2).to(place, dtype)
-    expected = expect(blocks, reentrant)
+    expected = backward(run(blocks, reentrant), blocks)
     arena = None
     if options.get("arena"):
         arena = options["arena"] = activations.arena(1 << 14, device=place)
@@ -89,8 +50,7 @@ def check_bits(
         with activations.partition(mesh=mesh, min_elems=0, **options) as held:
             out = run(blocks, reentrant)
         assert held.num_saved > 0
-        out.float().square().sum().backward()
-        assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+        assert_equal(backward(out, blocks), expected)
         del out
         gc.collect()
         assert held.saved_bytes == held.host_bytes == 0
@@ -151,8 +111,9 @@ def test_bytes_kept_and_sent(world_size: int, offload: str | None) -> None:
     assert 12 * gathered == reduced  # of tensor parallelism's, a twelfth
 
 
-def refuse(rank: int) -> None:
-    """What differs between the ranks: inside of layers in parts, and rows in another order."""
+@in_ranks(2)
+def test_what_differs_between_the_ranks_is_refused(rank: int) -> None:
+    """Inside of layers in parts, and rows in another order."""
     torch.manual_seed(0)
     up, down = nn.Linear(8, 12), nn.Linear(12, 8)
     model = nn.Sequential(
@@ -163,29 +124,25 @@ def refuse(rank: int) -> None:
     )
     x = torch.randn(6, 8)
     match = r"a tensor of shape \(\d, \d+\) is saved that rank 1 has otherwise than rank 0"
-    with pytest.raises(ValueError, match=match), activations.partition(min_elems=0):
-        model(x)
-    auto = activations.auto(limit_bytes=0, min_elems=0)
-    with pytest.raises(ValueError, match=match), auto:
-        model(x)
+    for context in (
+        activations.partition(min_elems=0),
+        activations.auto(limit_bytes=0, min_elems=0),
+    ):
+        with pytest.raises(ValueError, match=match), context:
+            model(x)
     rows = x.roll(rank, 0).requires_grad_().mul(1)
     with pytest.raises(ValueError, match=match), activations.partition(min_elems=0):
         rows.sin()
     assert all(param.grad is None for param in model.parameters())
     # The same model in a checkpoint is right.
-    model(x).square().sum().backward()
-    expected = gradients(model)
+    expected = backward(model(x), model)
     with activations.partition(min_elems=0):
         out = checkpoint(model, x.mul(1).requires_grad_(), use_reentrant=False)
-    out.square().sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+    assert_equal(backward(out, model), expected)
 
 
-def test_what_differs_between_the_ranks_is_refused() -> None:
-    run_ranks(2, refuse)
-
-
-def check_what_is_left(rank: int) -> None:
+@in_ranks(2)
+def test_what_stays_whole_and_errors(rank: int) -> None:
     """Parameters, their views, small tensors, and what is saved twice."""
     weight = nn.Parameter(torch.randn(8, 8))
     x = torch.arange(40.0).view(5, 8)
@@ -219,10 +176,9 @@ def check_what_is_left(rank: int) -> None:
         activations.partition(min_elems=-1)
     with pytest.raises(ValueError, match="give a group or a mesh, not both"):
         activations.auto(dist.group.WORLD, mesh=init_device_mesh("cpu", (2,)), limit_bytes=1)
-
-
-def test_what_stays_whole_and_errors() -> None:
-    run_ranks(2, check_what_is_left)
+    for wrong, text in ((None, "no default for cpu; got None"), (-1 + rank, "got")):
+        with pytest.raises(ValueError, match=text):  # a rank alone: the others are told
+            activations.auto(limit_bytes=wrong)
 
 
 # ---- auto()
@@ -235,8 +191,9 @@ def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], l
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ringcomm").addHandler(handler)
     blocks = make(rank)
-    expected = expect(blocks)
-    auto = activations.auto(limit_bytes=limits[rank], min_elems=0)
+    expected = backward(run(blocks), blocks)
+    arena = activations.arena(1 << 14)
+    auto = activations.auto(limit_bytes=limits[rank], min_elems=0, arena=arena)
     assert (auto.limit_bytes, auto.choice) == (min(limits), None)
     with pytest.raises(KeyError), auto:
         raise KeyError  # measures nothing
@@ -246,14 +203,15 @@ def check_steps(rank: int, limits: list[int], choice: str) -> tuple[list[str], l
             out = run(blocks)
         assert (auto.choice, auto.whole_bytes) == (choice, PLAN)
         kept = (held.saved_bytes > 0, held.host_bytes > 0)
+        assert (arena.used_bytes > 0) == kept[0]
         if step == 0:  # whole while they have room; shards of the others in host memory
             assert kept == (False, min(limits) < PLAN)
         else:
             assert kept == (choice == "partition", choice == "partition+cpu")
         before = sent_bytes("all_gather")
-        out.square().sum().backward()
-        assert all(torch.equal(a, b) for a, b in zip(gradients(blocks), expected, strict=True))
+        assert_equal(backward(out, blocks), expected)
         gathered.append(sent_bytes("all_gather") - before)
+    assert (arena.num_blocks, arena.used_bytes) == (1, 0)
     logging.getLogger("ringcomm").removeHandler(handler)
     return messages, gathered
 
@@ -284,32 +242,3 @@ def test_auto(limits: list[int], choice: str) -> None:
         assert message.startswith(f"checkpoints of {PLAN} bytes have no room in {limit}: ")
         assert f"keeps 1/{world_size} of them on each rank, {shard} bytes" in message
         assert message.endswith(", in host memory") == (choice == "partition+cpu")
-
-
-def check_together(rank: int, limit: int) -> None:
-    """Autocast, an arena for shards, two micro-batches a step and a scaled loss."""
-    blocks = make(rank)
-    arena = activations.arena(1 << 14)
-    auto = activations.auto(limit_bytes=limit, min_elems=0, arena=arena)
-
-    def accumulate(context: Any) -> list[Tensor]:
-        for _ in range(2):
-            with context, torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = run(blocks).float().square().mean() * 2.0**10
-            loss.backward()
-        return gradients(blocks)
-
-    expected = accumulate(torch.enable_grad())
-    for _ in range(2):
-        found = accumulate(auto)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert auto.choice == ("partition" if limit > 100 else "partition+cpu")
-    assert (arena.num_blocks, arena.used_bytes) == (1, 0)
-    for wrong, match in ((None, "no default for cpu; got None"), (-1 + rank, "got")):
-        with pytest.raises(ValueError, match=match):  # a rank alone: the others are told
-            activations.auto(limit_bytes=wrong)
-
-
-@pytest.mark.parametrize("limit", [10, PLAN - 1])
-def test_auto_together_with_others(limit: int) -> None:
-    run_ranks(2, check_together, limit)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes, record_allocations
-from ranks import RankFailure, run_ranks
+from ranks import RankFailure, in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,60 +53,50 @@ def sent_bytes() -> int:
     return sum(entry["sent_bytes"] for entry in ringcomm.stats().values())
 
 
-def check_mean(rank: int, buffer_bytes: int) -> tuple[int, int]:
-    tensors = make(rank)
-    strides = [tensor.stride() for tensor in tensors]
-    before = sent_bytes()
-    all_reduce_mean_(tensors, None, buffer_bytes)
-    for tensor, expected in zip(tensors, mean(dist.get_world_size()), strict=True):
-        assert torch.equal(tensor.detach(), expected.to(tensor.dtype))
+def more(rank: int) -> list[Tensor]:
+    ints = torch.arange(30).view(5, 6).t() * (rank + 1)
+    return [*make(rank), ints, ints > 40, ints.to(torch.uint8)[1:]]
+
+
+def check(rank: int, buffer_bytes: int, source: int | None) -> tuple[int, int]:
+    """The mean, or a broadcast; bytes sent, and those of all tensors."""
+    tensors = make(rank) if source is None else more(rank)
+    strides, before = [tensor.stride() for tensor in tensors], sent_bytes()
+    if source is None:
+        all_reduce_mean_(tensors, None, buffer_bytes)
+        expected = mean(dist.get_world_size())
+    else:
+        broadcast_(tensors, None, buffer_bytes, group_src=source)
+        expected = more(source)
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.detach(), value.to(tensor.dtype))
     assert [tensor.stride() for tensor in tensors] == strides
     return sent_bytes() - before, sum(tensor.nbytes for tensor in tensors)
 
 
 # Neither a tensor nor a row of one fills a buffer of these exactly.
 @pytest.mark.parametrize(
-    ("world_size", "buffer_bytes"), [(1, 100), (2, 16), (3, 100), (3, 4096), (4, 1 << 20)]
+    ("world_size", "buffer_bytes", "source"),
+    [
+        *((1, 100, None), (2, 16, None), (3, 100, None), (3, 4096, None), (4, 1 << 20, None)),
+        *((2, 16, 1), (3, 100, 2), (4, 4096, 0)),
+    ],
 )
-def test_mean(world_size: int, buffer_bytes: int) -> None:
+def test_means_and_broadcasts(world_size: int, buffer_bytes: int, source: int | None) -> None:
     options = ringcomm.Options(algorithm="two_shot")
-    by_rank = run_ranks(world_size, check_mean, buffer_bytes, pg_options=options)
-    # Each byte is reduced once and gathered once, whatever the buffer.
-    assert sum(sent for sent, _ in by_rank) == 2 * (world_size - 1) * by_rank[0][1]
+    by_rank = run_ranks(world_size, check, buffer_bytes, source, pg_options=options)
+    # Whatever the buffer, each byte is reduced once and gathered once, or sent to each other rank.
+    times = (world_size - 1) * (2 if source is None else 1)
+    assert sum(sent for sent, _ in by_rank) == times * by_rank[0][1]
 
 
-def check_broadcast(rank: int, buffer_bytes: int, source: int) -> tuple[int, int]:
-    def more(of: int) -> list[Tensor]:
-        ints = torch.arange(30).view(5, 6).t() * (of + 1)
-        return [*make(of), ints, ints > 40, ints.to(torch.uint8)[1:]]
-
-    tensors = more(rank)
-    before = sent_bytes()
-    broadcast_(tensors, None, buffer_bytes, group_src=source)
-    for tensor, expected in zip(tensors, more(source), strict=True):
-        assert torch.equal(tensor, expected)
-    return sent_bytes() - before, sum(tensor.nbytes for tensor in tensors)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "source", "buffer_bytes"), [(2, 1, 16), (3, 2, 100), (4, 0, 4096)]
-)
-def test_broadcast(world_size: int, source: int, buffer_bytes: int) -> None:
-    by_rank = run_ranks(world_size, check_broadcast, buffer_bytes, source)
-    assert sum(sent for sent, _ in by_rank) == (world_size - 1) * by_rank[0][1]
-
-
-def test_another_backend() -> None:
-    run_ranks(3, check_gloo, backend="gloo")
-
-
-def check_gloo(rank: int) -> None:
+@in_ranks(3, backend="gloo")
+def test_another_backend(rank: int) -> None:
     tensors = [t for t in make(rank) if t.dtype != torch.bfloat16]
     expected = [m for m, t in zip(mean(3), make(0), strict=True) if t.dtype != torch.bfloat16]
     all_reduce_mean_(tensors, None, 100)
-    assert all(
-        torch.equal(t.detach(), m.to(t.dtype)) for t, m in zip(tensors, expected, strict=True)
-    )
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.detach(), value.to(tensor.dtype))
     broadcast_(tensors, None, 100)
 
 
@@ -138,19 +128,20 @@ def check_memory(rank: int, num_elems: int, buffer_bytes: int) -> tuple[int, int
 
 
 def test_memory_is_that_of_the_buffer() -> None:
-    small = run_ranks(2, check_memory, 5_000_000, 1 << 20)
-    large = run_ranks(2, check_memory, 60_000_000, 1 << 20)
+    small = run_ranks(2, check_memory, 1_000_000, 1 << 20)
+    large = run_ranks(2, check_memory, 12_000_000, 1 << 20)
     for peaks in small + large:
         assert peaks[:2] == (1 << 20, 1 << 20)
     # Otherwise it is that of the model, which this way of counting sees.
-    assert small[0][2] >= 4 * 5_000_000
-    assert large[0][2] >= 4 * 60_000_000
+    assert small[0][2] >= 4 * 1_000_000
+    assert large[0][2] >= 4 * 12_000_000
 
 
 # ---- what is refused, and what costs nothing
 
 
-def check_edges(rank: int) -> None:
+@in_ranks(2)
+def test_edges(rank: int) -> None:
     def calls() -> int:
         return sum(entry["num_calls"] for entry in ringcomm.stats().values())
 
@@ -178,10 +169,6 @@ def check_edges(rank: int) -> None:
     all_reduce_mean_([good, good[:2].clone()], None, 8, mesh=mesh)  # calls of 2, 1 and 2 elements
     assert calls() == before + 3
     assert bool((good == 0.5).all())
-
-
-def test_edges() -> None:
-    run_ranks(2, check_edges)
 
 
 def check_other_tensors(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Training through a parameter server, for its tests, and what one process makes of the same."""
+"""Training through a parameter server, for its tests, and the bytes that it should send."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import ranks
 import torch
-from torch import Tensor, nn
-from zero_models import Net, batch, loss_of, make_optimizer, weights
+from torch import nn
+from zero_models import STEPS, Net, batch, loss_of, weights
 
 import ringcomm
 from ringcomm.parallel import ParameterServer
 
-STEPS = 4
 HEADER_BYTES = 32
 
 # By name: how many ranks of a world serve, and whether they work.
@@ -79,7 +78,6 @@ def train(
     if rank != 0:
         nn.init.zeros_(model.last.weight)  # rank 0's count
     workers = workers_of(layout, world_size)
-    losses: list[float] = []
     before = sent_bytes()  # others may pull as soon as there is a server
     with make_server(model, layout, "momentum", **options) as server:
         if rank in workers:
@@ -88,15 +86,12 @@ def train(
                 server.pull()
                 for part in range(num_micro_batches):
                     rows = batch(num_micro_batches * step + part, mine, len(workers))
-                    loss = loss_of(model, *(row.to(place) for row in rows))
-                    server.scale(loss).backward()
-                    losses.append(float(loss.detach()))
+                    server.scale(loss_of(model, *(row.to(place) for row in rows))).backward()
                 server.push()
             server.pull(fresh=True)
         else:
             server.serve()
     return {
-        "losses": losses,
         "weights": {name: value.cpu() for name, value in weights(model).items()},
         "version": server.version,
         "sent": sent_bytes() - before,
@@ -106,54 +101,25 @@ def train(
     }
 
 
-def train_alone(
-    kind: str, num_micro_batches: int = 1, **model_options: Any
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The same steps in one process, on all rows."""
-    model = Net(**model_options)
-    optimizer = make_optimizer(model, kind)
-    losses = []
-    for step in range(STEPS):
-        for part in range(num_micro_batches):
-            loss = loss_of(model, *batch(num_micro_batches * step + part))
-            loss.backward()
-            losses.append(float(loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, weights(model)
-
-
-# ---- bytes
-
-WIDTH = {None: 4, torch.bfloat16: 2}
-
-
-def check_sent(
-    results: list[dict[str, Any]],
-    world_size: int,
-    layout: str,
-    num_steps: int,
-    wire_dtype: torch.dtype | None = None,
-) -> None:
-    """num_steps gradients of every worker, as much down, and one pull more, to the byte.
+def check_sent(results: list[dict[str, Any]], workers: list[int], itemsize: int) -> None:
+    """STEPS gradients of every worker, as much down, and one pull more, to the byte.
 
     A pull that finds nothing new is headers alone.
     """
-    workers, model = workers_of(layout, world_size), Net()
+    params = dict(Net().named_parameters())
     keys = {
-        server: sum(WIDTH[wire_dtype] * model.get_parameter(name).numel() for name in names)
+        server: sum(itemsize * params[name].numel() for name in names)
         for server, names in results[0]["keys"].items()
     }
-    whole = sum(WIDTH[wire_dtype] * param.numel() for param in model.parameters())
-    assert sum(keys.values()) == whole
-    num_pulls = num_steps + 1
+    assert sum(keys.values()) == sum(itemsize * param.numel() for param in params.values())
+    num_pulls = STEPS + 1
     for rank, result in enumerate(results):
         expected = 0
         if rank in workers:
             others = [server for server in keys if server != rank]
-            headers = (num_steps + num_pulls + 1) * HEADER_BYTES  # the last one closes
-            expected += sum(num_steps * keys[server] + headers for server in others)
+            headers = (STEPS + num_pulls + 1) * HEADER_BYTES  # the last one closes
+            expected += sum(STEPS * keys[server] + headers for server in others)
         if rank in keys:
-            clients = len(workers) - (rank in workers)
-            expected += clients * (num_steps * keys[rank] + num_pulls * HEADER_BYTES)
+            num_clients = len(workers) - (rank in workers)
+            expected += num_clients * (STEPS * keys[rank] + num_pulls * HEADER_BYTES)
         assert result["sent"] == expected, rank

@@ -7,21 +7,12 @@ from typing import Any
 import ps_runs
 import pytest
 import torch
-from ps_runs import (
-    HEADER_BYTES,
-    STEPS,
-    check_sent,
-    groups_of,
-    make_of,
-    make_server,
-    sent_bytes,
-    train_alone,
-    workers_of,
-)
-from ranks import run_ranks
+import torch.distributed as dist
+from ps_runs import check_sent, groups_of, make_of, make_server, workers_of
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from zero_models import Net, batch, loss_of, weights
+from zero_models import STEPS, Net, batch, loss_of, train_alone, weights
 
 import ringcomm
 from ringcomm.parallel import ParameterServer
@@ -32,34 +23,13 @@ def train(rank: int, *args: Any) -> dict[str, Any]:
     return ps_runs.train(rank, *args)
 
 
-def check(
-    results: list[dict[str, Any]],
-    world_size: int,
-    layout: str,
-    model_options: dict[str, Any],
-    num_micro_batches: int = 1,
-    atol: float = 1e-6,
-) -> None:
-    workers = workers_of(layout, world_size)
-    losses, expected = train_alone("momentum", num_micro_batches, **model_options)
-    found = torch.tensor([results[rank]["losses"] for rank in workers]).mean(0)
-    torch.testing.assert_close(found, torch.tensor(losses), rtol=0, atol=10 * atol)
-    ages = [result["staleness"] for result in results if result["staleness"]]
-    assert ages == [{0: STEPS * len(workers)}] * len(results[0]["keys"])
-    for rank in workers:
-        assert (results[rank]["version"], results[rank]["skipped"]) == (STEPS, 0)
-        for name, value in expected.items():
-            mine = results[rank]["weights"][name]
-            torch.testing.assert_close(mine, value, rtol=0, atol=atol)
-            assert torch.equal(mine, results[workers[0]]["weights"][name])
-
-
 @pytest.mark.parametrize(
     ("world_size", "layout", "options", "model_options", "num_micro_batches"),
     [
         (1, "all", {"loss_scale": "dynamic"}, {}, 1),
         (2, "dedicated", {"loss_scale": 1024.0}, {"is_tied": True}, 2),
         (2, "one that works", {}, {"is_frozen": True}, 1),
+        (2, "all", {"p2p": True}, {}, 1),
         (3, "all", {"wire_dtype": torch.bfloat16}, {}, 1),
         (3, "all", {"loss_scale": "dynamic"}, {}, 2),
         (4, "two dedicated", {}, {}, 1),
@@ -74,22 +44,35 @@ def test_steps_are_those_of_one_process(
     model_options: dict[str, Any],
     num_micro_batches: int,
 ) -> None:
+    """With "p2p" the default group's options are those of the server's own group."""
+    p2p = ringcomm.Options(transport="p2p") if options.get("p2p") else None
+    options = {name: value for name, value in options.items() if name != "p2p"}
     args = (device, world_size, layout, options, model_options, num_micro_batches)
-    results = run_ranks(world_size, train, *args)
-    atol = 5e-3 if "wire_dtype" in options else 1e-6 if device == "cpu" else 1e-4
-    check(results, world_size, layout, model_options, num_micro_batches, atol)
+    results = run_ranks(world_size, train, *args, pg_options=p2p)
+    workers, is_narrow = workers_of(layout, world_size), "wire_dtype" in options
+    expected = train_alone("momentum", None, num_micro_batches, **model_options)
+    atol = 5e-3 if is_narrow else 1e-6 if device == "cpu" else 1e-4
+    ages = [result["staleness"] for result in results if result["staleness"]]
+    assert ages == [{0: STEPS * len(workers)}] * len(results[0]["keys"])
+    for rank in workers:
+        assert (results[rank]["version"], results[rank]["skipped"]) == (STEPS, 0)
+        for name, value in expected.items():
+            mine = results[rank]["weights"][name]
+            torch.testing.assert_close(mine, value, rtol=0, atol=atol)
+            assert torch.equal(mine, results[workers[0]]["weights"][name])
     if not model_options:
-        check_sent(results, world_size, layout, STEPS, options.get("wire_dtype"))
+        check_sent(results, workers, 2 if is_narrow else 4)
 
 
-def train_both(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_equals_ddp(rank: int) -> None:
     """DDP's weights after each step, and the parameter server's: the bits of two ranks."""
     model = Net()
     replica: Any = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(groups_of(replica), 0.05, weight_decay=0.01)
     server = make_server(model, "one that works")
     for step in range(STEPS):
-        rows = batch(step, rank, world_size)
+        rows = batch(step, rank, 2)
         server.pull()
         for name, value in weights(model).items():
             assert torch.equal(value, weights(replica.module)[name]), (step, name)
@@ -102,65 +85,24 @@ def train_both(rank: int, world_size: int) -> None:
     server.close()
 
 
-def test_equals_ddp() -> None:
-    run_ranks(2, train_both, 2)
-
-
-def train_less(rank: int) -> tuple[int, dict[str, Tensor]]:
-    """Rank r has r + 1 batches."""
-    model = Net()
+@in_ranks(3)
+def test_a_worker_may_end_early(rank: int) -> None:
+    """Rank r has r + 1 batches. Means are those of the workers that still take part."""
+    model, alone = Net(), Net()
+    optimizer = make_of("sgd")(groups_of(alone))
     with make_server(model, "one that works") as server:
         for step in range(rank + 1):
             server.pull()
             loss_of(model, *batch(step, rank, 3)).backward()
             server.push()
+            present = range(step, 3)
+            for other in present:
+                (loss_of(alone, *batch(step, other, 3)) / len(present)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         server.pull()
-    return server.version, weights(model)
-
-
-def test_a_worker_may_end_early() -> None:
-    """Means are those of the workers that still take part."""
-    model = Net()
-    optimizer = make_of("sgd")(groups_of(model))
-    after = []
-    for step in range(3):
-        present = range(step, 3)
-        for rank in present:
-            (loss_of(model, *batch(step, rank, 3)) / len(present)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after.append(weights(model))
-    for rank, (version, found) in enumerate(run_ranks(3, train_less)):
-        assert version == rank + 1
-        for name, value in after[rank].items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
-
-
-def send_as_formulas(rank: int, world_size: int, num_steps: int) -> None:
-    """(N-1)/N Phi up and as much down a step, where keys divide."""
-    model = torch.nn.ParameterList([torch.ones(12) for _ in range(12)])
-    phi = 12 * 12 * 4
-    others = world_size - 1
-    before = sent_bytes()
-    with make_server(model, "all") as server:
-        for _ in range(num_steps):
-            torch.stack(list(model)).sum().backward()
-            server.push()
-            server.pull()
-    headers = others * (3 * num_steps + 1) * HEADER_BYTES  # push, pull, answer; and the last
-    assert sent_bytes() - before == 2 * num_steps * others * phi // world_size + headers
-
-
-def test_shards_that_divide() -> None:
-    run_ranks(3, send_as_formulas, 3, 5)
-
-
-def test_over_messages() -> None:
-    """The default group's options are those of the server's own group."""
-    options = ringcomm.Options(transport="p2p")
-    results = run_ranks(2, train, "cpu", 2, "all", {}, {}, pg_options=options)
-    check(results, 2, "all", {})
-    check_sent(results, 2, "all", STEPS)
+    assert server.version == rank + 1
+    torch.testing.assert_close(weights(model), weights(alone), rtol=0, atol=1e-6)
 
 
 # ---- float16
@@ -180,13 +122,13 @@ def overflow(rank: int, staleness: int | None) -> None:
 
     def weights_of_all() -> dict[str, Tensor]:
         server.pull(fresh=True)  # what this rank has pushed is there
-        torch.distributed.barrier()
+        dist.barrier()
         server.pull(fresh=True)
         return weights(model)
 
     step(0, False)
     before = weights_of_all()
-    torch.distributed.barrier()
+    dist.barrier()
     step(1, rank == 1)
     # In rounds the update is left out; alone, only the gradient that is not finite.
     after = weights_of_all()
@@ -206,22 +148,17 @@ def test_an_overflow_is_left_out_on_all_servers(staleness: int | None) -> None:
     run_ranks(2, overflow, staleness)
 
 
-def train_half(rank: int, scale: float | None) -> Tensor:
+@in_ranks(2)
+def test_small_gradients_survive_on_the_wire(rank: int) -> None:
     """One step, whose gradient of 2**-28 float16 has no number for."""
-    model = torch.nn.Linear(4, 1, bias=False)
-    torch.nn.init.ones_(model.weight)
-    make = lambda params: torch.optim.SGD(params, lr=2.0**18)  # noqa: E731
-    with ParameterServer(model, make, wire_dtype=torch.float16, loss_scale=scale) as server:
-        server.pull()
-        loss = model(torch.full([1, 4], 2.0**-28)).sum()
-        server.scale(loss).backward()
-        server.push()
-        server.pull()
-        return model.weight.detach().clone()
-
-
-def test_small_gradients_survive_on_the_wire() -> None:
-    for weight in run_ranks(2, train_half, None):
-        assert torch.equal(weight, torch.ones(1, 4))  # they did not
-    for weight in run_ranks(2, train_half, 4096.0):
-        assert torch.equal(weight, torch.full([1, 4], 1 - 2.0**-10))
+    for scale, expected in ((None, 1.0), (4096.0, 1 - 2.0**-10)):
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        make = lambda params: torch.optim.SGD(params, lr=2.0**18)  # noqa: E731
+        with ParameterServer(model, make, wire_dtype=torch.float16, loss_scale=scale) as server:
+            server.pull()
+            loss = model(torch.full([1, 4], 2.0**-28)).sum()
+            server.scale(loss).backward()
+            server.push()
+            server.pull()
+        assert (model.weight == expected).all()

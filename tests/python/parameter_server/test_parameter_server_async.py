@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ps_runs import HEADER_BYTES, STEPS, groups_of, make_of, make_server, sent_bytes, workers_of
-from ranks import run_ranks
+from ps_runs import groups_of, make_of, make_server, workers_of
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 from zero_models import Net, batch, loss_of, weights
 
@@ -25,7 +25,6 @@ def log_steps(
     """When each step began, and when its push did, by a clock that all processes share."""
     workers = workers_of(layout, world_size)
     model = Net()
-    sleeps = random.Random(rank)
     log = []
     with make_server(model, layout, staleness=staleness) as server:
         if rank not in workers:
@@ -36,8 +35,7 @@ def log_steps(
             begun = time.monotonic()
             assert server.version >= step - staleness
             loss_of(model, *batch(step, rank, world_size)).backward()
-            # The last worker takes ten times as long.
-            time.sleep(sleeps.uniform(0, 0.004) * (10 if rank == workers[-1] else 1))
+            time.sleep(0.02 if rank == workers[-1] else 0.002)
             log.append((begun, time.monotonic()))
             server.push()
         server.pull(fresh=True)
@@ -46,81 +44,65 @@ def log_steps(
     return log
 
 
-def steps_ahead(log: list[list[tuple[float, float]]]) -> int:
-    """The most by which a step that begins is ahead of the slowest worker's step under way."""
-    most = 0
-    for mine in log:
-        for step, (begun, _) in enumerate(mine):
-            for others in log:
-                num_pushed = sum(pushed <= begun for _, pushed in others)
-                most = max(most, step - num_pushed)
-    return most
-
-
 @pytest.mark.parametrize(
     ("world_size", "layout", "staleness"),
     [(2, "all", 0), (3, "dedicated", 2)],
 )
 def test_a_fast_worker_is_ahead_by_the_bound(world_size: int, layout: str, staleness: int) -> None:
     """Never by more; and by so much at some time, since it is ten times as fast."""
-    logs = run_ranks(world_size, log_steps, world_size, layout, staleness, 12)
-    assert steps_ahead([log for log in logs if log]) == staleness
+    logs = [
+        log for log in run_ranks(world_size, log_steps, world_size, layout, staleness, 12) if log
+    ]
+    ahead = (
+        step - sum(pushed <= begun for _, pushed in others)
+        for mine in logs
+        for step, (begun, _) in enumerate(mine)
+        for others in logs
+    )
+    assert max(ahead) == staleness
 
 
 # ---- without a bound
 
 
-def random_schedule(workers: list[int], num_pushes: int, seed: int) -> list[tuple[str, int]]:
-    """Workers in any order; some pull twice, or push twice at the same weights."""
-    draw = random.Random(seed)
-    events = []
-    for _ in range(num_pushes):
-        worker = draw.choice(workers)
-        events += [("pull", worker)] * draw.choice([0, 1, 1, 1, 2])
-        events += [("push", worker)]
-    return events + [("pull", worker) for worker in workers]
+# Pulls (<) and pushes (>) of ranks; some pull twice, or push twice at the same weights.
+EVENTS = "<0>0<1<2>2>1>1<1<1>1<0>0>2<2>2>0<0<2>0>2<1>1<0<1<2"
+SCHEDULE = [(kind, int(rank)) for kind, rank in zip(EVENTS[::2], EVENTS[1::2], strict=True)]
 
 
-def recurrence(
-    schedule: list[tuple[str, int]], workers: list[int]
-) -> tuple[dict[str, Tensor], dict[int, int]]:
+def recurrence(num_workers: int) -> tuple[dict[str, Tensor], dict[int, int]]:
     """w <- w - lr g_k(w as worker k pulled it), one push after the other, in one process."""
     model = Net()
     optimizer = make_of("momentum")(groups_of(model))
-    pulled = {worker: (0, weights(model)) for worker in workers}
-    num_pushes = dict.fromkeys(workers, 0)
-    version = 0
-    histogram: dict[int, int] = {}
-    for kind, worker in schedule:
-        if kind == "pull":
-            pulled[worker] = version, weights(model)
+    pulled = {worker: (0, weights(model)) for worker in range(num_workers)}
+    num_pushes: Counter[int] = Counter()
+    ages: Counter[int] = Counter()
+    for kind, worker in SCHEDULE:
+        if kind == "<":
+            pulled[worker] = num_pushes.total(), weights(model)
             continue
-        at, values = pulled[worker]
+        version, values = pulled[worker]
         other = Net()
         other.load_state_dict(values)
-        rows = batch(num_pushes[worker], workers.index(worker), len(workers))
-        loss_of(other, *rows).backward()
+        loss_of(other, *batch(num_pushes[worker], worker, num_workers)).backward()
         for param, source in zip(model.parameters(), other.parameters(), strict=True):
             param.grad = source.grad
         optimizer.step()
+        ages[num_pushes.total() - version] += 1
         num_pushes[worker] += 1
-        histogram[version - at] = histogram.get(version - at, 0) + 1
-        version += 1
-    return weights(model), histogram
+    return weights(model), dict(ages)
 
 
-def in_order(
-    rank: int, world_size: int, layout: str, schedule: list[tuple[str, int]]
-) -> tuple[dict[str, Tensor], dict[int, int]]:
+def in_order(rank: int) -> tuple[dict[str, Tensor], dict[int, int]]:
     """Pulls and pushes one after the other; get_state_dict() waits until a push is served."""
     model = Net()
     num_pushes = 0
-    with make_server(model, layout, "momentum", staleness=None) as server:
-        for kind, worker in schedule:
-            if worker == rank and kind == "pull":
+    with make_server(model, "all", "momentum", staleness=None) as server:
+        for kind, worker in SCHEDULE:
+            if worker == rank and kind == "<":
                 server.pull()
             elif worker == rank:
-                loss_of(model, *batch(num_pushes, rank, world_size)).backward()
+                loss_of(model, *batch(num_pushes, rank, 3)).backward()
                 server.push()
                 num_pushes += 1
                 get_state_dict(model, server)
@@ -130,9 +112,8 @@ def in_order(
 
 def test_each_push_is_an_update() -> None:
     """The weights of a recurrence in one process, to the bit, and its histogram."""
-    schedule = random_schedule([0, 1, 2], 20, seed=3)
-    expected, histogram = recurrence(schedule, [0, 1, 2])
-    results = run_ranks(3, in_order, 3, "all", schedule)
+    expected, histogram = recurrence(3)
+    results = run_ranks(3, in_order)
     for found, ages in results:
         assert ages in ({}, histogram)
         for name, value in expected.items():
@@ -140,57 +121,24 @@ def test_each_push_is_an_update() -> None:
     assert any(ages for _, ages in results)
 
 
-def train_freely(rank: int, world_size: int, layout: str) -> Any:
-    """The last worker stops until all others are through: it holds nobody up."""
-    workers = workers_of(layout, world_size)
-    model = Net()
-    with make_server(model, layout, staleness=None) as server:
-        if rank not in workers:
-            server.serve()
-            return dict(server.staleness_histogram)
-        if rank == workers[-1]:
-            for other in workers[:-1]:
-                dist.recv(torch.zeros(1), other)
-        for step in range(5):
-            server.pull()
-            loss_of(model, *batch(step, workers.index(rank), len(workers))).backward()
-            server.push()
-        server.pull()
-        assert 5 <= server.version <= 5 * len(workers)
-        if rank == workers[-1]:
-            assert server.version == 5 * len(workers)
-        else:
-            dist.send(torch.zeros(1), workers[-1])
-    return dict(server.staleness_histogram)
-
-
-def test_without_a_bound_nobody_waits() -> None:
-    for found in run_ranks(3, train_freely, 3, "dedicated"):
-        assert sum(found.values()) in (0, 10)
-        assert all(0 <= age < 10 for age in found)
-
-
-# ---- bytes
-
-
-def send_free(rank: int) -> int:
-    """Two workers without a bound."""
-    model = Net()
-    before = sent_bytes()
+@in_ranks(3)
+def test_without_a_bound_nobody_waits(rank: int) -> None:
+    """Rank 2 stops until rank 1 is through: it holds nobody up."""
+    model: Any = Net()
     with make_server(model, "dedicated", staleness=None) as server:
         if rank == 0:
             server.serve()
-        else:
-            for step in range(STEPS):
-                loss_of(model, *batch(step, rank - 1, 2)).backward()
-                server.push()
-                server.pull()
-    return sent_bytes() - before
-
-
-def test_without_a_bound() -> None:
-    """Each pull follows a push of its own, and so brings something."""
-    phi = 4 * sum(param.numel() for param in Net().parameters())
-    server, *workers = run_ranks(3, send_free)
-    assert workers == [STEPS * (phi + 2 * HEADER_BYTES) + HEADER_BYTES] * 2
-    assert server == 2 * STEPS * (phi + HEADER_BYTES)
+            ages = server.staleness_histogram
+            assert ages.total() == 10
+            assert max(ages) < 10
+            return
+        if rank == 2:
+            dist.recv(torch.zeros(1), 1)
+        for step in range(5):
+            server.pull()
+            loss_of(model, *batch(step, rank - 1, 2)).backward()
+            server.push()
+        server.pull()
+        assert server.version == 5 * rank
+        if rank == 1:
+            dist.send(torch.zeros(1), 2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ps_runs import STEPS, groups_of, make_of, make_server, step_once, train_alone, workers_of
-from ranks import run_ranks
+from ps_runs import groups_of, make_of, make_server, step_once, workers_of
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from zero_models import Net, batch, loss_of, weights
+from zero_models import STEPS, Net, batch, loss_of, train_alone, weights
 
 from ringcomm.parallel import ParameterServer, get_state_dict, set_state_dict
 
@@ -25,17 +25,17 @@ def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] |
     """Half of the steps, and the others by other servers, of a state and the weights."""
     workers = workers_of(layout, 3)
     saved: list[Any] = [None, None]
-    for begin in (0, STEPS // 2):
+    for steps in (range(2), range(2, STEPS)):
         model = Net()
-        if begin:
+        if steps[0]:
             dist.broadcast_object_list(saved, src=workers[0])
         with make_server(model, layout, "momentum") as server:
-            if begin:
+            if steps[0]:
                 set_state_dict(model, server, *saved)
             if rank not in workers:
                 server.serve()
                 continue
-            for step in range(begin, begin + STEPS // 2):
+            for step in steps:
                 step_once(server, model, step, workers.index(rank), len(workers))
             server.pull()
             saved = list(get_state_dict(model, server, full=True))
@@ -45,7 +45,7 @@ def resume(rank: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Any]] |
 def test_a_state_resumes(tmp_path: Path) -> None:
     """And is the one of torch's own optimizer, also through torch.distributed.checkpoint."""
     layout = "dedicated"
-    _, expected = train_alone("momentum")
+    expected = train_alone("momentum")
     model = Net()
     optimizer = make_of("momentum")(groups_of(model))
     results = run_ranks(3, resume, layout)
@@ -65,7 +65,8 @@ def test_a_state_resumes(tmp_path: Path) -> None:
             assert torch.equal(buffer, state["state"][name]["momentum_buffer"])
 
 
-def keep_masters(rank: int) -> None:
+@in_ranks(2)
+def test_masters_are_kept(rank: int) -> None:
     """Weights travel in 16 bits; the state has those that the servers add to."""
     model = nn.Linear(3, 5)
     make = make_of("sgd")
@@ -101,14 +102,11 @@ def keep_masters(rank: int) -> None:
                 set_state_dict(model, server, None, wrong)
 
 
-def test_masters_are_kept() -> None:
-    run_ranks(2, keep_masters)
-
-
 # ---- edges
 
 
-def train_small(rank: int) -> None:
+@in_ranks(3)
+def test_fewer_parameters_than_ranks(rank: int) -> None:
     """Fewer parameters than ranks: some serve nothing."""
     model = nn.ParameterList([torch.full((2,), float(i + rank)) for i in range(2)])
     groups = [{"params": []}, {"params": list(model)}, {"params": [], "lr": 3.0}]
@@ -127,11 +125,8 @@ def train_small(rank: int) -> None:
         torch.testing.assert_close(param.detach(), torch.full((2,), value))
 
 
-def test_fewer_parameters_than_ranks() -> None:
-    run_ranks(3, train_small)
-
-
-def train_odd(rank: int) -> None:
+@in_ranks(3)
+def test_odd_parameters(rank: int) -> None:
     """Dtypes of all widths, a scalar, nothing at all, strides, a weight without a gradient."""
     model = nn.ParameterDict(
         {
@@ -156,11 +151,8 @@ def train_odd(rank: int) -> None:
     assert model.buffer == 0
 
 
-def test_odd_parameters() -> None:
-    run_ranks(3, train_odd)
-
-
-def train_in_subgroup(rank: int) -> None:
+@in_ranks(4, backend="gloo")
+def test_in_a_subgroup(rank: int) -> None:
     """Ranks 0 and 2 of four in a mesh over Gloo, twice; two servers at once."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
     for _ in range(2):
@@ -178,12 +170,8 @@ def train_in_subgroup(rank: int) -> None:
             server.pull()
             server.close()
             server.close()
-            for name, value in train_alone("sgd")[1].items():
+            for name, value in train_alone("sgd").items():
                 torch.testing.assert_close(weights(model)[name], value, rtol=0, atol=1e-6)
-
-
-def test_in_a_subgroup() -> None:
-    run_ranks(4, train_in_subgroup, backend="gloo")
 
 
 # ---- errors
@@ -201,7 +189,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def raise_value_errors(rank: int) -> None:
+@in_ranks(2)
+def test_value_errors(rank: int) -> None:
     make = make_of("sgd")
     for options, text in WRONG.values():
         with pytest.raises(ValueError, match=text):
@@ -246,11 +235,8 @@ def raise_value_errors(rank: int) -> None:
             server.pull()
 
 
-def test_value_errors() -> None:
-    run_ranks(2, raise_value_errors)
-
-
-def change_models(rank: int) -> None:
+@in_ranks(2)
+def test_changed_models(rank: int) -> None:
     """On both ranks, so that they go on together."""
     model = Net()
     with ParameterServer(model, make_of("sgd")) as server:
@@ -274,7 +260,3 @@ def change_models(rank: int) -> None:
         embedding.grad = None
         step_once(server, model, 1, rank, 2)
         assert server.version == 1
-
-
-def test_changed_models() -> None:
-    run_ranks(2, change_models)

@@ -2,37 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from curves import Block, make_model
+from curves import Block, Run, batch, make_model, sgd
 from torch import Tensor, nn
 
 M = 8  # micro-batches
+STEPS = 3
 VOCAB, WIDTH, SEQ, ROWS = 11, 8, 3, 16
+CLIP_NORM = 0.5
+
+mse = nn.functional.mse_loss
+
+
+class Case(NamedTuple):
+    """A training by a pipeline."""
+
+    schedule: str
+    num_ranks: int
+    model: str = "deep"  # "frozen", "tied"
+    stages_per_rank: int | None = None
+    recompute: bool = False
+    autocast: bool = False
+    is_sum: bool = False  # the loss
+    num_batches: int = 1  # a step
+    scale: float = 1.0
+    clips: bool = False
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.model == "tied":
+            return tokens_loss(output, target)
+        return (output - target).square().sum() if self.is_sum else mse(output, target)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        return token_batch(number) if self.model == "tied" else batch(number)
+
+    def make(self) -> Any:
+        if self.model == "tied":
+            return make_tied()
+        model = make_deep()
+        if self.model == "frozen":
+            for block in list(model)[:3]:
+                block.requires_grad_(False)
+        return model
+
+    @property
+    def costs(self) -> list[int] | None:
+        """Of frozen blocks: the first stage has no other ones, and the second has one."""
+        return [3, 3, 1, 1, 1, 1, 1, 1, 1] if self.model == "frozen" else None
+
+
+def alone(case: Case) -> tuple[Run, list[float]]:
+    """One process: losses, weights, and norms."""
+    model = case.make()
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    losses, norms = [], []
+    for step in range(STEPS):
+        for part in range(case.num_batches):
+            rows = case.batch(case.num_batches * step + part)
+            divisor = 1 if case.is_sum else M
+            found = []
+            for x, y in zip(*(tensor.chunk(M) for tensor in rows), strict=True):
+                with torch.autocast("cpu", enabled=case.autocast):
+                    loss = case.loss(model(x), y)
+                (loss / divisor * case.scale).backward()
+                found.append(loss.detach())
+            losses.append(float(torch.stack(found).float().sum() / divisor))
+        if case.clips:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Run(losses, {k: v.clone() for k, v in model.state_dict().items()}), norms
 
 
 def make_deep() -> nn.Sequential:
     """Nine blocks."""
     return make_model(8)
-
-
-def accumulate(
-    model: nn.Module,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
-    x: Tensor,
-    y: Tensor,
-    scale: float = 1.0,
-    autocast: bool = False,
-) -> float:
-    """Adds a batch's gradients up, and returns its loss."""
-    found = []
-    for rows, wanted in zip(x.chunk(M), y.chunk(M), strict=True):
-        with torch.autocast("cpu", enabled=autocast):
-            loss = loss_fn(model(rows), wanted)
-        (loss / M * scale).backward()
-        found.append(loss.detach())
-    return float(torch.stack(found).sum() / M)
 
 
 class Tied(nn.Module):

@@ -13,147 +13,169 @@ from typing import Any
 import pytest
 import torch
 from curves import DIM, ROWS, batch
-from pipeline_models import M, make_deep
+from pipeline_models import M, make_deep, mse
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 
 import ringcomm
 from ringcomm.parallel import pipeline
 
-CASES = [("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 4)]
 ACTIVATION_BYTES = ROWS // M * DIM * 4
-
-mse = nn.functional.mse_loss
-
-
-def make(schedule: str, model: nn.Sequential | None = None, **options: Any) -> pipeline.Pipeline:
-    return pipeline.Pipeline(model or make_deep(), mse, schedule, M, **options)
-
-
-# ---- bytes
-
-
-def sent_in_a_step(rank: int, schedule: str) -> tuple[dict[str, int], int]:
-    pipe = make(schedule)
-    pipe.step(*batch(0))  # finds out shapes
-    before = ringcomm.stats()
-    pipe.step(*batch(1))
-    sent: Counter[str] = Counter()
-    for key, counters in ringcomm.stats().items():
-        sent[key[0]] += counters["sent_bytes"] - before.get(key, Counter())["sent_bytes"]
-    own = pipe.plan.stages_of(rank)
-    away = [
-        (stage, other)
-        for stage in own
-        for other in (stage - 1, stage + 1)
-        if 0 <= other < pipe.plan.num_stages and other not in own
-    ]
-    return {op: num for op, num in sent.items() if num}, len(away)
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
-def test_bytes_on_the_wire(schedule: str, num_ranks: int) -> None:
-    """2 m b s h elements for each boundary between ranks, the loss, and what ranks agree on."""
-    results = run_ranks(num_ranks, sent_in_a_step, schedule)
-    last = 0 if schedule == "zbv" else num_ranks - 1
-    for rank, (sent, num_sides) in enumerate(results):
-        assert sent["send"] == num_sides * M * ACTIVATION_BYTES
-        assert sent.get("broadcast", 0) == (4 * (num_ranks - 1) if rank == last else 0)
-        assert sent["all_gather"] == 8 * (num_ranks - 1)  # a digest of shapes
-        assert sent.keys() <= {"send", "broadcast", "all_gather"}
-    num_stages = num_ranks * (2 if schedule in ("interleaved", "zbv") else 1)
-    num_boundaries = num_stages - 1 - (schedule == "zbv")  # the V's bottom is on one rank
-    total = sum(sent["send"] for sent, _ in results)
-    assert total == num_boundaries * 2 * M * ACTIVATION_BYTES
-
-
-# ---- memory
 
 
 class Packed:
     """What autograd keeps of one tensor."""
 
-    def __init__(self, tensor: Tensor, micro_batch: tuple[str, int]) -> None:
-        self.tensor = tensor
-        self.micro_batch = micro_batch
+    def __init__(self, tensor: Tensor, micro_batch: tuple[int, int]) -> None:
+        self.tensor, self.micro_batch = tensor.detach(), micro_batch  # an output has a graph
 
 
 class Saved:
-    """Counts, at every tensor that is saved, how many micro-batches and bytes are alive."""
+    """By stage, the most micro-batches and bytes that autograd keeps; bytes of a single one."""
 
     def __init__(self, pipe: pipeline.Pipeline, *batch: Tensor) -> None:
         self.alive: weakref.WeakSet[Packed] = weakref.WeakSet()
-        self.max_live: Counter[str] = Counter()
-        self.max_bytes: Counter[str] = Counter()
-        self.first_bytes: dict[str, int] = {}
+        self.max_live: Counter[int] = Counter()
+        self.max_bytes: Counter[int] = Counter()
+        self.single_bytes: Counter[int] = Counter()
+        self.num_forwards: Counter[int] = Counter()
         self._given = {t.untyped_storage().data_ptr() for t in (*pipe.parameters(), *batch)}
-        self._now = ("", 0)
-        self._forwards: Counter[str] = Counter()
+        self._stage = 0
         for stage in pipe.plan.stages_of(pipe.group.rank()):
             block = pipe.module.get_submodule(pipe.stages[stage][0])
-            block.register_forward_pre_hook(self._begin(str(stage)))
+            block.register_forward_pre_hook(lambda *_, stage=stage: self._begin(stage))
 
-    def _begin(self, stage: str) -> Any:
-        def begin(*_: Any) -> None:
-            self._now = (stage, self._forwards[stage])
-            self._forwards[stage] += 1
-
-        return begin
+    def _begin(self, stage: int) -> None:
+        self._stage = stage
+        self.num_forwards[stage] += 1
 
     def pack(self, tensor: Tensor) -> Packed:
-        found = Packed(tensor.detach(), self._now)  # an output would hold its own graph
-        stage, idx = self._now
+        stage = self._stage
+        found = Packed(tensor, (stage, self.num_forwards[stage]))
         if tensor.untyped_storage().data_ptr() not in self._given:
             self.alive.add(found)
             own = [p for p in self.alive if p.micro_batch[0] == stage]
-            self.max_live[stage] = max(self.max_live[stage], len({p.micro_batch for p in own}))
-            sizes = {
-                p.tensor.untyped_storage().data_ptr(): p.tensor.untyped_storage().nbytes()
-                for p in own
-            }
-            self.max_bytes[stage] = max(self.max_bytes[stage], sum(sizes.values()))
-            if idx == 0 and len({p.micro_batch for p in own}) == 1:
-                self.first_bytes[stage] = max(self.first_bytes.get(stage, 0), sum(sizes.values()))
+            storages = [p.tensor.untyped_storage() for p in own]
+            num_bytes = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+            num_live = len({p.micro_batch for p in own})
+            self.max_live[stage] = max(self.max_live[stage], num_live)
+            self.max_bytes[stage] = max(self.max_bytes[stage], num_bytes)
+            if num_live == self.num_forwards[stage] == 1:
+                self.single_bytes[stage] = num_bytes
         return found
 
-    @staticmethod
-    def unpack(packed: Packed) -> Tensor:
-        return packed.tensor
+
+def sent_bytes() -> Counter[str]:
+    sent: Counter[str] = Counter()
+    for (name, _), counters in ringcomm.stats().items():
+        sent[name] += counters["sent_bytes"]
+    return sent
 
 
-def saved_in_a_step(rank: int, schedule: str) -> dict[int, tuple[int, int, int]]:
-    pipe = make(schedule)
-    pipe.step(*batch(0))
+def run_step(rank: int, schedule: str, recompute: bool) -> dict[str, Any]:
+    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M, recompute=recompute)
+    pipe.step(*batch(0))  # finds out shapes
     x, y = batch(1)
-    saved = Saved(pipe, x, y)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        pipe.step(x, y)
+    saved, before = Saved(pipe, x, y), sent_bytes()
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed.tensor):
+        pipe.step(x, y, record=True)
+    sent = sent_bytes() - before
     gc.collect()
     assert not saved.alive
+    own = pipe.plan.stages_of(rank)
+    away = [
+        s for s in own for t in (s - 1, s + 1) if t in range(pipe.plan.num_stages) if t not in own
+    ]
     return {
-        int(stage): (num, saved.max_bytes[stage], saved.first_bytes[stage])
-        for stage, num in saved.max_live.items()
+        "sent": dict(sent),
+        "num_sides": len(away),
+        "saved": {k: v for k, v in vars(saved).items() if isinstance(v, Counter)},
+        "plan": pipe.plan,
+        "timeline": pipe.timeline(),
     }
 
 
-@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
-def test_activations_alive(schedule: str, num_ranks: int) -> None:
-    """min(m, p-i) micro-batches in stage i of 1F1B, m in GPipe; and so many times its bytes."""
+@pytest.mark.parametrize(
+    ("schedule", "num_ranks"),
+    [("gpipe", 2), ("1f1b", 4), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 4)],
+)
+def test_a_step(schedule: str, num_ranks: int, tmp_path: Path) -> None:
+    results = run_ranks(num_ranks, run_step, schedule, False)
+    plan = results[0]["plan"]
+    check_bytes(results, plan)
     simulated = pipeline.simulate(schedule, num_ranks, M).max_live()
-    found: dict[int, tuple[int, int, int]] = {}
-    for part in run_ranks(num_ranks, saved_in_a_step, schedule):
-        found |= part
-    assert {stage: num for stage, (num, _, _) in found.items()} == simulated
+    saved: dict[str, Counter[int]] = {}
+    for result in results:
+        for name, found in result["saved"].items():
+            saved.setdefault(name, Counter()).update(found)
+    # min(m, p-i) micro-batches in stage i of 1F1B, m in GPipe; and so many times their bytes.
+    assert dict(sorted(saved["max_live"].items())) == simulated
+    assert set(saved["num_forwards"].values()) == {M}
     if schedule in ("gpipe", "1f1b", "interleaved"):
-        for num, num_bytes, first_bytes in found.values():
-            assert num_bytes == num * first_bytes
+        for stage, num in simulated.items():
+            assert saved["max_bytes"][stage] == num * saved["single_bytes"][stage]
+    for result in results:
+        check_timeline(result["timeline"], plan)
+        assert result["timeline"].max_live() == simulated
+    check_trace(results[0]["timeline"], tmp_path / "step.json")
+    if schedule in ("1f1b", "zbv"):  # recomputation is a forward more, and keeps blocks' inputs
+        for result, plain in zip(
+            run_ranks(num_ranks, run_step, schedule, True), results, strict=True
+        ):
+            assert set(result["saved"]["num_forwards"].values()) == {2 * M}
+            most = [max(found["saved"]["max_bytes"].values()) for found in (result, plain)]
+            assert most[0] < 0.6 * most[1]
+
+
+def check_bytes(results: list[dict[str, Any]], plan: Any) -> None:
+    """2 m b s h elements for each boundary between ranks, the loss, and what ranks agree on."""
+    num_ranks, is_v = len(results), plan.schedule == "zbv"
+    for rank, result in enumerate(results):
+        expected = {
+            "send": result["num_sides"] * M * ACTIVATION_BYTES,
+            "all_gather": 8 * (num_ranks - 1),  # a digest of shapes
+        }
+        if rank == plan.rank_of(plan.num_stages - 1):
+            expected["broadcast"] = 4 * (num_ranks - 1)
+        assert result["sent"] == expected
+    num_boundaries = plan.num_stages - 1 - is_v  # the V's bottom is on one rank
+    total = sum(result["sent"]["send"] for result in results)
+    assert total == num_boundaries * 2 * M * ACTIVATION_BYTES
+
+
+def check_timeline(timeline: pipeline.Timeline, plan: Any) -> None:
+    """Each rank does what the plan says, in its order, and nothing before what it needs."""
+    for rank, planned in enumerate(plan.orders):
+        order = timeline.of_rank(rank)
+        assert [action[1:4] for action in order] == [tuple(work) for work in planned]
+        for action, following in itertools.pairwise(order):
+            assert action.begin_us <= action.end_us <= following.begin_us
+    ends: dict[Any, Any] = {a[1:4]: a.end_us for a in timeline.actions}
+    for _, kind, stage, micro_batch, begin_us, _ in timeline.actions:
+        # Stage 0 has its gradients when the next one has done the half for inputs.
+        needed = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(
+            kind, [("F", stage), (kind, stage + 1)]
+        )
+        for needed_kind, other in needed:
+            if 0 <= other < plan.num_stages:
+                assert ends[needed_kind, other, micro_batch] <= begin_us
+    assert 0 < timeline.bubble() < 1
+
+
+def check_trace(timeline: pipeline.Timeline, path: Path) -> None:
+    timeline.export_chrome_trace(path)
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["tid"] for event in events} == set(range(timeline.num_ranks))
+    busy_us = sum(float(timeline.busy_us(rank)) for rank in range(timeline.num_ranks))
+    assert sum(event["dur"] for event in events) == pytest.approx(busy_us)
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(timeline.span_us)
 
 
 def left_after_a_step(rank: int, schedule: str) -> tuple[int, int]:
     """Bytes of all tensors that are alive behind a step, and those of weights and gradients."""
     gc.collect()
     before = live_storages()
-    pipe = make(schedule)
+    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M)
     x, y = batch(0)
     pipe.step(x, y)
     del x, y
@@ -174,72 +196,3 @@ def test_messages_leave_no_memory_behind(schedule: str) -> None:
     """torch's own stage keeps room for all micro-batches' messages, both ways."""
     for all_bytes, own_bytes in run_ranks(2, left_after_a_step, schedule):
         assert all_bytes == own_bytes
-
-
-# ---- recomputation
-
-
-def forwards_in_a_step(rank: int, schedule: str, recompute: bool) -> tuple[int, int]:
-    pipe = make(schedule, recompute=recompute)
-    pipe.step(*batch(0))
-    calls: Counter[str] = Counter()
-    for name, block in pipe.module.named_children():
-        block.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-    x, y = batch(1)
-    saved = Saved(pipe, x, y)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-        pipe.step(x, y)
-    assert len(set(calls.values())) == 1
-    return max(calls.values()), max(saved.max_bytes.values())
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_recomputation_is_a_forward_more_and_keeps_blocks_inputs(schedule: str) -> None:
-    plain = run_ranks(2, forwards_in_a_step, schedule, False)
-    again = run_ranks(2, forwards_in_a_step, schedule, True)
-    for (num, num_bytes), (num_again, bytes_again) in zip(plain, again, strict=True):
-        assert (num, num_again) == (M, 2 * M)
-        assert bytes_again < 0.6 * num_bytes
-
-
-# ---- timelines
-
-
-def record(rank: int, schedule: str) -> tuple[pipeline.Timeline, Any]:
-    pipe = make(schedule)
-    pipe.step(*batch(0))
-    pipe.step(*batch(1), record=True)
-    return pipe.timeline(), pipe.plan
-
-
-@pytest.mark.parametrize(("schedule", "num_ranks"), CASES)
-def test_timeline(schedule: str, num_ranks: int, tmp_path: Path) -> None:
-    """Each rank does what the plan says, in its order, and nothing before what it needs."""
-    for timeline, plan in run_ranks(num_ranks, record, schedule):
-        for rank in range(num_ranks):
-            order = timeline.of_rank(rank)
-            found = [action[1:4] for action in order]
-            assert found == [tuple(work) for work in plan.orders[rank]]
-            for action, following in itertools.pairwise(order):
-                assert action.begin_us <= action.end_us <= following.begin_us
-        ends = {(a.kind, a.stage, a.micro_batch): a.end_us for a in timeline.actions}
-        for action in timeline.actions:
-            if action.kind == "F":
-                needed = [("F", action.stage - 1)]
-            elif action.kind == "W":
-                needed = [("I", action.stage)]
-            else:
-                needed = [("F", action.stage), (action.kind, action.stage + 1)]
-            for kind, stage in needed:
-                if 0 <= stage < plan.num_stages:
-                    # Stage 0 has its gradients when the next one has done the half for inputs.
-                    assert ends[kind, stage, action.micro_batch] <= action.begin_us
-        assert 0 < timeline.bubble() < 1
-        assert timeline.max_live() == pipeline.simulate(schedule, num_ranks, M).max_live()
-    timeline.export_chrome_trace(tmp_path / "step.json")
-    events = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
-    assert {event["tid"] for event in events} == set(range(num_ranks))
-    assert sum(event["dur"] for event in events) == pytest.approx(
-        sum(float(timeline.busy_us(rank)) for rank in range(num_ranks))
-    )
-    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(timeline.span_us)
