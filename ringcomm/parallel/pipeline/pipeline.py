@@ -174,6 +174,7 @@ class Pipeline:
         }
         self._wrapped = self._wrap(wrap)
         self._made: dict[Any, _Made] = {}
+        self._has_run = False
         self._loss_scale = 1.0
         self._losses: list[Tensor] = []  # of this step's micro-batches
         self._log: Log = []
@@ -348,7 +349,10 @@ class Pipeline:
 
     def _make(self, inputs: Metas) -> _Made:
         place = self.device, self.group
-        boundaries = find_boundaries(self.plan, self._modules, inputs, *place)
+        boundaries = find_boundaries(
+            self.plan, self._modules, inputs, *place, computes=not self._has_run
+        )
+        self._has_run = True
         num = self.plan.num_stages
         stages = [
             Stage(m, idx, num, *place, boundaries[idx], boundaries[idx + 1], self._recompute)

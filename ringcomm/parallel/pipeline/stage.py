@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
@@ -47,9 +48,13 @@ def find_boundaries(
     inputs: Metas,
     device: torch.device,
     group: dist.ProcessGroup,
+    *,
+    computes: bool,
 ) -> list[Metas]:
-    """What each stage takes, and at the end what the last one returns: by a forward of zeros.
+    """What each stage takes, and at the end what the last one returns.
 
+    With `computes` by a forward of zeros: in the first one modules may make what they keep, such as
+    a table of positions. Without it fake tensors are tried first, which cost no computing.
     `inputs` are those of the first stage. ValueError on all ranks if a stage fails. Collective.
     """
     found = [inputs]
@@ -57,7 +62,8 @@ def find_boundaries(
         answer: list[Any] = [None]
         if stage in modules:
             try:
-                answer = [_outputs_of(modules[stage], found[-1], device)]
+                outputs = None if computes else _inferred(modules[stage], found[-1], device)
+                answer = [outputs or _computed(modules[stage], found[-1], device)]
             except Exception as error:
                 answer = [f"{type(error).__name__}: {error}"]
         owner = plan.rank_of(stage)
@@ -70,20 +76,7 @@ def find_boundaries(
     return found
 
 
-def _outputs_of(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
-    """Computes them, and puts buffers and generators back."""
-    places = [(part, dict(part._buffers)) for part in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = [device] if device.type == "cuda" else []
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices):
-            value = module(*zeros(inputs, device))
-    finally:
-        for part, buffers in places:
-            part._buffers.update(buffers)
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)
+def _metas_of(value: Any) -> Metas:
     tensors = value if isinstance(value, tuple) else (value,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -92,6 +85,54 @@ def _outputs_of(module: nn.Module, inputs: Metas, device: torch.device) -> Metas
                 f" {type(tensor).__name__}"
             )
     return tuple(meta_like(t, t.requires_grad) for t in tensors)
+
+
+def _computed(module: nn.Module, inputs: Metas, device: torch.device) -> Metas:
+    """Computes them, and puts buffers and generators back."""
+    places = [(part, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            return _metas_of(module(*zeros(inputs, device)))
+    finally:
+        for part, buffers in places:
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, before in values:
+                buffer.copy_(before)
+
+
+def _inferred(module: nn.Module, inputs: Metas, device: torch.device) -> Metas | None:
+    """By fake tensors; None where the module does what those cannot, such as looking at values."""
+    # A module's attributes, and what is in those that are containers.
+    kept = [
+        (vars(part), {k: (v, _inside(v)) for k, v in vars(part).items()})
+        for part in module.modules()
+    ]
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # or it would keep fake copies of weights
+    try:
+        with torch.enable_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            value = module(*zeros(inputs, device))
+        return _metas_of(value)
+    except Exception:
+        return None
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for attributes, before in kept:
+            attributes.clear()
+            for name, (value, inside) in before.items():
+                attributes[name] = value
+                if isinstance(value, list):
+                    value[:] = inside
+                elif inside is not None:
+                    value.clear()
+                    value.update(inside)
+
+
+def _inside(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict | list | set) else None
 
 
 class Stage(PipelineStage):
