@@ -17,10 +17,10 @@ from ranks import in_ranks, run_ranks
 import ringcomm
 from ringcomm import CollectiveTimeoutError, MismatchError, Options, RingcommError
 
+TRANSPORTS: dict[str, Any] = {"shm": None, "p2p": {"RINGCOMM_TRANSPORT": "p2p"}}
 # Of three ranks.
 ENVS: dict[str, Any] = {
-    "shm": None,
-    "p2p": {"RINGCOMM_TRANSPORT": "p2p"},
+    **TRANSPORTS,
     "hosts": [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "aba"],
 }
 

@@ -17,7 +17,7 @@ from sequence_side import MOVED, REDUCED, Call
 from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
 README = Path(__file__).parents[3] / "README.md"
-DTYPES = {"numbers": (*REDUCED, "complex64"), "any": MOVED, "–": ("float32",)}
+DTYPES = {"numbers": REDUCED, "any": MOVED, "–": ("float32",)}
 # Kinds of calls that have another name, or several names, in the table.
 KINDS = {
     "all_reduce_coalesced": "coalesced",
