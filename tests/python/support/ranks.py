@@ -309,6 +309,7 @@ def make_test(
     parameters = [inspect.Parameter(name, keyword) for name in dict.fromkeys([*own, *names])]
     test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     test.__doc__, test.__module__, test.__name__ = body.__doc__, body.__module__, body.__name__
+    test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
     test.body = body  # type: ignore[attr-defined]
     return test
 
