@@ -50,13 +50,6 @@ def test_chosen_tests_of_torch_pass(mode: str) -> None:
     assert f"{mode}: {len(CHOSEN[mode])} pass 0 skip 0 fail" in done.stdout
 
 
-def test_the_runner_refuses_to_write_parts_of_a_page() -> None:
-    command = [sys.executable, str(RUNNER), "--mode", "mpi-3", "--write", "p.md", "--test", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "wants all tests" in done.stderr
-
-
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names at the top of the runner."""
