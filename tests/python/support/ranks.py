@@ -44,17 +44,17 @@ class Pool:
 
     def __init__(self, server: Server, env: Sequence[dict[str, str]], module: str = "") -> None:
         self._server = server
-        self.folder = Path(tempfile.mkdtemp(dir=server.folder))
+        self._folder = Path(tempfile.mkdtemp(dir=server.folder))
         self._pids: list[int] = []
         self._calls: list[Connection] = []
         for rank, rank_env in enumerate(env):
-            pid, fd = server.fork_rank(rank, self.folder, rank_env, module)
+            pid, fd = server.fork_rank(rank, self._folder, rank_env, module)
             self._pids.append(pid)
             self._calls.append(Connection(fd))
 
     def init_group(self, backend: str, pg_options: Any, timeout_s: float) -> None:
         world_size = len(self._pids)
-        store = str(self.folder / "store")
+        store = str(self._folder / "store")
         self.call(_init_group, (world_size, backend, store, pg_options, timeout_s), 60.0)
 
     def call(
@@ -116,7 +116,7 @@ class Pool:
     def _logs(self) -> list[str]:
         logs = []
         for rank in range(len(self._pids)):
-            path = self.folder / f"rank{rank}.log"
+            path = self._folder / f"rank{rank}.log"
             text = path.read_text(errors="replace") if path.exists() else ""
             if text.strip():
                 logs.append(f"---- output of rank {rank}\n{text[-MAX_LOG_CHARS:]}")
@@ -241,7 +241,7 @@ def run_ranks(
     group_timeout_s: float = 30.0,
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     grace_s: float = GRACE_S,
-    prepare: tuple[Any, ...] | None = None,
+    module: str = "",
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank of a group and returns the results, by rank.
 
@@ -255,8 +255,7 @@ def run_ranks(
         group_timeout_s: of the group's collectives.
         env: added to the ranks' environment: to all, or to each its own.
         grace_s: what the others get after the first error, before they are killed.
-        prepare: a function and arguments, called before the group is made as
-            prepare[0](rank, folder, *prepare[1:]); `folder` is these ranks' own.
+        module: imported before ranks are forked; fn's by default.
 
     Raises:
         RankFailure: with every rank's traceback, and the stacks of those that did not come back.
@@ -265,15 +264,13 @@ def run_ranks(
     rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
 
     def make() -> Pool:
-        pool = Pool(server(), rank_env, fn.__module__)
-        if prepare is not None:
-            pool.call(prepare[0], (str(pool.folder), *prepare[1:]), 60.0)
+        pool = Pool(server(), rank_env, module or fn.__module__)
         if backend is not None:
             pool.init_group(backend, pg_options, group_timeout_s)
         return pool
 
     if not fresh:
-        key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(env), prepare)
+        key = (fn.__module__, world_size, backend, pg_options, group_timeout_s, str(env))
         return server().pool(key, make).call(fn, args, timeout_s, grace_s=grace_s)
     pool = make()
     results = pool.call(fn, args, timeout_s, may_die, grace_s)
