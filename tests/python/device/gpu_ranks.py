@@ -1,8 +1,9 @@
 """Ranks on GPUs, real and emulated, for tests of which each runs on both.
 
 A test marked with `on_gpus` gets `gpus`, on which it calls functions as ranks.run_ranks() does;
-in_gpu_ranks() makes a test of one that asserts by itself. On CUDA's devices it carries the marker gpu; how many ranks there are and where is told by the
-environment, which `make test-gpu` sets for each layout that the box allows:
+in_gpu_ranks() makes a test of a function that asserts by itself. On CUDA's devices it carries the
+marker gpu; how many ranks there are and where is told by the environment, which `make test-gpu`
+sets for each layout that the box allows:
 
     GPU_TEST_RANKS    2 by default
     GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first

@@ -40,17 +40,14 @@ def use(group: Any) -> None:
     assert tensor.tolist() == [dist.get_world_size()] * 100_000
 
 
-def check_leaving(rank: int, late: int) -> float:
-    """Returns how long the group's end took, of all ranks but the late one."""
+def check_leaving(rank: int, late: int) -> None:
     group = dist.new_group()
     use(group)
     dist.barrier()
     if rank == late:
         time.sleep(LATE_S)
-    begin = time.monotonic()
     dist.destroy_process_group(group)
     use(None)
-    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize(("env", "late"), [(BY_IPC, 0), (IN_TURNS, 1)], ids=["ipc", "turns"])
@@ -134,8 +131,7 @@ def check_wait_with_limit(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=GPU))
     tensor = torch.ones(10, device=GPU)
     if rank == 0:
-        work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
+        work: Any = dist.all_reduce(tensor, async_op=True)
         with pytest.raises(CollectiveTimeoutError, match=r"all_reduce .*goes on"):
             work.wait(datetime.timedelta(milliseconds=100))
         store().set("rank 0 has waited", "yes")
@@ -144,10 +140,6 @@ def check_wait_with_limit(rank: int) -> None:
         store().wait(["rank 0 has waited"])
         dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0] * 10
-
-
-def test_wait_with_a_limit() -> None:
-    run_on_gpus(2, check_wait_with_limit)
 
 
 def barrier(timeout_s: float) -> None:
@@ -180,11 +172,12 @@ def test_barrier_has_the_host_wait() -> None:
 def check_abort(rank: int) -> None:
     dist.all_reduce(torch.ones(1, device=GPU))
     if rank == 0:
-        works = [dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)]
+        works: list[Any] = [
+            dist.all_reduce(torch.ones(5000, device=GPU), async_op=True) for _ in range(3)
+        ]
         backend().abort()
         emugpu.synchronize()  # ends though rank 1 never came
         for work in works:
-            assert work is not None
             assert not work.is_success()
             with pytest.raises(RingcommError, match="aborted"):
                 work.wait()
