@@ -21,20 +21,6 @@ from ringcomm import Options
 
 
 @in_ranks(2, TRANSPORTS)
-def test_many_in_flight(rank: int) -> None:
-    """Some are dropped at once, with their tensors; a synchronous call runs after all of them."""
-    tensors = [torch.full((1000 * (i % 7) + i,), float(i)) for i in range(60)]
-    works: list[Any] = []
-    for tensor in tensors:
-        works.append(dist.all_reduce(tensor, async_op=True))
-        dist.all_reduce(torch.zeros(4, 6).t(), async_op=True)
-    dist.all_reduce(torch.ones(3))
-    assert all(work.is_completed() for work in works)
-    assert all(work.wait() and work.wait() and work.is_success() for work in reversed(works))
-    assert all((tensor == 2 * i).all() for i, tensor in enumerate(tensors))
-
-
-@in_ranks(2, TRANSPORTS)
 def test_order(rank: int) -> None:
     """Calls on one tensor run in their order; two groups may be used in opposite orders."""
     tensor = torch.ones(100_000)

@@ -69,7 +69,6 @@ def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
 
 
 def test_defaults_stay() -> None:
-    assert ringcomm.__version__
     _ringcomm_autoload.register()  # again
     defaults = dist.Backend.default_device_backend_map
     assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl")

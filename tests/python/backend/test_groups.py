@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from ranks import in_ranks
 from test_errors import TRANSPORTS
-from torch.distributed.device_mesh import init_device_mesh
 
 
 def sum_of(group: Any, value: float) -> float:
@@ -107,17 +106,6 @@ def test_64_groups_at_once(rank: int) -> None:
         dist.destroy_process_group(group)
     del works, groups, group
     assert_back_to(before)
-
-
-@in_ranks(4)
-def test_device_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    for name, expected in (("dp", rank % 2 * 2 + 2), ("cp", rank), ("tp", rank // 2 * 4 + 1)):
-        assert dist.get_backend(mesh.get_group(name)) == "ringcomm"
-        assert sum_of(mesh.get_group(name), rank) == expected
-    assert sum_of(mesh["dp", "tp"]["tp"].get_group(), rank) == rank // 2 * 4 + 1
-    assert sum_of(mesh["dp", "cp"]._flatten("all").get_group(), rank) == rank % 2 * 2 + 2
-    assert sum_of(mesh["dp", "cp", "tp"]._flatten("world").get_group(), rank) == 6
 
 
 # ---- groups come and go

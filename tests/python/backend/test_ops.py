@@ -320,7 +320,7 @@ def test_ring_slots(rank: int) -> None:
                 assert sent == 2 * (world_size - 1) * 2 * num_elems // world_size
     # More room in a group's links admits more, and calls of other shapes follow one another.
     group: Any = dist.new_group(backend="ringcomm", pg_options=Options(slot_bytes=1 << 20))
-    for num_slots, slot_bytes in ((2, 1 << 20), (16, 131072), (2, 64), (7, 65536)):
+    for num_slots, slot_bytes in ((2, 1 << 20), (16, 131072), (2, 64)):
         tensor = torch.full((500_000,), float(rank))
         ring_all_reduce_(tensor, group=group, num_slots=num_slots, slot_bytes=slot_bytes)
         assert (tensor == sum(range(world_size))).all()

@@ -28,6 +28,8 @@ from torch.distributed.fsdp import fully_shard
 import ringcomm
 from ringcomm import _C
 
+DTYPES = (torch.float32, torch.bfloat16)
+
 
 def shared_copy(values: Tensor) -> Tensor:
     return ringcomm.empty_shared(values.shape, dtype=values.dtype).copy_(values)
@@ -145,7 +147,7 @@ def test_fork(rank: int) -> None:
 def test_large_calls_are_direct(rank: int) -> None:
     """From 8 or 64 KiB on, with the bits and the bytes of two_shot; views too, of one piece."""
     world_size = dist.get_world_size()
-    for dtype, num_elems in itertools.product(oracle.FLOATS, (100, 20_000, 120_000)):
+    for num_elems, dtype in itertools.product((100, 20_000, 120_000), DTYPES):
         values = oracle.floats(rank, num_elems, dtype)
         tensor, staged = shared_copy(values), values.clone()
         num_calls, sent_bytes = direct(), direct("sent_bytes")
@@ -191,19 +193,6 @@ def test_buffers_are_read_where_they_are(rank: int, op: str) -> None:
 # ---- failures
 
 
-@in_ranks(2)
-def test_mismatch(rank: int) -> None:
-    for sharing in range(4):
-        group: Any = dist.new_group()
-        values = torch.ones(50_000 + rank)
-        tensor = shared_copy(values) if sharing >> rank & 1 else values
-        with pytest.raises(ringcomm.MismatchError, match="all_reduce #0"):
-            dist.all_reduce(tensor, group=group)
-        assert (tensor == 1).all()
-        dist.barrier()
-        dist.destroy_process_group(group)
-
-
 @pytest.mark.parametrize(("world_size", "before_mapping"), [(3, False), (2, True)])
 def test_a_peer_dies(world_size: int, before_mapping: bool) -> None:
     run_ranks(world_size, check_death, before_mapping, fresh=True, may_die=[1])
@@ -236,60 +225,7 @@ def check_death(rank: int, before_mapping: bool) -> None:
     assert before_mapping or ringcomm.empty_shared(50_000).data_ptr() != address
 
 
-@in_ranks(2, fresh=True, group_timeout_s=0.3)
-def test_timeout(rank: int) -> None:
-    tensor = ringcomm.empty_shared(50_000).fill_(1)
-    time.sleep(0.7 * rank)
-    with pytest.raises(ringcomm.CollectiveTimeoutError) as caught:
-        dist.all_reduce(tensor)
-    assert caught.value.rank == 1
-    assert rank == 0 or (tensor == 1).all()
-
-
 # ---- what is left behind
-
-
-@in_ranks(2, fresh=True)
-def test_reuse(rank: int) -> None:
-    """Freed and allocated 300 times: nothing grows, nor what is mapped of peers."""
-    generator = torch.Generator().manual_seed(0)
-
-    def turn() -> None:
-        num_elems = int(torch.randint(4096, 60_000, (1,), generator=generator))
-        tensor = ringcomm.empty_shared(num_elems).fill_(rank + 1)
-        dist.all_reduce(tensor)
-        assert tensor[0] == tensor[-1] == 3
-
-    def used() -> tuple[int, int, dict[str, int]]:
-        gc.collect()
-        usage = _C.shared_memory_usage()
-        usage.pop("kept_bytes")
-        return num_peer_regions(), len(os.listdir("/proc/self/fd")), usage
-
-    for _ in range(20):
-        turn()
-    before = used()
-    for _ in range(300):
-        turn()
-    assert used() == before
-    assert before[0] == 1
-
-
-@in_ranks(2, fresh=True)
-def test_many_regions(rank: int) -> None:
-    """Memory that grew region by region; each is fetched by the peers when it is first used."""
-    tensors = []
-    for i in range(8):
-        tensors.append(ringcomm.empty_shared((64 << 20) + i, dtype=torch.uint8))
-        part = tensors[-1][-20_000:]
-        part.fill_(rank + i)
-        dist.all_reduce(part)
-        assert (part == 1 + 2 * i).all()
-    assert _C.shared_memory_usage()["num_regions"] >= 3
-    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    num_memfds = sum("memfd:ringcomm" in os.readlink(link) for link in links)
-    assert num_memfds == _C.shared_memory_usage()["num_regions"]  # none of peers or groups
-    assert num_peer_regions() == num_memfds
 
 
 @in_ranks(2, fresh=True)

@@ -189,7 +189,6 @@ def miss(rank: int) -> dict[str, Any]:
     dist.all_reduce(ones())
     emugpu.synchronize()
     if rank == 1:
-        time.sleep(2.0)
         return {}
     time.sleep(0.3 if rank == 0 else 0.0)
     return outcome(lambda: dist.all_reduce(ones(100), async_op=True))
@@ -200,17 +199,6 @@ def test_a_block_of_many_threads_names_the_rank_that_never_comes() -> None:
     for said in run_on_gpus(3, miss, env=env, fresh=True, group_timeout_s=1.0)[::2]:
         assert (said["type"], said["op"]) == ("CollectiveTimeoutError", "all_reduce"), said
         assert "waited for rank 1 " in said["text"], said
-
-
-def call_differently(rank: int) -> dict[str, Any]:
-    x = torch.ones(10 if rank == 0 else 100_000, device=GPU)
-    return outcome(lambda: dist.all_reduce(x, async_op=True))
-
-
-def test_calls_that_never_meet_in_a_kernel_are_a_mismatch_on_both() -> None:
-    for said in run_on_gpus(2, call_differently, env=with_kernels(), fresh=True):
-        assert "40 bytes" in said["text"], said
-        assert "400000 bytes" in said["text"], said
 
 
 def run_thread(store: dist.Store, rank: int, world_size: int) -> str:

@@ -118,36 +118,6 @@ def test_calls_on_two_streams_of_a_graph(rank: int, sizes: tuple[int, int]) -> N
         assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
 
 
-@in_gpu_ranks(on_gpus, no_turns="there are no graphs")
-@pytest.mark.parametrize("num_elems", [1000, 300_007])
-def test_a_graph_captured_between_eager_calls(rank: int, num_elems: int) -> None:
-    """Eager on one stream, captured on another, eager there before and after a replay."""
-    world_size = dist.get_world_size()
-    tensors = [torch.zeros(num_elems, device=device()) for _ in range(5)]
-    eager, other = module().Stream(), module().Stream()
-    module().synchronize()
-
-    def call(which: int) -> None:
-        tensors[which].fill_(float(rank + which))
-        dist.all_reduce(tensors[which])
-
-    with module().stream(eager):
-        call(0)
-    graph = module().CUDAGraph()
-    with module().graph(graph, stream=other):
-        call(1)
-    with module().stream(other):
-        call(2)
-        graph.replay()
-        call(3)
-    with module().stream(eager):
-        call(4)
-    module().synchronize()
-    for which, tensor in enumerate(tensors):
-        expected = float(sum(r + which for r in range(world_size)))
-        assert tensor.tolist() == [expected] * num_elems, which
-
-
 @on_all_gpus
 def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
     if not gpus.take_turns:
