@@ -66,7 +66,7 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Res
     dist.barrier()
     results: Results = {}
     if rank == 1:
-        time.sleep(0.9 if how == "late" else 0.15)
+        time.sleep(0.15)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "exit":
