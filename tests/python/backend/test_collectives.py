@@ -111,7 +111,7 @@ def check_world(rank: int) -> None:
     # As many elements as the model has for eight ranks.
     wrong = run_calls([replace(call, size=min(call.size, 300_007)) for call in calls])
     for algorithm in ("one_shot", "two_shot", "ring"):
-        options: Any = Options(algorithm=algorithm)  # type: ignore[arg-type]
+        options: Any = Options(algorithm=algorithm)
         group = dist.new_group(backend="ringcomm", pg_options=options)
         sizes = (0, 3, dist.get_world_size() + 1, 8192, 8193, 300_007)
         wrong += run_calls([Call("all_reduce", size=size) for size in sizes], group=group)

@@ -333,7 +333,7 @@ def in_ranks(
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         names = [*(["world_size"] if len(sizes) > 1 else []), *(["env"] if envs else [])]
         test = make_test(body, run, names)
-        for name, values in (("world_size", sizes), ("env", envs)):
+        for name, values in (("world_size", sizes), ("env", list(envs or {}))):
             if name in names:
                 test = pytest.mark.parametrize(name, values)(test)
         return test
