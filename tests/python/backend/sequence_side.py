@@ -25,8 +25,9 @@ CPU = torch.device("cpu")
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 INTS = (*UNSIGNED, "int8", "int16", "int32", "int64")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-REDUCED = (*FLOATS, *INTS, "bool")
-MOVED = (*REDUCED, "complex64", "complex128", "float8_e5m2", "float8_e4m3fn")
+COMPLEX = ("complex64", "complex128")
+REDUCED = (*FLOATS, *INTS, "bool", *COMPLEX)
+MOVED = (*REDUCED, "float8_e5m2", "float8_e4m3fn")
 NUMBER_OPS = ("sum", "avg", "max", "min", "product", "premul_sum")
 BIT_OPS = ("band", "bor", "bxor")
 
@@ -49,6 +50,8 @@ def ops_of(dtype: str) -> tuple[str, ...]:
     """What ringcomm reduces elements of the type with."""
     if dtype == "bool":
         return ("sum", "max", "min", "product", *BIT_OPS)
+    if dtype in COMPLEX:
+        return ("sum", "avg", "premul_sum")
     return NUMBER_OPS + BIT_OPS if dtype in INTS else NUMBER_OPS
 
 
@@ -148,7 +151,7 @@ class Side:
             return (values > 0).astype(np.int64)
         if self.call.dtype in UNSIGNED:
             return values & 255
-        is_float = self.call.dtype in FLOATS
+        is_float = self.call.dtype in (*FLOATS, *COMPLEX)
         if is_float and self.call.op == "avg":
             return values * self.n
         return values * 2 if is_float and self.call.op == "premul_sum" else values
@@ -161,8 +164,8 @@ class Side:
 
     def factor(self, rank: int) -> float:
         """Of premul_sum. The product of it and a value is whole."""
-        factors = [0.5, 2.0, -1.0, 4.0] if self.call.dtype in FLOATS else [3.0, -2.0, 1.0, -1.0]
-        return factors[rank % 4]
+        is_whole = self.call.dtype in INTS
+        return ([3.0, -2.0, 1.0, -1.0] if is_whole else [0.5, 2.0, -1.0, 4.0])[rank % 4]
 
     def reduced(self, num_elems: int, slot: int = 0) -> Array:
         op = self.call.op
@@ -259,7 +262,8 @@ class Side:
 
 
 def fill(view: Tensor, values: Array) -> None:
-    view.copy_(torch.from_numpy(values).view(view.shape))
+    numbers = torch.from_numpy(values).view(view.shape)
+    view.copy_(numbers * (1 + 2j) if view.is_complex() else numbers)
 
 
 def _element(data: Array, idx: int, like: Tensor) -> Any:

@@ -18,9 +18,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from sequence_calls import KINDS
-from sequence_side import Call, Side
+from sequence_side import CPU, Call, Side
 
 import ringcomm
 from ringcomm import Options
@@ -242,3 +243,17 @@ def run_cases(rank: int, cases: Sequence[Case], serial: int, marks: str) -> list
     return [
         text for i, case in enumerate(cases) for text in run_case(rank, case, serial + i, marks)
     ]
+
+
+def run_calls(calls: Sequence[Call], device: torch.device = CPU, group: Any = None) -> list[str]:
+    """What was wrong in these, one after another on a group of all ranks; None: the default one."""
+    rank, ranks, wrong = dist.get_rank(), range(dist.get_world_size()), []
+    for number, call in enumerate(calls):
+        side = Side(call, number, rank, ranks, group, None, device=device)
+        works = KINDS[call.kind](side)
+        for work in works if isinstance(works, list) else [works]:
+            assert work is None or work.wait() is not False
+        if device != CPU:
+            torch.accelerator.synchronize()
+        wrong += [f"{call}: {text}" for text in side.wrong()]
+    return wrong

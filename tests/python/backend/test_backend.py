@@ -8,14 +8,14 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
+from test_errors import TRANSPORTS
 
 import _ringcomm_autoload
 import ringcomm
@@ -69,7 +69,6 @@ def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
 
 
 def test_defaults_stay() -> None:
-    assert ringcomm.__version__
     _ringcomm_autoload.register()  # again
     defaults = dist.Backend.default_device_backend_map
     assert (defaults["cpu"], defaults["cuda"]) == ("gloo", "nccl")
@@ -81,7 +80,8 @@ def backend_of(group: Any = None) -> Any:
     return (group or world)._get_backend(torch.device("cpu"))
 
 
-def check_names_and_memory(rank: int) -> None:
+@in_ranks((2, 4))
+def test_names_and_memory(rank: int) -> None:
     world_size = dist.get_world_size()
     backend = backend_of()
     assert (dist.get_backend(), backend.name()) == ("ringcomm", "ringcomm")
@@ -90,30 +90,14 @@ def check_names_and_memory(rank: int) -> None:
     assert 0 < _C.mapped_bytes(backend) <= pairs * (8 << 20)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_names_and_memory(world_size: int) -> None:
-    run_ranks(world_size, check_names_and_memory)
-
-
-# ---- environment
-
-
-def algorithm_used(rank: int) -> list[str]:
-    dist.all_reduce(torch.ones(10))
-    return [name for op, name in ringcomm.stats(dist.group.WORLD) if op == "all_reduce"]
-
-
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring"])
-def test_algorithm_from_the_environment(algorithm: str) -> None:
-    env = {"RINGCOMM_ALGORITHM": algorithm, "RINGCOMM_NUM_SLOTS": "3"}
-    assert run_ranks(2, algorithm_used, fresh=True, env=env) == [[algorithm]] * 2
-
-
-def test_options_before_environment() -> None:
-    env = {"RINGCOMM_ALGORITHM": "ring"}
-    options = Options(algorithm="two_shot")
-    results = run_ranks(2, algorithm_used, fresh=True, env=env, pg_options=options)
-    assert results == [["two_shot"]] * 2
+@in_ranks(2, env={"RINGCOMM_ALGORITHM": "ring", "RINGCOMM_NUM_SLOTS": "3"})
+def test_environment(rank: int) -> None:
+    """It decides what options leave at their defaults, of groups too."""
+    for options, algorithm in ((None, "ring"), (Options(algorithm="two_shot"), "two_shot")):
+        group: Any = dist.new_group(backend="ringcomm", pg_options=options)
+        dist.all_reduce(torch.ones(10), group=group)
+        assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
+        assert backend_of(group).options.num_slots == 3
 
 
 # ---- counters
@@ -124,10 +108,11 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
     return entry["num_calls"], entry["sent_bytes"]
 
 
-def check_stats(rank: int, is_p2p: bool) -> None:
+@in_ranks((2, 3, 4), TRANSPORTS)
+def test_stats(rank: int) -> None:
+    """Calls and bytes of each algorithm; of the other collectives each call's bytes."""
     world_size = dist.get_world_size()
-    num_elems = 120_000  # a multiple of 2, 3, 4 and 5: the formulas are exact
-    num_bytes = 4 * num_elems
+    num_bytes = 480_000  # a multiple of 2, 3 and 4 elements: the formulas are exact
     share = 2 * (world_size - 1) * num_bytes // world_size
     expected = {"one_shot": (world_size - 1) * num_bytes, "two_shot": share, "ring": share}
     for algorithm, sent_bytes in expected.items():
@@ -135,30 +120,25 @@ def check_stats(rank: int, is_p2p: bool) -> None:
         assert ringcomm.stats(group) == {}
         before = count(None, "all_reduce", algorithm)
         for turn in range(1, 3):
-            dist.all_reduce(torch.ones(num_elems), group=group)
+            dist.all_reduce(torch.ones(num_bytes // 4), group=group)
             assert count(group, "all_reduce", algorithm) == (turn, turn * sent_bytes)
         after = count(None, "all_reduce", algorithm)
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         dist.destroy_process_group(group)
-    if is_p2p:
+    if "RINGCOMM_TRANSPORT" in os.environ:
         return
     group = dist.new_group(backend="ringcomm")
     own, whole = torch.ones(1000), torch.empty(1000 * world_size)
     shares = [torch.empty(1000) for _ in range(world_size)]
     is_root, to_all = rank == 1, 4000 * (world_size - 1)
+    at_root: Any = shares if is_root else None
     calls: dict[str, tuple[Any, int]] = {
         "all_gather": (lambda: dist.all_gather_into_tensor(whole, own, group=group), to_all),
         "reduce_scatter": (lambda: dist.reduce_scatter_tensor(own, whole, group=group), to_all),
         "broadcast": (lambda: dist.broadcast(own, 1, group=group), to_all * is_root),
-        "gather": (
-            lambda: dist.gather(own, shares if is_root else None, 1, group=group),
-            4000 * (not is_root),
-        ),
-        "scatter": (
-            lambda: dist.scatter(own, shares if is_root else None, 1, group=group),
-            to_all * is_root,
-        ),
+        "gather": (lambda: dist.gather(own, at_root, 1, group=group), 4000 * (not is_root)),
+        "scatter": (lambda: dist.scatter(own, at_root, 1, group=group), to_all * is_root),
         "all_to_all": (lambda: dist.all_to_all(shares, [own] * world_size, group=group), to_all),
         "barrier": (lambda: dist.barrier(group=group), 0),
     }
@@ -170,15 +150,7 @@ def check_stats(rank: int, is_p2p: bool) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "transport"), [(2, "shm"), (3, "shm"), (4, "shm"), (2, "p2p"), (5, "p2p")]
-)
-def test_stats(world_size: int, transport: str) -> None:
-    env = {"RINGCOMM_TRANSPORT": transport}
-    run_ranks(world_size, check_stats, transport == "p2p", env=env)
-
-
-@in_ranks(1, backend="gloo", fresh=True)
+@in_ranks(1, backend="gloo")
 def test_stats_of_another_backend(rank: int) -> None:
     with pytest.raises(ValueError, match="gloo"):
         ringcomm.stats(dist.group.WORLD)
@@ -189,6 +161,7 @@ def test_stats_of_another_backend(rank: int) -> None:
 
 @in_ranks(3)
 def test_options(rank: int) -> None:
+    """Those of a group may be copied, and make groups too."""
     group: Any = dist.new_group(
         backend="ringcomm",
         pg_options=Options(algorithm="ring", num_slots=3, deterministic="rank_order"),
@@ -200,18 +173,12 @@ def test_options(rank: int) -> None:
     for each in (options, copied):
         assert (each.algorithm, each.num_slots, each.is_rank_ordered) == ("ring", 3, True)
         assert each._timeout == datetime.timedelta(seconds=17)
-        assert each.global_ranks_in_group == [0, 1, 2]
-        assert each.backend == "ringcomm"
-    # They make groups too.
+        assert (each.global_ranks_in_group, each.backend) == ([0, 1, 2], "ringcomm")
     again: Any = dist.new_group(backend="ringcomm", pg_options=copied)
     assert backend_of(again).options.algorithm == "ring"
     backend_of(again).set_timeout(datetime.timedelta(seconds=5))
     assert backend_of(again).options._timeout == datetime.timedelta(seconds=5)
-    for each in (group, again):
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor, group=each)
-        assert (tensor == 3).all()
-        dist.destroy_process_group(each)
+    dist.barrier(again)
 
 
 @in_ranks(3)
@@ -230,11 +197,8 @@ def test_split(rank: int) -> None:
         tensor = torch.full((4,), float(rank))
         part.allreduce([tensor]).wait()
         assert (tensor == sum(mine)).all()
-        part.barrier().wait()
         part.shutdown()
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)
-    assert (tensor == 3).all()
+    dist.barrier()
 
 
 @in_ranks(2)
@@ -272,14 +236,9 @@ def test_end(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def time_out(rank: int) -> str:
+@in_ranks(2, fresh=True, group_timeout_s=0.3)
+def test_get_error_after_a_time_out(rank: int) -> None:
     if rank == 0:
         with pytest.raises(RingcommError):
             dist.barrier()
-    else:
-        time.sleep(1.0)
-    return str(backend_of().get_error()) if rank == 0 else ""
-
-
-def test_get_error_after_a_time_out() -> None:
-    assert "TIMEOUT" in run_ranks(2, time_out, fresh=True, group_timeout_s=0.3)[0]
+        assert "TIMEOUT" in str(backend_of().get_error())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from curves import Run, assert_same_run, batch, make_model, single_process, train, weights_of
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -40,7 +40,6 @@ def run_fsdp2(rank: int, mesh_shape: tuple[int, ...], options: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("mesh_shape", "options"),
     [
-        ((2,), {}),
         ((2,), {"reshard_after_forward": False}),
         ((4,), {"reshard_after_forward": 2}),  # to shards among two of the four
         ((2, 2), {}),  # HSDP
@@ -66,8 +65,7 @@ def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
     for layer in model:  # each has parameters of its own to reduce
         layer.set_force_sum_reduction_for_comms(only_sums)
         layer.set_gradient_divide_factor(3.0)
-    losses = train(model, rank, WORLD)
-    return Run(losses, weights_of(model))
+    return Run(train(model, rank, WORLD), weights_of(model))
 
 
 @pytest.mark.parametrize("only_sums", [True, False])
@@ -76,7 +74,8 @@ def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
     assert_same_run(results, single_process(scale=WORLD / 3.0))
 
 
-def accumulate_and_clip(rank: int) -> None:
+@in_ranks(WORLD)
+def test_fsdp2_accumulates_and_clips(rank: int) -> None:
     """Two micro-batches, one reduction: twice the gradient; the norm of all shards together."""
     model, reference = shard(), make_model()
     for micro_step in range(2):
@@ -88,10 +87,6 @@ def accumulate_and_clip(rank: int) -> None:
     torch.testing.assert_close(norm.full_tensor(), expected, rtol=0, atol=1e-5)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=0, atol=1e-5)
-
-
-def test_fsdp2_accumulates_and_clips() -> None:
-    run_ranks(WORLD, accumulate_and_clip)
 
 
 def run_fsdp1(rank: int, options: dict[str, Any]) -> Run:
@@ -116,7 +111,6 @@ def run_fsdp1(rank: int, options: dict[str, Any]) -> Run:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"use_orig_params": True, "limit_all_gathers": False},
         {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
         {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},

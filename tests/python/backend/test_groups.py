@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import in_ranks, run_ranks
-from torch.distributed.device_mesh import init_device_mesh
+from ranks import in_ranks
+from test_errors import TRANSPORTS
 
 
 def sum_of(group: Any, value: float) -> float:
@@ -41,22 +41,11 @@ def assert_back_to(expected: tuple[int, int, int]) -> None:
 # ---- one backend for each device
 
 
-def check_device_form(rank: int) -> None:
-    """One object serves several devices; beside another backend it serves its own."""
-    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    assert backend.name() == "ringcomm"
-    assert sum_of(None, rank) == 1
-    dist.barrier()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, rank)
-    assert everyone == [0, 1]
-    assert sum_of(dist.new_group([0, 1]), 2) == 4
-
-
 def lacks_nccl() -> bool:
     return not (dist.is_nccl_available() and torch.cuda.is_available())
 
 
+@in_ranks(2, backend=None, fresh=True)
 @pytest.mark.parametrize(
     "backend",
     [
@@ -67,14 +56,25 @@ def lacks_nccl() -> bool:
         ),
     ],
 )
-def test_form_with_devices(backend: str) -> None:
-    run_ranks(2, check_device_form, backend=backend, fresh=True)
+def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
+    """One object serves several devices; beside another backend it serves its own."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    group: Any = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).name() == "ringcomm"
+    assert sum_of(None, rank) == 1
+    dist.barrier()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, rank)
+    assert everyone == [0, 1]
+    assert sum_of(dist.new_group([0, 1]), 2) == 4
 
 
 # ---- subgroups; in use all at once: test_random_sequences.py
 
 
-def check_ways_to_make_groups(rank: int) -> None:
+@in_ranks(4, TRANSPORTS)
+def test_ways_to_make_groups(rank: int) -> None:
     pair, _ = dist.new_subgroups(2)
     assert sum_of(pair, rank) == (1 if rank < 2 else 5)
     crossed, _ = dist.new_subgroups_by_enumeration([[3, 0], [1, 2]])
@@ -88,11 +88,6 @@ def check_ways_to_make_groups(rank: int) -> None:
         assert dist.get_backend(gloo) == "gloo"
         assert sum_of(gloo, rank) == 4
     assert sum_of(None, rank) == 6
-
-
-@pytest.mark.parametrize("transport", ["shm", "p2p"])
-def test_ways_to_make_groups(transport: str) -> None:
-    run_ranks(4, check_ways_to_make_groups, env={"RINGCOMM_TRANSPORT": transport})
 
 
 @in_ranks(2, fresh=True)
@@ -113,17 +108,6 @@ def test_64_groups_at_once(rank: int) -> None:
     assert_back_to(before)
 
 
-@in_ranks(4, fresh=True)
-def test_device_mesh(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
-    for name, expected in (("dp", rank % 2 * 2 + 2), ("cp", rank), ("tp", rank // 2 * 4 + 1)):
-        assert dist.get_backend(mesh.get_group(name)) == "ringcomm"
-        assert sum_of(mesh.get_group(name), rank) == expected
-    assert sum_of(mesh["dp", "tp"]["tp"].get_group(), rank) == rank // 2 * 4 + 1
-    assert sum_of(mesh["dp", "cp"]._flatten("all").get_group(), rank) == rank % 2 * 2 + 2
-    assert sum_of(mesh["dp", "cp", "tp"]._flatten("world").get_group(), rank) == 6
-
-
 # ---- groups come and go
 
 
@@ -131,21 +115,17 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_init_again(rank: int, folder: str) -> None:
+@in_ranks(2, backend=None, fresh=True)
+def test_thirty_times_in_one_process(rank: int, tmp_path: Path) -> None:
     """After some turns, in which allocators and tables find their size, nothing grows."""
     seen, resident = [], []
-    for turn in range(50):
-        store = dist.FileStore(f"{folder}/store{turn}", 2)
+    for turn in range(30):
+        store = dist.FileStore(str(tmp_path / f"store{turn}"), 2)
         dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
         tensor = torch.ones(10)
-        dist.all_reduce(tensor)
         dist.all_reduce(tensor, async_op=True).wait()
-        dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, 1 - rank),
-                dist.P2POp(dist.irecv, torch.empty(10), 1 - rank),
-            ]
-        )[1].wait()
+        receive = dist.P2POp(dist.irecv, torch.empty(10), 1 - rank)
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1 - rank), receive])[1].wait()
         assert sum_of(dist.new_group(), 1) == 2
         dist.destroy_process_group()
         del store
@@ -154,7 +134,3 @@ def check_init_again(rank: int, folder: str) -> None:
     assert_back_to(seen[3])
     assert seen[3][2] == 0
     assert resident[-1] - resident[10] < 2 << 20, resident
-
-
-def test_fifty_times_in_one_process(tmp_path: Path) -> None:
-    run_ranks(2, check_init_again, str(tmp_path), backend=None, fresh=True)

@@ -1,4 +1,4 @@
-"""torch.ops.ringcomm: fakes, gradients against one process, torch.compile, the explicit ring."""
+"""torch.ops.ringcomm: values, gradients against one process, torch.compile, the explicit ring."""
 
 from __future__ import annotations
 
@@ -53,60 +53,42 @@ def ring_all_reduce_(
 def test_opcheck(rank: int) -> None:
     """On all ranks at once: opcheck calls an operator a fixed number of times."""
     name = group_name()
-    world_size = dist.get_world_size()
-    rows = torch.randn(2 * world_size, 3, generator=torch.Generator().manual_seed(rank))
+    rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
 
     def grad() -> Tensor:
         return rows.clone().requires_grad_()
 
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (_ops.all_reduce, (grad(), "avg", name)),
-        (_ops.all_reduce, (rows.t(), "max", name)),
         (_ops.all_reduce_, (rows.clone(), "sum", name)),
         (_ops.all_reduce_into, (rows, torch.empty_like(rows), "sum", name)),
         (_ops.reduce_scatter, (grad(), "sum", name)),
         (_ops.all_gather, (grad(), name)),
         (_ops.broadcast_, (rows.clone(), 0, name)),
         (_ops.broadcast, (grad(), 0, name)),
-        (_ops.reduce, (grad(), world_size - 1, "sum", name)),
+        (_ops.reduce, (grad(), 1, "sum", name)),
         (_ops.ring_all_reduce_, (rows.clone(), name, 2, 0)),
     ]
     for operator, args in calls:
-        torch.library.opcheck(operator.default, args)
-
-
-# ---- values
-
-
-def check_values(rank: int) -> None:
-    world_size = dist.get_world_size()
-    inputs = [oracle.integers(r, 6 * world_size, torch.float32) for r in range(world_size)]
-    rows = [value.view(2 * world_size, 3) for value in inputs]
-    own, kept = rows[rank], rows[rank].clone()
-    total = oracle.reduced(inputs, "sum").view(2 * world_size, 3)
-    oracle.assert_equal(ops.all_reduce(own), total)
-    oracle.assert_equal(ops.all_reduce(own.t()), total.t().contiguous())
-    oracle.assert_equal(ops.reduce_scatter(own), total.chunk(world_size)[rank])
-    oracle.assert_equal(ops.all_gather(own), torch.cat(rows))
-    oracle.assert_equal(ops.broadcast(own, 1), rows[1])
-    oracle.assert_equal(ops.reduce(own, 1), total if rank == 1 else torch.zeros_like(total))
-    oracle.assert_equal(own, kept)
-    for call, expected in (
-        (all_reduce_, total),
-        (ring_all_reduce_, total),
-        (lambda t: broadcast_(t, 0), rows[0]),
-    ):
-        tensor = own.clone()
-        call(tensor)
-        oracle.assert_equal(tensor, expected)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_values(world_size: int) -> None:
-    run_ranks(world_size, check_values)
+        # What else it checks is in test_compile.
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operator.default, args, test_utils=tests)
 
 
 # ---- out=
+
+
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        (Options(algorithm="one_shot"), {}),
+        (Options(deterministic="rank_order", algorithm="ring"), {}),
+        (Options(), {"RINGCOMM_TRANSPORT": "p2p"}),
+    ],
+    ids=str,
+)
+def test_out(options: Options, env: dict[str, str]) -> None:
+    run_ranks(3, check_out, options, env=env)
 
 
 def check_out(rank: int, options: Options) -> None:
@@ -132,21 +114,7 @@ def check_out(rank: int, options: Options) -> None:
     oracle.assert_equal(corner, world_size * torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (1, Options()),
-        (2, Options(algorithm="one_shot")),
-        (3, Options(algorithm="two_shot")),
-        (3, Options(deterministic="rank_order", algorithm="ring")),
-        (3, Options(transport="p2p")),
-    ],
-)
-def test_out(world_size: int, options: Options) -> None:
-    run_ranks(world_size, check_out, options)
-
-
-# ---- gradients: those of the sum of the ranks' losses, computed in one process
+# ---- values and gradients: those of the sum of the ranks' losses, computed in one process
 
 
 def stand_in(name: str, inputs: list[Tensor]) -> list[Tensor]:
@@ -191,38 +159,49 @@ def random_inputs() -> list[Tensor]:
     ]
 
 
-def check_gradient(rank: int) -> None:
-    for name in OPS:
-        check_gradient_of(rank, name)
-
-
-def check_gradient_of(rank: int, name: str) -> None:
-    world_size = dist.get_world_size()
+@in_ranks((2, 3))
+@pytest.mark.parametrize("name", OPS)
+def test_values_and_gradients(rank: int, name: str) -> None:
+    """In float64; the gradients, and that of a function of them."""
     reference = random_inputs()
     outputs = stand_in(name, [x * x for x in reference])
-    total = sum(loss_of(outputs[r], r) for r in range(world_size))
+    total = sum(loss_of(output, r) for r, output in enumerate(outputs))
     assert isinstance(total, Tensor)
     grads = torch.autograd.grad(total, reference, create_graph=True)
     seconds = torch.autograd.grad(sum((g**2).sum() for g in grads), reference)  # type: ignore[arg-type]
 
     mine = random_inputs()[rank]
-    loss = loss_of(OPS[name](mine * mine), rank)
-    (grad,) = torch.autograd.grad(loss, mine, create_graph=True)
+    square = mine * mine
+    output = OPS[name](square)
+    torch.testing.assert_close(output, outputs[rank], rtol=1e-12, atol=1e-12)
+    assert torch.equal(square, mine * mine)
+    (grad,) = torch.autograd.grad(loss_of(output, rank), mine, create_graph=True)
     torch.testing.assert_close(grad, grads[rank], rtol=1e-12, atol=1e-12)
     (second,) = torch.autograd.grad((grad**2).sum(), mine)
     torch.testing.assert_close(second, seconds[rank], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients(world_size: int) -> None:
-    """The first, and the gradient of a function of it, in float64."""
-    run_ranks(world_size, check_gradient)
+@in_ranks((2, 3))
+def test_strides_and_calls_in_place(rank: int) -> None:
+    rows = [x.detach() for x in random_inputs()]
+    total = torch.stack(rows).sum(0)
+    turned = ops.all_reduce(rows[rank].t())
+    torch.testing.assert_close(turned, total.t(), rtol=1e-12, atol=1e-12)
+    for call, expected in (
+        (all_reduce_, total),
+        (ring_all_reduce_, total),
+        (lambda t: broadcast_(t, 0), rows[0]),
+    ):
+        tensor = rows[rank].clone()
+        call(tensor)
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- refusals
 
 
-def check_refusals(rank: int) -> None:
+@in_ranks(2)
+def test_refusals(rank: int) -> None:
     x, base = torch.ones(4, requires_grad=True), torch.ones(5)
     ones, no_gradient = torch.ones, NotImplementedError
     wrong: list[tuple[Callable[[], Any], Any, str]] = [
@@ -262,12 +241,8 @@ def check_refusals(rank: int) -> None:
     assert x.tolist() == [2, 2, 2, 2]
 
 
-def test_refusals() -> None:
-    run_ranks(2, check_refusals)
-    run_ranks(1, check_no_group, backend=None)
-
-
-def check_no_group(rank: int) -> None:
+@in_ranks(1, backend=None)
+def test_no_group(rank: int) -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         ops.all_reduce(torch.ones(2))
 
@@ -275,6 +250,7 @@ def check_no_group(rank: int) -> None:
 @in_ranks(2, fresh=True)
 def test_over_another_backend(rank: int) -> None:
     """All but the explicit ring run over any backend, whose sockets go with its group."""
+    gc.collect()
     num_fds = len(os.listdir("/proc/self/fd"))
     group = dist.new_group(backend="gloo")
     twos = torch.full((2,), 2.0)
@@ -328,33 +304,23 @@ def test_compile(rank: int) -> None:
 # ---- the explicit ring
 
 
-def check_ring(rank: int) -> None:
-    for num_slots, slot_bytes in [(2, 64), (3, 128), (8, 4096), (4, None), (64, None)]:
-        check_slots(rank, num_slots, slot_bytes)
-    # More room in a group's links admits more, and calls of other shapes follow one another.
-    group: Any = dist.new_group(backend="ringcomm", pg_options=Options(slot_bytes=1 << 20))
-    for num_slots, slot_bytes in ((2, 1 << 20), (16, 131072), (2, 64), (7, 65536)):
-        tensor = torch.full((500_000,), float(rank))
-        ring_all_reduce_(tensor, group=group, num_slots=num_slots, slot_bytes=slot_bytes)
-        assert (tensor == sum(range(dist.get_world_size()))).all()
-
-
-def check_slots(rank: int, num_slots: int, slot_bytes: int | None) -> None:
+@in_ranks((2, 3))
+def test_ring_slots(rank: int) -> None:
+    """Nothing; fewer elements than ranks; one slice; a slice and an element; many, and odd."""
     world_size = dist.get_world_size()
-    # Nothing; fewer elements than ranks; one slice; a slice and an element; many, and odd.
-    for num_elems in (0, 1, world_size, 60 * world_size, 12_000, 50_021):
-        for dtype in (torch.float32, torch.bfloat16, torch.int8):
-            inputs = [oracle.integers(r, num_elems, dtype) for r in range(world_size)]
+    for num_slots, slot_bytes in [(2, 64), (3, 128), (8, 4096), (64, None)]:
+        for num_elems in (0, 1, world_size, 60 * world_size, 12_000, 50_021):
+            inputs = [oracle.integers(r, num_elems, torch.bfloat16) for r in range(world_size)]
             tensor = inputs[rank].clone()
             before = ringcomm.stats().get(("all_reduce", "ring"), {"sent_bytes": 0})["sent_bytes"]
             ring_all_reduce_(tensor, num_slots=num_slots, slot_bytes=slot_bytes)
             oracle.assert_equal(tensor, oracle.reduced(inputs, "sum"))
             sent = ringcomm.stats()["all_reduce", "ring"]["sent_bytes"] - before
             if num_elems % world_size == 0:
-                num_bytes = num_elems * dtype.itemsize
-                assert sent == 2 * (world_size - 1) * num_bytes // world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ring_slots(world_size: int) -> None:
-    run_ranks(world_size, check_ring)
+                assert sent == 2 * (world_size - 1) * 2 * num_elems // world_size
+    # More room in a group's links admits more, and calls of other shapes follow one another.
+    group: Any = dist.new_group(backend="ringcomm", pg_options=Options(slot_bytes=1 << 20))
+    for num_slots, slot_bytes in ((2, 1 << 20), (16, 131072), (2, 64)):
+        tensor = torch.full((500_000,), float(rank))
+        ring_all_reduce_(tensor, group=group, num_slots=num_slots, slot_bytes=slot_bytes)
+        assert (tensor == sum(range(world_size))).all()

@@ -1,4 +1,4 @@
-"""send and recv over shared memory and over messages: sizes, sources, large batches, the ends.
+"""send and recv, and transport "p2p": sizes, sources, large batches, ends, and who carries them.
 
 Matching by source, tag and order, layouts, types and objects: test_collectives.py and
 test_random_sequences.py.
@@ -7,16 +7,21 @@ test_random_sequences.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
+from sequence_calls import KINDS
+from sequences import run_calls
+from test_collectives import covering_calls
+from test_errors import ENVS, TRANSPORTS, caught
 
-ENVS: dict[str, dict[str, str]] = {"shm": {}, "p2p": {"RINGCOMM_TRANSPORT": "p2p"}}
+from ringcomm import Options, message_backend
+
 # Around a slot of a link (128 KiB, of which a message's first has 64 bytes for a header); all four
 # slots; many more.
 SIZES = [*(0, 1), *((128 << 10) - 64 + i for i in (-1, 0, 1, 64)), 512 << 10, 3_000_001]
@@ -26,25 +31,21 @@ def pattern(source: int, tag: int, num_bytes: int) -> torch.Tensor:
     return oracle.integers(source, num_bytes, torch.uint8, seed=tag)
 
 
-def received(source: int | None, num_bytes: int, tag: int = 0) -> torch.Tensor:
+def assert_receives(source: int | None, num_bytes: int, tag: int = 0) -> None:
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     dist.recv(tensor, source, tag=tag)
-    return tensor
+    oracle.assert_equal(tensor, pattern(0, tag, num_bytes))
 
 
-def check_sizes(rank: int) -> None:
+@in_ranks(2, TRANSPORTS)
+def test_sizes(rank: int) -> None:
+    """One way, and in batches both ways, also with both receives in front."""
     for num_bytes in SIZES:
         if rank == 0:
-            dist.send(pattern(0, 1, num_bytes), 1)
-        elif rank == 1:
-            oracle.assert_equal(received(0, num_bytes), pattern(0, 1, num_bytes))
-
-
-def check_both_ways(rank: int) -> None:
-    """Batches of large messages, also with both receives in front."""
-    if rank > 1:
-        return
-    for receive_first, num_bytes in ((0b00, 16 << 20), (0b01, 8), (0b11, 16 << 20)):
+            dist.send(pattern(0, 0, num_bytes), 1)
+        else:
+            assert_receives(0, num_bytes)
+    for receive_first, num_bytes in ((0b00, 8 << 20), (0b01, 8), (0b11, 8 << 20)):
         tensor = torch.empty(num_bytes, dtype=torch.uint8)
         ops = [
             dist.P2POp(dist.isend, pattern(rank, 0, num_bytes), 1 - rank),
@@ -55,25 +56,26 @@ def check_both_ways(rank: int) -> None:
         oracle.assert_equal(tensor, pattern(1 - rank, 0, num_bytes))
 
 
-def check_isend_never_blocks(rank: int) -> None:
+@in_ranks(2, TRANSPORTS)
+def test_isend_never_blocks(rank: int) -> None:
     """However much is sent to a rank that does not listen before all isends have returned."""
     works: list[Any] = []
     if rank == 0:
-        works = [dist.isend(pattern(0, i, 4 << 20), 1, tag=i) for i in range(8)]
+        works = [dist.isend(pattern(0, i, 2 << 20), 1, tag=i) for i in range(8)]
         assert not works[-1].is_completed()
     dist.barrier()
     for work in works:
         work.wait()
     for i in range(8 if rank == 1 else 0):
-        oracle.assert_equal(received(0, 4 << 20, tag=i), pattern(0, i, 4 << 20))
+        assert_receives(0, 2 << 20, tag=i)
 
 
-def check_source_and_futures(rank: int) -> None:
-    """Works and futures of messages, which Gloo does not have; who sent to any source."""
-    buffer = torch.zeros(3)
+@in_ranks(3, TRANSPORTS)
+def test_sources_and_futures(rank: int) -> None:
+    """Who sent to any source; dst and src are global ranks, group_dst the group's."""
     work: Any
     if rank == 0:
-        work = dist.irecv(buffer, None)
+        work = dist.irecv(torch.zeros(3), None)
         doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait()
         assert work._source_rank() == work.source_rank() == 1
         assert doubled.tolist() == [2, 2, 2]
@@ -81,10 +83,6 @@ def check_source_and_futures(rank: int) -> None:
     elif rank == 1:
         work = dist.isend(torch.ones(3), 0)
         work.get_future().wait()
-
-
-def check_subgroup(rank: int) -> None:
-    """dst and src are global ranks, group_dst and group_src the group's."""
     group = dist.new_group([1, 2], backend="ringcomm")
     if rank == 2:
         dist.send(torch.tensor([7]), 1, group=group)
@@ -98,44 +96,98 @@ def check_subgroup(rank: int) -> None:
     dist.barrier()
 
 
-CHECKS: list[Callable[[int], None]] = [
-    *(check_sizes, check_both_ways, check_isend_never_blocks),
-    *(check_source_and_futures, check_subgroup),
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("env", ENVS)
-def test_messages(env: str, check: Callable[[int], None]) -> None:
-    run_ranks(3, check, env=ENVS[env])
-
-
-def check_dropped_sends(rank: int) -> None:
-    """Delivered without a wait, while the sender is elsewhere, and when it destroys the group."""
-    if rank == 0:
-        for i in range(5):
-            dist.isend(pattern(0, i, 700_000), 1)
-        time.sleep(0.05)
-    else:
-        for i in range(5):
-            oracle.assert_equal(received(0, 700_000), pattern(0, i, 700_000))
+@in_ranks(2, TRANSPORTS, fresh=True)
+def test_sends_without_wait_arrive(rank: int) -> None:
+    """While the sender is elsewhere, and when it destroys the group."""
+    for _ in range(5):
+        if rank == 0:
+            dist.isend(pattern(0, 0, 700_000), 1)
+        else:
+            assert_receives(0, 700_000)
+    time.sleep(0.05 * (rank == 0))
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("env", ENVS)
-def test_sends_without_wait_arrive(env: str) -> None:
-    run_ranks(2, check_dropped_sends, fresh=True, env=ENVS[env])
-
-
-def check_refused(rank: int, is_p2p: bool) -> None:
+@in_ranks(2, TRANSPORTS)
+def test_what_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"one memory location.*clone"):
         dist.recv(torch.zeros(1).expand(4), 1 - rank)
-    if is_p2p:
-        with pytest.raises(ValueError, match="tags over the p2p transport"):
-            dist.send(torch.ones(1), 1 - rank, tag=0x7F000000)
     dist.barrier()
 
 
-@pytest.mark.parametrize("env", ENVS)
-def test_what_is_refused(env: str) -> None:
-    run_ranks(2, check_refused, env == "p2p", env=ENVS[env])
+# ---- transport "p2p"
+
+
+@in_ranks(2, pg_options=Options(transport="p2p", p2p_backend="ringcomm"))
+def test_over_another_backend(rank: int) -> None:
+    """ringcomm's own shared memory as a stranger: a backend with Backend.abort() only."""
+    kinds = [kind for kind in KINDS if kind != "barrier"]
+    assert run_calls([call for kind in kinds for call in covering_calls(kind)[::10]]) == []
+
+
+@in_ranks(2, env=TRANSPORTS["p2p"])
+def test_tags(rank: int) -> None:
+    with pytest.raises(ValueError, match="tags over the p2p transport"):
+        dist.send(torch.ones(1), 1 - rank, tag=0x7F000000)
+    dist.barrier()
+
+
+def test_carriers_of_devices() -> None:
+    with pytest.raises(ValueError, match=r"xpu .*cpu:ringcomm,cuda:nccl"):
+        message_backend.for_device("gloo", "xpu")
+
+
+@in_ranks(3, ENVS, backend=None, fresh=True)
+def test_groups_are_made_again_over_the_same_store(rank: int, tmp_path: Path) -> None:
+    """One after the other, also with other options, ended in two ways."""
+    for turn, num_slots in enumerate((2, 2, 3, 2)):
+        if rank == 0 and turn > 0:
+            time.sleep(0.1)  # the others find this rank's old record first
+        store = dist.PrefixStore("same", dist.FileStore(str(tmp_path / "s"), 3))
+        options = Options(num_slots=num_slots)
+        dist.init_process_group(
+            "ringcomm", store=store, rank=rank, world_size=3, pg_options=options
+        )
+        tensor = torch.full((100_001,), float(turn))
+        dist.all_reduce(tensor)
+        assert (tensor == 3.0 * turn).all()
+        if turn % 2 == 1:
+            dist.barrier()
+            dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+        dist.destroy_process_group()
+
+
+def make_late(rank: int, fails: bool) -> tuple[float, dict[str, Any]]:
+    """When rank 0 has made its end, or any other its group; and the error."""
+    make, made_s = dist.ProcessGroupGloo, 0.0
+
+    def make_own(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made_s
+        backend = make(*args, **kwargs)
+        time.sleep(0.2)
+        if fails:
+            raise OSError("no such network")
+        made_s = time.monotonic()
+        return backend
+
+    if rank == 0:
+        dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
+    try:
+        error = caught(lambda: dist.destroy_process_group(dist.new_group()))
+    finally:
+        dist.ProcessGroupGloo = make  # type: ignore[misc]
+    return made_s or time.monotonic(), error
+
+
+def test_no_rank_has_a_group_before_all_have() -> None:
+    """A rank that leaves it at once would close connections that others are making."""
+    (made_s, _), *others = run_ranks(3, make_late, False, env=ENVS["p2p"])
+    for had_s, error in others:
+        assert not error, error
+        assert had_s >= made_s
+
+
+def test_a_rank_that_cannot_make_its_end_is_named() -> None:
+    for rank, (_, error) in enumerate(run_ranks(3, make_late, True, fresh=True, env=ENVS["p2p"])):
+        assert error["type"] == "RingcommError", error
+        assert ("rank 0: " if rank > 0 else "") + "no such network" in error["text"], error

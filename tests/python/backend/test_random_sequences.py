@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from ranks import RankFailure, run_ranks
 from sequence_calls import COLLECTIVES, KINDS, REDUCTIONS
-from sequence_side import MOVED, REDUCED, Call, ops_of
+from sequence_side import COMPLEX, MOVED, REDUCED, Call, ops_of
 from sequences import FAMILY, POOLS, SUBSETS, WAIT_S, WORLD, Case, run_case
 
 # Of sequences in all; those of a run are divided among the pools.
@@ -126,7 +126,8 @@ def deviations(draw: Any, pool: str) -> Case:
     if call.kind in ("broadcast", "reduce", "gather", "scatter"):
         changes += [{"root": (call.root + 1) % len(fresh)}] * 4
     if call.kind in REDUCTIONS:
-        changes += [{"op": "min" if call.op == "max" else "max"}] * 4
+        others = ("avg", "sum") if call.dtype in COMPLEX else ("max", "min")
+        changes += [{"op": others[call.op == others[0]]}] * 4
     deviant = draw(st.integers(0, len(fresh) - 1))
     return Case(tuple(calls), fresh, pool, (at, deviant, draw(st.sampled_from(changes))))
 

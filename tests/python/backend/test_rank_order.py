@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache, reduce
 from typing import Any
 
@@ -9,7 +10,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor
 
 import ringcomm
@@ -45,59 +46,54 @@ def left_to_right(inputs: list[Tensor], op: str) -> Tensor:
     return (total / len(inputs) if op == "avg" else total).to(dtype)
 
 
-def check_algorithm(rank: int, algorithm: str, dtype: torch.dtype, sizes: list[int]) -> None:
-    group = ordered_group(algorithm)
-    for op in STEPS:
-        reduce_op = getattr(dist.ReduceOp, op.upper())
-        for num_elems in sizes:
-            inputs = [oracle.floats(r, num_elems, dtype) for r in range(dist.get_world_size())]
-            tensor = inputs[rank].clone()
-            dist.all_reduce(tensor, reduce_op, group=group)
-            oracle.assert_equal(tensor, left_to_right(inputs, op))
-
-
-CARRIERS = [(2, "shm"), (3, "shm"), (3, "p2p"), (4, "hosts")]
-
-
-@pytest.mark.parametrize(("world_size", "carrier"), CARRIERS)
+@in_ranks((2, 3))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_all_reduce(world_size: int, carrier: str, algorithm: str) -> None:
-    env: Any = {"RINGCOMM_TRANSPORT": carrier}
-    if carrier == "hosts":
-        env = [{"RINGCOMM_HOST_ID": host} for host in "abab"]
-    is_shm = carrier == "shm"
-    for dtype in oracle.FLOATS if is_shm else (torch.float32, torch.bfloat16):
-        sizes = SIZES if is_shm else [0, 2, 129, 5003]
-        run_ranks(world_size, check_algorithm, algorithm, dtype, sizes, env=env)
-    if is_shm:
-        run_ranks(world_size, check_algorithm, algorithm, torch.bfloat16, [777_777], env=env)
+def test_all_reduce(rank: int, algorithm: str) -> None:
+    check_all_reduce(rank, algorithm, oracle.FLOATS, SIZES)
+    check_all_reduce(rank, algorithm, [torch.bfloat16], [777_777])
 
 
-def check_others(rank: int, dtype: torch.dtype) -> None:
+# Each letter is the host of its rank.
+@pytest.mark.parametrize("hosts", ["p2p", "abab"])
+def test_all_reduce_over_messages(hosts: str) -> None:
+    env: Any = {"RINGCOMM_TRANSPORT": "p2p"}
+    if hosts != "p2p":
+        env = [{"RINGCOMM_HOST_ID": host} for host in hosts]
+    dtypes, sizes = [torch.float32, torch.bfloat16], [0, 2, 129, 5003]
+    for algorithm in ALGORITHMS:
+        run_ranks(len(hosts), check_all_reduce, algorithm, dtypes, sizes, env=env)
+
+
+def check_all_reduce(
+    rank: int, algorithm: str, dtypes: list[torch.dtype], sizes: list[int]
+) -> None:
+    group = ordered_group(algorithm)
+    for dtype, op, num_elems in itertools.product(dtypes, STEPS, sizes):
+        inputs = [oracle.floats(r, num_elems, dtype) for r in range(dist.get_world_size())]
+        tensor = inputs[rank].clone()
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=group)
+        oracle.assert_equal(tensor, left_to_right(inputs, op))
+
+
+@in_ranks((2, 4))
+def test_other_reductions(rank: int) -> None:
     world_size = dist.get_world_size()
-    group = ordered_group("auto")
-    for op in STEPS:
+    group, dtype = ordered_group("auto"), torch.float32 if world_size == 2 else torch.bfloat16
+    for op, num_elems in itertools.product(STEPS, (1, 130, 300_001)):
         reduce_op = getattr(dist.ReduceOp, op.upper())
-        for num_elems in (1, 130, 300_001):
-            inputs = [oracle.floats(r, world_size * num_elems, dtype) for r in range(world_size)]
-            expected = left_to_right(inputs, op)
-            tensor = inputs[rank].clone()
-            dist.reduce(tensor, 0, reduce_op, group=group)
-            oracle.assert_equal(tensor, expected if rank == 0 else inputs[rank])
-            output = torch.empty(num_elems, dtype=dtype)
-            dist.reduce_scatter_tensor(output, inputs[rank], reduce_op, group=group)
-            oracle.assert_equal(output, expected.chunk(world_size)[rank])
-            sizes = [num_elems - 1] * (world_size - 1)
-            sizes.append(world_size * num_elems - sum(sizes))
-            output = torch.empty(sizes[rank], dtype=dtype)
-            shares = list(inputs[rank].split(sizes))
-            dist.reduce_scatter(output, shares, reduce_op, group=group)
-            oracle.assert_equal(output, expected.split(sizes)[rank])
-
-
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
-def test_other_reductions(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(world_size, check_others, dtype)
+        inputs = [oracle.floats(r, world_size * num_elems, dtype) for r in range(world_size)]
+        expected = left_to_right(inputs, op)
+        tensor = inputs[rank].clone()
+        dist.reduce(tensor, 0, reduce_op, group=group)
+        oracle.assert_equal(tensor, expected if rank == 0 else inputs[rank])
+        output = torch.empty(num_elems, dtype=dtype)
+        dist.reduce_scatter_tensor(output, inputs[rank], reduce_op, group=group)
+        oracle.assert_equal(output, expected.chunk(world_size)[rank])
+        sizes = [num_elems - 1] * (world_size - 1)
+        sizes.append(world_size * num_elems - sum(sizes))
+        output = torch.empty(sizes[rank], dtype=dtype)
+        dist.reduce_scatter(output, list(inputs[rank].split(sizes)), reduce_op, group=group)
+        oracle.assert_equal(output, expected.split(sizes)[rank])
 
 
 def sums_of_ring(rank: int, deterministic: str | None) -> tuple[bytes, bytes, int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,37 +46,3 @@ def test_chosen_tests_of_torch_pass(mode: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{mode}: {len(CHOSEN[mode])} pass 0 skip 0 fail" in done.stdout
-
-
-def test_the_runner_refuses_to_write_parts_of_a_page() -> None:
-    command = [sys.executable, str(RUNNER), "--mode", "mpi-3", "--write", "p.md", "--test", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert "wants all tests" in done.stderr
-
-
-@pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names at the top of the runner."""
-    monkeypatch.syspath_prepend(str(RUNNER.parent))
-    return runpy.run_path(str(RUNNER))
-
-
-KNOWN_FAILURE = "test_ddp_logging_data_cpu"
-
-
-@pytest.mark.parametrize(
-    ("test", "status", "says"),
-    [
-        ("test_barrier", "pass", []),
-        ("test_barrier", "fail", ["gloo-2 test_barrier fails, and passes on Gloo"]),
-        ("test_barrier", "skip", ["gloo-2 test_barrier is skipped, and passes on Gloo: why"]),
-        ("test_new", "skip", []),
-        ("test_new", "fail", ["gloo-2 test_new fails"]),
-        (KNOWN_FAILURE, "fail", []),
-        (KNOWN_FAILURE, "pass", [f"gloo-2 {KNOWN_FAILURE} passes: take it out of known.py"]),
-    ],
-)
-def test_the_runner_judges(runner: dict[str, Any], test: str, status: str, says: list[str]) -> None:
-    gloo = {("gloo-2", "test_barrier"): ("pass", "")}
-    assert runner["judge"]([runner["Outcome"]("gloo-2", test, status, "why")], gloo) == says

@@ -63,20 +63,11 @@ def test_static(tmp_path: Path) -> None:
     assert_curve(tmp_path, attempt=0, debug="DETAIL")
 
 
-C10D = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-
-
 @pytest.mark.slow
 def test_a_worker_dies_once(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, *C10D, "--nnodes", "1:1", "--max-restarts", "2", must_die=True)
+    """torchrun names the rank that died, not the one that missed it, and the next ones go on."""
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = torchrun(tmp_path, *endpoint, "--nnodes", "1:1", "--max-restarts", "2", must_die=True)
     assert done.returncode == 0, done.stderr
+    assert "failed (exitcode: -9) local_rank: 1" in done.stderr
     assert_curve(tmp_path, attempt=1)
-
-
-@pytest.mark.slow
-def test_a_worker_dies_for_good(tmp_path: Path) -> None:
-    """No restarts: torchrun fails, and names the rank that died, not the one that missed it."""
-    done = torchrun(tmp_path, *C10D, "--max-restarts", "0", must_die=True)
-    assert done.returncode != 0
-    assert "Signal 9 (SIGKILL)" in done.stderr
-    assert not list(tmp_path.glob("*.json"))

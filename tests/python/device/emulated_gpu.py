@@ -185,6 +185,7 @@ def run_on_gpus(
     store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
     group = (world_size, backend, str(store), pg_options, group_timeout_s)
     call = (build(), group, fn, args)
+    options = {"module": fn.__module__, **options}
     return ranks.run_ranks(world_size, _call_on_gpu, *call, backend=None, env=rank_env, **options)
 
 

@@ -1,8 +1,9 @@
 """Ranks on GPUs, real and emulated, for tests of which each runs on both.
 
-A test marked with `on_gpus` gets `gpus`, on which it calls functions as ranks.run_ranks() does. On
-CUDA's devices it carries the marker gpu; how many ranks there are and where is told by the
-environment, which `make test-gpu` sets for each layout that the box allows:
+A test marked with `on_gpus` gets `gpus`, on which it calls functions as ranks.run_ranks() does;
+in_gpu_ranks() makes a test of a function that asserts by itself. On CUDA's devices it carries the
+marker gpu; how many ranks there are and where is told by the environment, which `make test-gpu`
+sets for each layout that the box allows:
 
     GPU_TEST_RANKS    2 by default
     GPU_TEST_LAYOUT   "all": rank i on device i mod their number; "one": all on the first
@@ -94,6 +95,7 @@ class Gpus:
             "fresh": fresh or bool(may_die),
             "may_die": may_die,
             "grace_s": GRACE_S,
+            "module": fn.__module__,
         }
         if self.is_cuda:
             store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
@@ -170,6 +172,30 @@ on_all_gpus = pytest.mark.parametrize(
 # Of what takes its time and does not depend on the number of ranks.
 on_some_gpus = pytest.mark.parametrize("gpus", [_real, _two_on_one, _messages])
 on_one_gpu = pytest.mark.parametrize("gpus", [_real, _two_on_one])
+
+
+def in_gpu_ranks(
+    where: Any, no_turns: str = "", **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that every rank runs, as ranks.in_ranks() does.
+
+    Args:
+        where: on_gpus, or another of those.
+        no_turns: why there is no test where ranks take turns.
+        options: Gpus.run()'s.
+    """
+
+    def run(body: ranks.Body, *args: Any, gpus: Gpus) -> None:
+        __tracebackhide__ = True
+        if no_turns:
+            gpus.skip_if_they_take_turns(no_turns)
+        gpus.run(body, *args, **options)
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        test: Callable[..., None] = where(ranks.make_test(body, run, ["gpus"]))
+        return test
+
+    return decorate
 
 
 # ---- in ranks

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated_gpu import needs_emulated_gpu, run_on_gpus, with_kernels
+from test_errors import caught
 
 from ringcomm import _C
 
@@ -30,12 +31,8 @@ def run(world_size: int, fn: Any, *args: Any, env: Any = None, **options: Any) -
     return run_on_gpus(world_size, fn, *args, env=env, fresh=True, **options)
 
 
-def backend(group: Any) -> Any:
-    return group._get_backend(torch.device(GPU))
-
-
 def transport(group: Any) -> str:
-    (name,) = _C.device_transports(backend(group)).values()
+    (name,) = _C.device_transports(group._get_backend(torch.device(GPU))).values()
     return str(name)
 
 
@@ -52,26 +49,23 @@ def check_late_rank(rank: int, num_groups: int, timeout_s: float = 30.0) -> int:
     """All but one rank wait in all groups; that one computes first. Returns how many take turns."""
     world_size = dist.get_world_size()
     groups = groups_in_use(num_groups, timeout_s)
-    numel = 200_000  # a slice for each block of any group
     for late in range(world_size):
-        tensors = [torch.full((numel,), rank + 1.0, device=GPU) for _ in groups]
+        # A slice for each block of any group.
+        tensors = [torch.full((200_000,), rank + 1.0, device=GPU) for _ in groups]
         emugpu.synchronize()
         dist.barrier()
         if rank == late:
             time.sleep(SLOW_S)
-            computed = torch.ones(1000, device=GPU)
-            for _ in range(5):
-                computed = computed * 2
-            assert computed.tolist() == [32.0] * 1000  # before it comes to any group
-        works = [
+            computed = torch.ones(1000, device=GPU) * 2
+            assert computed.tolist() == [2.0] * 1000  # before it comes to any group
+        works: list[Any] = [
             dist.all_reduce(tensor, group=group, async_op=True)
             for group, tensor in zip(groups, tensors, strict=True)
         ]
         for work in works:
-            assert work is not None
             work.wait(datetime.timedelta(seconds=30))  # on the host, which hears of errors
-        for tensor in tensors:
-            assert tensor.tolist() == [world_size * (world_size + 1) / 2] * numel
+        expected = torch.full((200_000,), world_size * (world_size + 1) / 2)
+        assert all(torch.equal(tensor.cpu(), expected) for tensor in tensors)
     return sum("taking turns" in transport(group) for group in groups)
 
 
@@ -81,11 +75,7 @@ def test_groups_under_way_at_once_leave_room_for_a_late_rank() -> None:
 
 
 def check_hang(rank: int) -> str:
-    try:
-        check_late_rank(rank, 4, 1.5)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+    return str(caught(check_late_rank, rank, 4, 1.5).get("text"))
 
 
 def test_on_a_gpu_with_fewer_multiprocessors_than_it_says_they_leave_none() -> None:
@@ -137,12 +127,12 @@ def exchange_with_all(rank: int) -> tuple[list[int], dict[int, list[float]]]:
     sent = torch.full((1000,), rank + 1.0, device=GPU)
     batch = [dist.P2POp(dist.isend, sent, peer) for peer in peers]
     batch += [dist.P2POp(dist.irecv, wide[peer][:, 0], peer) for peer in peers]  # with holes
-    said = ""
-    try:
+
+    def exchange() -> None:
         for work in dist.batch_isend_irecv(batch):
             work.wait()
-    except ValueError as error:
-        said = str(error)
+
+    said = caught(exchange).get("text", "")
     refused = [int(number) for number in re.findall(r"rank (\d)", said)]
     assert ("messages with other ranks were exchanged" in said) == (len(refused) == 1)
     received = {peer: wide[peer][:, 0].unique().tolist() for peer in peers}
@@ -179,13 +169,13 @@ def check_overlap(rank: int) -> str:
             graph.replay()
         time.sleep(SLOW_S)
         store.set("rank 0 runs both", "yes")
-    try:
+
+    def call() -> None:
         for _ in range(50):
             dist.all_reduce(y)
             time.sleep(0.05)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
+
+    return str(caught(call).get("text"))
 
 
 def test_a_replay_beside_a_call_on_another_stream_is_an_error() -> None:

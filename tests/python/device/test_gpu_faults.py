@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import (
+    CUDA,
     Gpus,
     device,
+    in_gpu_ranks,
     kind,
     module,
     on_all_gpus,
@@ -58,28 +60,23 @@ def is_gpu_usable() -> bool:
     return (ones() + 1).sum().item() == 2000.0
 
 
-def check_straggler(rank: int, late_s: float) -> None:
+@in_gpu_ranks(on_some_gpus)
+def test_a_late_rank_is_waited_for(rank: int) -> None:
     world_size = dist.get_world_size()
     for num_elems in (1000, 300_007):
         for late in range(world_size):
             tensor = ones(num_elems)
             module().synchronize()
             if rank == late:
-                time.sleep(late_s)
+                time.sleep(LATE_S[kind() == CUDA])
             dist.all_reduce(tensor)
             assert tensor.tolist() == [world_size] * num_elems
-
-
-@on_some_gpus
-def test_a_late_rank_is_waited_for(gpus: Gpus) -> None:
-    gpus.run(check_straggler, LATE_S[gpus.is_cuda])
 
 
 def miss(rank: int, num_elems: int, timeout_s: float) -> dict[str, Any]:
     dist.all_reduce(ones())
     module().synchronize()
     if rank == 1:
-        time.sleep(2 * timeout_s)
         return {"usable": is_gpu_usable()}
     said = outcome(lambda: dist.all_reduce(ones(num_elems), async_op=True))
     return {**said, "usable": is_gpu_usable()}
@@ -128,7 +125,16 @@ def test_a_killed_rank_is_named(gpus: Gpus, op: str) -> None:
             assert said["usable"]
 
 
-def differ(rank: int, what: str) -> dict[str, Any]:
+@in_gpu_ranks(on_some_gpus, group_timeout_s=10.0, fresh=True)
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("count", ("4000", "4004")),
+        ("op", ("all_reduce", "broadcast")),
+        ("dtype", ("float32", "float64")),
+    ],
+)
+def test_calls_that_differ_are_both_named(rank: int, what: str, named: tuple[str, ...]) -> None:
     def call() -> Any:
         if what == "count":
             return dist.all_reduce(ones(1000 + (rank == 1)), async_op=True)
@@ -140,24 +146,9 @@ def differ(rank: int, what: str) -> dict[str, Any]:
 
     dist.all_reduce(ones())
     said = outcome(call)
-    return {**said, "usable": is_gpu_usable()}
-
-
-@on_some_gpus
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        ("count", ("4000", "4004")),
-        ("op", ("all_reduce", "broadcast")),
-        ("dtype", ("float32", "float64")),
-    ],
-)
-def test_calls_that_differ_are_both_named(gpus: Gpus, what: str, named: tuple[str, ...]) -> None:
-    results = gpus.run(differ, what, group_timeout_s=10.0, fresh=True)
-    assert all(said["type"] == "MismatchError" for said in results), results
-    assert all(said["usable"] for said in results)
-    for said in results:
-        assert all(name in said["text"] for name in named), said["text"]
+    assert said["type"] == "MismatchError", said
+    assert all(name in said["text"] for name in named), said
+    assert is_gpu_usable()
 
 
 # ---- tests that fail on one rank
@@ -195,18 +186,19 @@ def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus, in_other_group: b
 # ---- arguments
 
 
+@on_one_gpu
+def test_a_tensor_of_the_host_on_a_group_of_gpus_alone(gpus: Gpus) -> None:
+    gpus.run(refuse_host_tensor, backend=f"{gpus.kind}:ringcomm")
+
+
 def refuse_host_tensor(rank: int) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)cpu"):
         dist.all_reduce(torch.ones(4))
     dist.all_reduce(ones(4))  # the group is as usable as before
 
 
-@on_one_gpu
-def test_a_tensor_of_the_host_on_a_group_of_gpus_alone(gpus: Gpus) -> None:
-    gpus.run(refuse_host_tensor, backend=f"{gpus.kind}:ringcomm")
-
-
-def refuse_arguments(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus)
+def test_wrong_arguments(rank: int) -> None:
     world_size = dist.get_world_size()
     own, indices = ones(4), range(module().device_count())
     others = [
@@ -229,12 +221,8 @@ def refuse_arguments(rank: int) -> None:
     assert own.tolist() == [world_size] * 4
 
 
-@on_all_gpus
-def test_wrong_arguments(gpus: Gpus) -> None:
-    gpus.run(refuse_arguments)
-
-
-def use_expandable_segments(rank: int) -> None:
+@in_gpu_ranks(on_cuda, env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+def test_expandable_segments(rank: int) -> None:
     world_size = dist.get_world_size()
     for num_elems in (1, 1000, 3_000_001):
         tensor = ones(num_elems)
@@ -247,13 +235,8 @@ def use_expandable_segments(rank: int) -> None:
         assert (tensor == world_size).all()
 
 
-@on_cuda
-def test_expandable_segments(gpus: Gpus) -> None:
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    gpus.run(use_expandable_segments, env=settings)
-
-
-def use_up_memory(rank: int) -> str:
+@in_gpu_ranks(on_cuda, fresh=True)
+def test_little_memory_is_enough_or_an_error(rank: int) -> None:
     """One rank takes what its device has left before the group first needs some."""
     tensor = ones(3_000_001)
     module().synchronize()
@@ -264,10 +247,4 @@ def use_up_memory(rank: int) -> str:
     error = caught(lambda: dist.all_reduce(tensor))
     if rank == 0:
         del taken
-    return f"{error.get('type', '')}: {error.get('text', '')}"
-
-
-@on_cuda
-def test_little_memory_is_enough_or_an_error(gpus: Gpus) -> None:
-    for said in gpus.run(use_up_memory, fresh=True):
-        assert said == ": " or "memory" in said
+    assert not error or "memory" in f"{error['type']} {error['text']}", error

@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, module, on_all_gpus, on_gpus, on_one_gpu
+from gpu_ranks import (
+    CUDA,
+    Gpus,
+    device,
+    in_gpu_ranks,
+    kind,
+    module,
+    on_all_gpus,
+    on_gpus,
+    on_one_gpu,
+)
 from test_gpu_streams import NUM_ELEMS, holds, ones
 
 from ringcomm.torch_names import all_gather_single, reduce_scatter_single
-
-NUM_REPLAYS = {True: 1000, False: 300}
 
 
 def captured(fn: Callable[[], Any]) -> Any:
@@ -28,7 +36,8 @@ def captured(fn: Callable[[], Any]) -> Any:
     return graph
 
 
-def check_replays(rank: int, num_replays: int) -> None:
+@in_gpu_ranks(on_gpus, no_turns="there are no graphs", fresh=True)
+def test_many_replays(rank: int) -> None:
     """Inputs change from replay to replay; eager calls and another graph come in between."""
     world_size = dist.get_world_size()
     source, tensor, other = ones(), ones(), ones()
@@ -41,7 +50,7 @@ def check_replays(rank: int, num_replays: int) -> None:
 
     graph = captured(call)
     second = captured(lambda: dist.all_reduce(other, dist.ReduceOp.MAX))
-    for turn in range(num_replays):
+    for turn in range(1000 if kind() == CUDA else 200):
         is_checked = turn % 100 == 99
         if is_checked:
             source.fill_(float(turn + rank))
@@ -57,13 +66,8 @@ def check_replays(rank: int, num_replays: int) -> None:
     assert large.tolist() == [1.0] * 300_007
 
 
-@on_gpus
-def test_many_replays(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_replays, NUM_REPLAYS[gpus.is_cuda], fresh=True)
-
-
-def check_every_operation_in_a_graph(rank: int) -> None:
+@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs")
+def test_other_collectives_in_a_graph(rank: int) -> None:
     world_size = dist.get_world_size()
     own, part = ones(), ones(0.0)
     whole = torch.zeros(world_size * NUM_ELEMS, device=device())
@@ -85,13 +89,9 @@ def check_every_operation_in_a_graph(rank: int) -> None:
         assert holds(part, float(sum(r + turn for r in range(world_size))))
 
 
-@on_one_gpu
-def test_other_collectives_in_a_graph(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_every_operation_in_a_graph, fresh=True)
-
-
-def check_two_streams_in_a_graph(rank: int, sizes: tuple[int, int]) -> None:
+@in_gpu_ranks(on_one_gpu, no_turns="there are no graphs")
+@pytest.mark.parametrize("sizes", [(1000, 300_007), (300_007, 1000)], ids=str)
+def test_calls_on_two_streams_of_a_graph(rank: int, sizes: tuple[int, int]) -> None:
     """Two calls that nothing orders but their group, on two streams of one graph; async works."""
     world_size = dist.get_world_size()
     first, second = (torch.ones(size, device=device()) for size in sizes)
@@ -118,58 +118,15 @@ def check_two_streams_in_a_graph(rank: int, sizes: tuple[int, int]) -> None:
         assert sums[1].tolist() == [2 * world_size * turn - total] * sizes[1], turn
 
 
-@on_one_gpu
-@pytest.mark.parametrize("sizes", [(1000, 300_007), (300_007, 1000)], ids=str)
-def test_calls_on_two_streams_of_a_graph(gpus: Gpus, sizes: tuple[int, int]) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_two_streams_in_a_graph, sizes, fresh=True)
-
-
-def check_capture_between_eager_calls(rank: int, num_elems: int) -> None:
-    """Eager on one stream, captured on another, eager there before and after a replay."""
-    world_size = dist.get_world_size()
-    tensors = [torch.zeros(num_elems, device=device()) for _ in range(5)]
-    eager, other = module().Stream(), module().Stream()
-    module().synchronize()
-
-    def call(which: int) -> None:
-        tensors[which].fill_(float(rank + which))
-        dist.all_reduce(tensors[which])
-
-    with module().stream(eager):
-        call(0)
-    graph = module().CUDAGraph()
-    with module().graph(graph, stream=other):
-        call(1)
-    with module().stream(other):
-        call(2)
-        graph.replay()
-        call(3)
-    with module().stream(eager):
-        call(4)
-    module().synchronize()
-    for which, tensor in enumerate(tensors):
-        expected = float(sum(r + which for r in range(world_size)))
-        assert tensor.tolist() == [expected] * num_elems, which
-
-
-@on_gpus
-@pytest.mark.parametrize("num_elems", [1000, 300_007])
-def test_a_graph_captured_between_eager_calls(gpus: Gpus, num_elems: int) -> None:
-    gpus.skip_if_they_take_turns("there are no graphs")
-    gpus.run(check_capture_between_eager_calls, num_elems, fresh=True)
-
-
-def refuse_a_capture(rank: int) -> str:
-    tensor = ones()
-    dist.all_reduce(tensor)
-    with pytest.raises((RuntimeError, ValueError), match="take turns") as error:
-        captured(lambda: dist.all_reduce(tensor))
-    return str(error.value)
-
-
 @on_all_gpus
 def test_no_capture_where_ranks_take_turns(gpus: Gpus) -> None:
     if not gpus.take_turns:
         pytest.skip("ranks run beside each other here")
-    assert all("take turns" in said for said in gpus.run(refuse_a_capture, fresh=True))
+    gpus.run(refuse_a_capture, fresh=True)
+
+
+def refuse_a_capture(rank: int) -> None:
+    tensor = ones()
+    dist.all_reduce(tensor)
+    with pytest.raises((RuntimeError, ValueError), match="take turns"):
+        captured(lambda: dist.all_reduce(tensor))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import gc
+from typing import Any
 
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import Gpus, device, held, module, on_all_gpus, on_some_gpus
+from gpu_ranks import device, held, in_gpu_ranks, module, on_all_gpus
 from torch import Tensor
 
 from ringcomm.torch_names import all_gather_single
@@ -28,7 +29,9 @@ def holds(tensor: Tensor, value: float) -> bool:
 # ---- the host goes on
 
 
-def check_host_goes_on(rank: int, is_async: bool) -> None:
+@in_gpu_ranks(on_all_gpus, no_turns="the hosts meet in each call")
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_calls_and_waits_do_not_block_the_host(rank: int, is_async: bool) -> None:
     world_size = dist.get_world_size()
     tensor = ones()
     dist.all_reduce(tensor)  # connects
@@ -46,21 +49,14 @@ def check_host_goes_on(rank: int, is_async: bool) -> None:
         assert work.is_completed()
 
 
-@on_all_gpus
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_calls_and_waits_do_not_block_the_host(gpus: Gpus, is_async: bool) -> None:
-    gpus.skip_if_they_take_turns("the hosts meet in each call")
-    gpus.run(check_host_goes_on, is_async)
-
-
-def check_wait_orders(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus)
+def test_wait_orders_the_current_stream(rank: int) -> None:
     """The work is made on one stream, waited for on another and read there."""
     world_size = dist.get_world_size()
     side = module().Stream()
     for turn in range(5):
         tensor = ones(float(turn + rank))
-        work = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
+        work: Any = dist.all_reduce(tensor, async_op=True)
         with module().stream(side):
             work.wait()
             result = tensor + 1
@@ -68,12 +64,8 @@ def check_wait_orders(rank: int) -> None:
         assert holds(result, sum(turn + r for r in range(world_size)) + 1)
 
 
-@on_all_gpus
-def test_wait_orders_the_current_stream(gpus: Gpus) -> None:
-    gpus.run(check_wait_orders)
-
-
-def check_order(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus)
+def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(rank: int) -> None:
     """What the current stream has yet to do with a tensor comes first, then call after call."""
     world_size = dist.get_world_size()
     side = module().Stream()
@@ -88,43 +80,32 @@ def check_order(rank: int) -> None:
     tensor.fill_(1.0)
     for _ in range(4):
         dist.all_reduce(tensor, async_op=True)
-    work = dist.broadcast(tensor, 0, async_op=True)
+    work: Any = dist.broadcast(tensor, 0, async_op=True)
     on_host = torch.ones(3)
     dist.all_reduce(on_host)  # of the same group, and not in that order
     assert on_host.tolist() == [world_size] * 3
-    assert work is not None
     work.wait()
     assert holds(tensor, float(world_size) ** 4)
 
 
-@on_all_gpus
-def test_collectives_run_in_the_order_of_the_current_stream_and_of_calls(gpus: Gpus) -> None:
-    gpus.run(check_order)
-
-
-def check_own_stream(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus, no_turns="calls run on the current stream")
+def test_asynchronous_calls_have_their_own_stream(rank: int) -> None:
     """An asynchronous call waits for what was enqueued before it, and for nothing later."""
     world_size = dist.get_world_size()
     tensor = ones()
     dist.all_reduce(tensor)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
+    work: Any = dist.all_reduce(tensor, async_op=True)
     with held():
         work.wait(datetime.timedelta(seconds=20))  # on the host; the current stream is held
         assert work.is_completed()
     assert holds(tensor, world_size**2)
 
 
-@on_all_gpus
-def test_asynchronous_calls_have_their_own_stream(gpus: Gpus) -> None:
-    gpus.skip_if_they_take_turns("calls run on the current stream")
-    gpus.run(check_own_stream)
-
-
 # ---- memory
 
 
-def check_memory(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus)
+def test_tensors_live_as_long_as_they_are_used(rank: int) -> None:
     """The input goes while the call is under way; what takes its memory is not sent."""
     world_size = dist.get_world_size()
     gathered = torch.zeros(world_size * NUM_ELEMS, device=device())
@@ -138,19 +119,15 @@ def check_memory(rank: int) -> None:
         del junk
 
 
-@on_all_gpus
-def test_tensors_live_as_long_as_they_are_used(gpus: Gpus) -> None:
-    gpus.run(check_memory)
-
-
-def check_works_are_dropped(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus, fresh=True)
+def test_works_and_tensors_that_nobody_keeps(rank: int) -> None:
     """Nobody waits for these, or keeps their tensors; the device does, as long as it uses them."""
     world_size = dist.get_world_size()
     dist.all_reduce(ones(), async_op=True).wait()
     module().synchronize()
     gc.collect()
     before = module().memory_allocated()
-    gathered = [torch.empty(world_size * NUM_ELEMS, device=device()) for _ in range(20)]
+    gathered = [torch.empty(world_size * NUM_ELEMS, device=device()) for _ in range(8)]
     for turn, output in enumerate(gathered):
         all_gather_single(output, ones(float(turn + rank)), async_op=True)
         ones(-1.0)  # takes what has become free
@@ -166,56 +143,35 @@ def check_works_are_dropped(rank: int) -> None:
     assert module().memory_allocated() <= before + 512
 
 
-@on_all_gpus
-def test_works_and_tensors_that_nobody_keeps(gpus: Gpus) -> None:
-    gpus.run(check_works_are_dropped, fresh=True)
+# ---- futures
 
 
-# ---- several
-
-
-def check_several(rank: int) -> None:
-    """Two groups, each with a stream of its own, interleaved."""
-    world_size = dist.get_world_size()
-    groups = [dist.new_group(), dist.new_group()]
-    streams = [module().Stream() for _ in groups]
-    tensors = [[ones(turn + i) for turn in range(10)] for i in range(2)]
-    module().synchronize()
-    for turn in range(10):
-        for group, stream, own in zip(groups, streams, tensors, strict=True):
-            with module().stream(stream):
-                dist.all_reduce(own[turn], group=group)
-    module().synchronize()
-    for i, own in enumerate(tensors):
-        assert all(holds(tensor, (turn + i) * world_size) for turn, tensor in enumerate(own))
-    for group in groups:
-        dist.destroy_process_group(group)
-
-
-@on_some_gpus
-def test_several_streams_and_groups(gpus: Gpus) -> None:
-    gpus.run(check_several, fresh=True)
-
-
-def check_future(rank: int) -> None:
+@in_gpu_ranks(on_all_gpus)
+def test_futures(rank: int) -> None:
     """Of a collective; a receive from any source is refused."""
     with pytest.raises(NotImplementedError, match="any source"):
         dist.recv(ones())
-    work = dist.all_reduce(ones(), async_op=True)
-    assert work is not None
+    work: Any = dist.all_reduce(ones(), async_op=True)
     twice = work.get_future().then(lambda done: done.value()[0] * 2)
     assert holds(twice.wait(), 2.0 * dist.get_world_size())
-
-
-@on_all_gpus
-def test_futures(gpus: Gpus) -> None:
-    gpus.run(check_future)
 
 
 # ---- messages
 
 
-def check_batch(rank: int, order: str, sizes: tuple[int, ...]) -> None:
+MIB_ELEMS = (1 << 20) // 4
+
+
+@in_gpu_ranks(on_all_gpus, no_turns="there are no sends and receives", group_timeout_s=15.0)
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        ("ssrr", (100_003, MIB_ELEMS)),
+        ("rrss", (MIB_ELEMS, 100_003)),
+        ("srsr", (MIB_ELEMS, MIB_ELEMS)),
+    ],
+)
+def test_batches_of_large_messages(rank: int, order: str, sizes: tuple[int, ...]) -> None:
     """Messages both ways between ranks 0 and 1, each of many slots, in one batch.
 
     `order`: "s" and "r" for the sends and receives, as they stand in the batch.
@@ -235,21 +191,3 @@ def check_batch(rank: int, order: str, sizes: tuple[int, ...]) -> None:
             work.wait()
         for tensor, expected in zip(received, due, strict=True):
             oracle.assert_equal(tensor.cpu(), expected)
-
-
-MIB_ELEMS = (1 << 20) // 4
-
-
-@on_all_gpus
-@pytest.mark.parametrize(
-    ("order", "sizes"),
-    [
-        ("sr", (MIB_ELEMS,)),
-        ("ssrr", (100_003, MIB_ELEMS)),
-        ("rrss", (MIB_ELEMS, 100_003)),
-        ("srsr", (MIB_ELEMS, MIB_ELEMS)),
-    ],
-)
-def test_batches_of_large_messages(gpus: Gpus, order: str, sizes: tuple[int, ...]) -> None:
-    gpus.skip_if_they_take_turns("there are no sends and receives")
-    gpus.run(check_batch, order, sizes, group_timeout_s=15.0)

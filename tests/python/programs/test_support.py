@@ -17,7 +17,7 @@ from sequence_side import MOVED, REDUCED, Call
 from sequences import POOLS, WAIT_S, WORLD, Case, run_case
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "backend.md"
-DTYPES = {"numbers": (*REDUCED, "complex64"), "any": MOVED, "–": ("float32",)}
+DTYPES = {"numbers": REDUCED, "any": MOVED, "–": ("float32",)}
 # Kinds of calls that have another name, or several names, in the table.
 KINDS = {
     "all_reduce_coalesced": "coalesced",

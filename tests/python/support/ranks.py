@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import inspect
 import os
 import pickle
 import shutil
@@ -18,14 +19,15 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import rank_server
 
-__all__ = ["Pool", "RankFailure", "Server", "in_ranks", "run_ranks"]
+__all__ = ["Body", "Pool", "RankFailure", "Server", "in_ranks", "make_test", "run_ranks"]
 
 # After the first error the others, who may be waiting for that rank, get this long to say theirs.
 GRACE_S = 3.0
@@ -239,6 +241,7 @@ def run_ranks(
     group_timeout_s: float = 30.0,
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     grace_s: float = GRACE_S,
+    module: str = "",
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank of a group and returns the results, by rank.
 
@@ -252,6 +255,7 @@ def run_ranks(
         group_timeout_s: of the group's collectives.
         env: added to the ranks' environment: to all, or to each its own.
         grace_s: what the others get after the first error, before they are killed.
+        module: imported before ranks are forked; fn's by default.
 
     Raises:
         RankFailure: with every rank's traceback, and the stacks of those that did not come back.
@@ -260,7 +264,7 @@ def run_ranks(
     rank_env = [env or {}] * world_size if isinstance(env, dict | None) else env
 
     def make() -> Pool:
-        pool = Pool(server(), rank_env, fn.__module__)
+        pool = Pool(server(), rank_env, module or fn.__module__)
         if backend is not None:
             pool.init_group(backend, pg_options, group_timeout_s)
         return pool
@@ -274,29 +278,64 @@ def run_ranks(
     return results
 
 
-class _Body:
-    """What a test of in_ranks() does, which ranks find by the test's name."""
+class Body:
+    """What a test of make_test() does, which ranks find by the test's name."""
 
-    def __init__(self, body: Callable[[int], None]) -> None:
+    def __init__(self, body: Callable[..., Any]) -> None:
         self.__module__ = body.__module__
         self._name = body.__name__
 
-    def __call__(self, rank: int) -> None:
-        getattr(importlib.import_module(self.__module__), self._name).body(rank)
+    def __call__(self, rank: int, *args: Any) -> Any:
+        return getattr(importlib.import_module(self.__module__), self._name).body(rank, *args)
+
+
+def make_test(
+    body: Callable[..., Any], run: Callable[..., Any], names: Collection[str]
+) -> Callable[..., None]:
+    """A test that takes body's parameters but the rank, and `names`.
+
+    It calls run(Body, *arguments of body, **those of `names`).
+    """
+    own = list(inspect.signature(body).parameters)[1:]
+
+    def test(**given: Any) -> None:
+        __tracebackhide__ = True
+        run(Body(body), *(given[name] for name in own), **{name: given[name] for name in names})
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter(name, keyword) for name in dict.fromkeys([*own, *names])]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    test.__doc__, test.__module__, test.__name__ = body.__doc__, body.__module__, body.__name__
+    test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
+    test.body = body  # type: ignore[attr-defined]
+    return test
 
 
 def in_ranks(
-    world_size: int, **options: Any
-) -> Callable[[Callable[[int], None]], Callable[[], None]]:
-    """Makes a test of a function that every rank of a group runs; options are run_ranks()'s."""
+    world_size: int | Sequence[int], envs: Mapping[str, Any] | None = None, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that every rank of a group runs.
 
-    def decorate(body: Callable[[int], None]) -> Callable[[], None]:
-        def test() -> None:
-            __tracebackhide__ = True
-            run_ranks(world_size, _Body(body), **options)
+    The function's parameters after the rank are the test's, from fixtures or parametrize().
 
-        test.__doc__, test.__module__, test.__name__ = body.__doc__, body.__module__, body.__name__
-        test.body = body  # type: ignore[attr-defined]
+    Args:
+        world_size: several make a test of each.
+        envs: environments by name, which make a test of each.
+        options: run_ranks()'s.
+    """
+    sizes = [world_size] if isinstance(world_size, int) else world_size
+
+    def run(body: Body, *args: Any, world_size: int = sizes[0], env: str = "") -> None:
+        __tracebackhide__ = True
+        own = {"env": envs[env]} if envs else {}
+        run_ranks(world_size, body, *args, **own, **options)
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        names = [*(["world_size"] if len(sizes) > 1 else []), *(["env"] if envs else [])]
+        test = make_test(body, run, names)
+        for name, values in (("world_size", sizes), ("env", list(envs or {}))):
+            if name in names:
+                test = pytest.mark.parametrize(name, values)(test)
         return test
 
     return decorate
