@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import ringcomm
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.measure.screen import factor, make_console, microseconds
+from ringcomm.measure.screen import factor, make_console, make_table, microseconds
 from ringcomm.measure.timing import Timings
 
 Record = dict[str, Any]
@@ -222,3 +223,19 @@ def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[
     """A table whose first ``num_words`` columns are words, and the others figures."""
     rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
     return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def table_of(
+    headers: list[str],
+    caption: str,
+    records: list[dict[str, Any]],
+    row: Callable[[dict[str, Any]], list[str]],
+    section: tuple[str, ...] = (),
+) -> Any:
+    """A row per record, with a rule where a field of ``section`` changes."""
+    table = make_table(headers, caption)
+    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
+        for record in together:
+            table.add_row(*row(record))
+        table.add_section()
+    return table

@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -125,20 +124,4 @@ def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
     for header in headers:
         justify = "left" if header in TEXT_COLUMNS else "right"
         table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
-    return table
-
-
-def table_of(
-    headers: list[str],
-    caption: str,
-    records: list[dict[str, Any]],
-    row: Callable[[dict[str, Any]], list[str]],
-    section: tuple[str, ...] = (),
-) -> Table:
-    """A row per record, with a rule where a field of ``section`` changes."""
-    table = make_table(headers, caption)
-    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
-        for record in together:
-            table.add_row(*row(record))
-        table.add_section()
     return table

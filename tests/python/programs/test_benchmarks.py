@@ -18,9 +18,10 @@ import pytest
 import table
 import torch
 import torch.distributed as dist
+import weather
 
 from ringcomm import cli
-from ringcomm.measure import machine, ranks, weather
+from ringcomm.measure import machine, ranks
 from ringcomm.measure.timing import Timings
 
 BACKENDS = ["ringcomm", "gloo"]
@@ -144,7 +145,9 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str
         team.share(None)
 
     expected = (
-        "(?s)rank 1 failed.*on purpose" if how == "raises" else "rank 1 was killed by SIGKILL"
+        "(?s)rank 1: .*on purpose"
+        if how == "raises"
+        else "rank 1: .* terminated with signal SIGKILL"
     )
     with pytest.raises(ranks.RankError, match=expected):
         ranks.run_ranks(3, main, print)
@@ -162,7 +165,7 @@ def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPat
         if team.rank != 1:
             team.share(None)
 
-    with pytest.raises(ranks.RankError, match=r"ranks \[.*\] lost a rank that ended too early"):
+    with pytest.raises(ranks.RankError, match=r"(?s)rank [02]: .*lost a rank that ended too early"):
         ranks.run_ranks(3, main, print)
 
 

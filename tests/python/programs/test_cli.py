@@ -20,7 +20,6 @@ import torch.distributed as dist
 from collectives import AVAILABLE
 
 from ringcomm import cli, tuning
-from ringcomm.cli.commands import bench
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -226,7 +225,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wheel_says_where_the_measurements_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "BENCHMARKS", tmp_path / "benchmarks")
+    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
     with pytest.raises(SystemExit) as ended:
         cli.run(["bench", "all_reduce", "--sizes", "1k"])
     assert ended.value.code == EXIT_BAD_INPUT
