@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,8 +33,16 @@ def count_devices(kind: str) -> int:
     module: Any = getattr(torch, kind, None)
     if module is None:
         return 0
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        return int(pool.submit(module.device_count).result())
+    context = get_context("fork")
+    count = context.Value("i", 0)
+
+    def look() -> None:
+        count.value = module.device_count()
+
+    process = context.Process(target=look)
+    process.start()
+    process.join()
+    return int(count.value)
 
 
 @dataclass(frozen=True)

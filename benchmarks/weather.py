@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, FlagProbe, OthersWatch, read_cpus
+from flags import FlagProbe
+
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, cores
 from ringcomm.measure.ranks import Team
 
 Found = TypeVar("Found")
@@ -66,8 +68,8 @@ class WeatherWatch:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._probe = FlagProbe(team)
-        cores = [core[0] for core in read_cpus().cores]
-        self._cpus = cores[0], cores[min(1, len(cores) - 1)]
+        cpus = [core[0] for core in cores()]
+        self._cpus = cpus[0], cpus[min(1, len(cpus) - 1)]
         self._own_pids = [os.getppid(), *team.share(os.getpid())]
 
     def _attempt(self, measure: Callable[[], Found]) -> tuple[Found, Weather]:

@@ -24,9 +24,8 @@ from ringcomm.measure.screen import (
     as_option,
     byte_count,
     byte_counts,
+    columns,
     factor,
-    make_console,
-    make_table,
     microseconds,
     whole_numbers,
     words,
@@ -101,8 +100,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """Examines this machine and a group of ringcomm on it, and says what deserves attention.
 
     Cores and caches, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
-    makes a group, and measures hand-over between CPUs, all_reduce, messages and memory per pair of
-    ranks. The status is 1 when the group cannot be made.
+    makes a group, and measures all_reduce, messages and memory per pair of ranks. The status is 1
+    when the group cannot be made.
     """
     add = parser.add_argument
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
@@ -123,12 +122,11 @@ def _doctor(options: argparse.Namespace) -> int:
         error("it starts its own ranks: run it without torchrun")
     from ringcomm.measure.doctor import examine, print_report
 
-    console = None if options.json else make_console()  # before it measures
     report = examine(options.world_size, options.seconds)
-    if console is None:
+    if options.json:
         print(json.dumps(report, allow_nan=False))
     else:
-        print_report(console, report)
+        print_report(report)
     return 1 if "errors" in report["group"] else 0
 
 
@@ -163,10 +161,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
     add("--systems", help="separated by commas (default: all)", **several)
     add("--schedules", help="of pipelines (default: all)", **several)
-    add("--checkpointing", help="none, selective, full (default: all)", **several)
+    add("--checkpointing", help="none, full (default: both)", **several)
     add("--precision", default="bf16", help="bf16 (with float32 masters) or fp32")
     add("--optimizer", default="adamw", help="adamw or sgd")
-    add("--attention", default="flash", help="flash, or full for s × s matrices")
     is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     is_split["help"] = "among tensor-parallel ranks (default: where they divide sequences)"
     add("--sequence-parallel", **is_split)
@@ -207,7 +204,7 @@ def _plans(options: argparse.Namespace) -> Plans:
         cluster = replace(cluster, hardware=hardware)
     if options.tuning is not None:
         cluster = cluster.tuned(tuning.load(options.tuning).worlds)
-    names = ("precision", "optimizer", "attention", "dp", "pp", "tp", "ep", "virtual_stages")
+    names = ("precision", "optimizer", "dp", "pp", "tp", "ep", "virtual_stages")
     job = Job(
         tokens=amount(options.tokens),
         sequence=0 if options.sequence == "0" else amount(options.sequence),
@@ -222,19 +219,16 @@ def _plans(options: argparse.Namespace) -> Plans:
 
 
 def _print_plans(plans: Plans, top: int, why: int) -> None:
-    console = make_console()
-    if not console.is_terminal:
-        console.width = 220
-    console.print(plans.headline(), soft_wrap=True)
+    print(plans.headline())
     if plans.best is not None:
-        console.print(plans.table(top))
+        print(plans.table(top))
         chosen = plans.ranked[min(why, len(plans.ranked)) - 1]
-        console.print(f"Why {chosen.candidate.name}:", soft_wrap=True)
+        print(f"Why {chosen.candidate.name}:")
         for reason in chosen.reasons:
-            console.print(f"- {reason}", soft_wrap=True)
-    console.print("What does not fit, or does not go:")
+            print(f"- {reason}")
+    print("What does not fit, or does not go:")
     for line in plans.refusal_lines(top):
-        console.print(f"- {line}", soft_wrap=True)
+        print(f"- {line}")
 
 
 # ---- tune
@@ -277,38 +271,36 @@ def _tune(options: argparse.Namespace) -> int:
     from ringcomm.measure.algorithms import measure_algorithms, world_of
     from ringcomm.measure.machine import identity, utc_now
 
-    console = make_console()
     worlds = []
     for world_size in sorted(set(options.world_sizes)):
         sizes = sorted(set(options.sizes))
         times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
         worlds.append(world_of(world_size, times))
-        console.print(f"{world_size} ranks, float32; medians, the slowest rank counts")
-        console.print(_tuning_table(worlds[-1], times))
+        print(f"{world_size} ranks, float32; medians, the slowest rank counts")
+        print(_tuning_table(worlds[-1], times))
     date, versions = utc_now().isoformat(), (torch.__version__, __version__)
     tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), options.json)
     if not all(world.quiet for world in worlds):
-        console.print("other programs disturbed this: tune again on a quiet machine")
-    console.print(f"written: {options.json}")
+        print("other programs disturbed this: tune again on a quiet machine")
+    print(f"written: {options.json}")
     return 0
 
 
-def _tuning_table(world: tuning.World, times: list[Any]) -> Any:
+def _tuning_table(world: tuning.World, times: list[Any]) -> str:
     chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
     if world.one_shot_max_bytes == 1:
         chosen = "one_shot never wins"
-    names = [point.algorithm for point in times[0].points]
-    table = make_table(
-        ["bytes", *(f"{name} µs" for name in names), "two_shot / one_shot", "others %"],
-        f"{chosen}. alpha {world.alpha_us:.3g} µs per"
-        f" hand-over, beta {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per"
-        f" call; the model is off by a factor of {world.worst_fit:.2f} at worst.",
-    )
+    names = [f"{point.algorithm} µs" for point in times[0].points]
+    rows = [["bytes", *names, "two_shot / one_shot", "others %"]]
     for size in times:
         medians = [microseconds(point.p50_us) for point in size.points]
         ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
-        table.add_row(byte_count(size.points[0].bytes), *medians, ratio, others)
-    return table
+        rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
+    return (
+        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per hand-over, beta"
+        f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call; the model"
+        f" is off by a factor of {world.worst_fit:.2f} at worst."
+    )
 
 
 # ---- all of them

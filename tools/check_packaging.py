@@ -96,7 +96,7 @@ def check_wheel(folder: Path) -> Path:
     ours = [path for name in ("ringcomm", "kernels") for path in (ROOT / name).rglob("*.py*")]
     paths = [str(path.relative_to(ROOT)) for path in ours if path.suffix in (".py", ".pyi")]
     wanted = {f"ringcomm/{name}" if name.startswith("kernels/") else name for name in paths}
-    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed", "ringcomm/measure/flag_latency.c"}
+    wanted |= {"_ringcomm_autoload.py", "ringcomm/py.typed"}
     extension = {name for name in names if name.startswith("ringcomm/_C.") and name.endswith(".so")}
     demand_same(wheel.name, names, wanted | (extension or {"ringcomm/_C.*.so"}))
     return wheel

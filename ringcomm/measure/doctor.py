@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,27 +18,20 @@ import ringcomm
 from ringcomm import _C, tuning
 from ringcomm.measure.machine import (
     MAX_OTHERS_PERCENT,
-    SHARED_CACHE_MAX_US,
-    Cpus,
-    FlagProbe,
     OthersWatch,
+    cores,
     identity,
     mapped_memory,
     memory_and_load,
     missing_features,
-    read_cpus,
     read_limits,
     rounded,
-    telling_pairs,
     variables,
     versions,
 )
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.screen import byte_count, make_table, microseconds
+from ringcomm.measure.screen import byte_count
 from ringcomm.measure.timing import Contender, measure, median, open_default_group
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
@@ -51,10 +44,6 @@ NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 MAX_WORLD_OF_ALL_PAIRS = 8
 # What the project promises for a group with its default options.
 MAX_BYTES_PER_PAIR = 8 << 20
-SHM_NOTE = (
-    "not used: ringcomm's memory comes from memfd_create and is passed on as a file descriptor, so"
-    " the size of /dev/shm does not limit it; the cgroup's memory does"
-)
 # Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
     *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
@@ -151,20 +140,13 @@ def _memory(team: Team) -> dict[str, Any]:
     }
 
 
-def _run_rank(team: Team, cpu_pairs: list[tuple[int, int]], seconds: float) -> None:
+def _run_rank(team: Team, seconds: float) -> None:
     """Rank 0 reports what was found, piece by piece: what comes before a failure is kept."""
 
     def tell(**parts: Any) -> None:
         if team.rank == 0:
             team.report(parts)
 
-    probe = FlagProbe(team)
-    hand_overs = []
-    for cpus in cpu_pairs if team.world_size > 1 else []:
-        us = probe.latency_us(cpus)
-        is_shared = None if us is None else us <= SHARED_CACHE_MAX_US
-        hand_overs.append({"cpus": list(cpus), "us": us, "looks_shared": is_shared})
-    tell(hand_overs=hand_overs)
     begin = time.perf_counter()
     error = None
     try:
@@ -184,19 +166,16 @@ def _run_rank(team: Team, cpu_pairs: list[tuple[int, int]], seconds: float) -> N
     dist.destroy_process_group()
 
 
-def examine_group(
-    world_size: int, cpu_pairs: list[tuple[int, int]], seconds: float
-) -> dict[str, Any]:
+def examine_group(world_size: int, seconds: float) -> dict[str, Any]:
     """Starts the ranks and gathers what they find: parts by name, `errors` where it failed.
 
     Args:
         world_size: ranks to start.
-        cpu_pairs: CPUs between which hand-over is measured.
         seconds: per size of all_reduce.
     """
     found: dict[str, Any] = {}
     try:
-        run_ranks(world_size, lambda team: _run_rank(team, cpu_pairs, seconds), found.update)
+        run_ranks(world_size, lambda team: _run_rank(team, seconds), found.update)
     except RankError as error:
         found["errors"] = [str(error)]
     return found
@@ -218,25 +197,11 @@ def _tuning_notes(path: str | None, machine: dict[str, Any], world_size: int) ->
         yield f"RINGCOMM_TUNING: {path} has nothing about {world_size} ranks"
 
 
-def _cache_notes(cpus: Cpus, hand_overs: list[dict[str, Any]]) -> Iterator[str]:
-    for entry in hand_overs:
-        names = " and ".join(map(str, entry["cpus"]))
-        if entry["looks_shared"] is None:
-            yield (
-                f"hand-over between CPUs {names} was not measured: it takes a C compiler (cc, gcc"
-                " or clang) and two CPUs that are free at the same time"
-            )
-        elif not entry["looks_shared"]:
-            why = ", though the kernel says so: virtual machines may show caches they do not have"
-            said = why if cpus.shares_l3(entry["cpus"]) else ""
-            yield f"CPUs {names} share no cache{said}: a hand-over takes {entry['us']:.2g} µs"
-
-
-def _limit_notes(cpus: Cpus, limits: dict[str, Any], world_size: int) -> Iterator[str]:
-    if world_size > len(cpus.cores):
-        yield f"{world_size} ranks on {len(cpus.cores)} core(s): ranks wait for each other's turns"
+def _limit_notes(num_cores: int, limits: dict[str, Any], world_size: int) -> Iterator[str]:
+    if world_size > num_cores:
+        yield f"{world_size} ranks on {num_cores} core(s): ranks wait for each other's turns"
     allowed, file = limits["cpu_cores"] or (float("inf"), "")
-    if allowed < min(world_size, len(cpus.usable)):
+    if allowed < min(world_size, len(os.sched_getaffinity(0))):
         yield (
             f"the container may use {allowed:g} CPUs ({file}): {world_size} computing ranks are"
             " stopped for a part of the time"
@@ -269,24 +234,23 @@ def examine(world_size: int, seconds: float) -> dict[str, Any]:
     Returns:
         What --json prints; `group.errors` are there when the group could not be made.
     """
-    cpus, limits, machine = read_cpus(), read_limits(), identity()
+    by_core, limits, machine = cores(), read_limits(), identity()
     set_variables = variables("RINGCOMM_")
     missing = missing_features()
-    group = examine_group(world_size, telling_pairs(cpus), seconds)
+    group = examine_group(world_size, seconds)
     unknown = sorted(set_variables.keys() - known_variables())
     notes = [
         *(f"the kernel refuses {text}" for text in missing),
         *_group_notes(group),
-        *_limit_notes(cpus, limits, world_size),
-        *_cache_notes(cpus, group.get("hand_overs", [])),
+        *_limit_notes(len(by_core), limits, world_size),
         *(f"{name} is set, but ringcomm reads no such variable" for name in unknown),
         *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
     ]
     report = {
         "versions": versions(),
         "machine": {**machine, **memory_and_load()},
-        "cpus": asdict(cpus),
-        "limits": {**limits, "dev_shm": SHM_NOTE, "missing_features": missing},
+        "cpus": {"num_online": os.cpu_count(), "cores": by_core},
+        "limits": {**limits, "missing_features": missing},
         "environment": set_variables,
         "world_size": world_size,
         "group": group,
@@ -305,49 +269,19 @@ def _words(value: Any) -> str:
         return ", ".join(parts)
     if isinstance(value, (list, tuple)):
         return "; ".join(map(_words, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return byte_count(value) if isinstance(value, int) and value > MIB else f"{value}"
 
 
-def _group_rows(group: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for entry in group.get("hand_overs", []):
-        verdict = {True: "they share a cache", False: "they share none", None: "not measured"}
-        time = f"{entry['us']:.2g} µs, " if entry["us"] is not None else ""
-        name = f"hand-over, CPUs {' and '.join(map(str, entry['cpus']))}"
-        yield name, time + verdict[entry["looks_shared"]]
-    if "init_s" in group:
-        yield "making the group", f"{group['init_s'] * 1e3:.0f} ms"
-    for entry in group.get("all_reduce", []):
-        yield (
-            f"all_reduce, {byte_count(entry['bytes'])}",
-            f"p50 {microseconds(entry['p50_us'])} µs, p99 {microseconds(entry['p99_us'])} µs, busbw"
-            f" {entry['busbw_gb_per_s']:.3g} GB/s, {'+'.join(entry['algorithms'])}",
-        )
-    for pair in group.get("pairs", []):
-        times = "not timed"
-        if "latency_us" in pair:
-            times = (
-                f"1 KiB in {microseconds(pair['latency_us'])} µs one way, 4 MiB at"
-                f" {pair['gb_per_s']:.3g} GB/s"
-            )
-        name = f"ranks {'–'.join(map(str, pair['ranks']))}"
-        yield name, f"{pair['transport']}, {times}; {pair['why']}"
-    if "memory" in group:
-        memory = {name: f"{(size or 0) / MIB:.2f} MiB" for name, size in group["memory"].items()}
-        yield "shared memory", _words(memory).replace("_bytes", "").replace("_", " ")
-
-
-def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The machine, the group, and what deserves attention."""
-    parts = ("versions", "machine", "cpus", "limits", "environment")
-    machine = [(name, _words(report[name]) or "nothing is set") for name in parts]
-    group = f"a group of {report['world_size']} rank(s)"
-    for title, rows in (("this machine", machine), (group, [*_group_rows(report["group"])])):
-        table = make_table(["what", "found"], "", wraps=True)
-        for row in rows:
-            table.add_row(*row)
-        if table.row_count:
-            console.print(f"\n[bold]{title}[/bold]")
-            console.print(table)
-    console.print()
+def print_report(report: dict[str, Any]) -> None:
+    """A line for each part, of the group for each measurement; then what deserves attention."""
+    for name in ("versions", "machine", "cpus", "limits", "environment"):
+        print(f"{name}: {_words(report[name]) or 'nothing is set'}")
+    print(f"\na group of {report['world_size']} rank(s)")
+    for name, found in report["group"].items():
+        for one in found if isinstance(found, list) else [found]:
+            print(f"{name}: {_words(one)}")
+    print()
     for note in report["notes"] or ["nothing deserves attention"]:
-        console.print(f"• {note}", markup=False)
+        print(f"• {note}")

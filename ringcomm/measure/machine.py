@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import mmap
 import os
 import platform
 import re
 import resource
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +19,12 @@ from torch.utils import collect_env
 
 import ringcomm
 from ringcomm import _C
-from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import quantile
 
 SYSFS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 MAPPED = "/memfd:ringcomm"
 # Above this share of all cores a measured ratio says more about other programs than about us.
 MAX_OTHERS_PERCENT = 10.0
-# Between what was measured on either side of that: 0.04-0.1 µs where two cores share an L3, 0.4-0.5
-# where not.
-SHARED_CACHE_MAX_US = 0.2
-
-FLAG_SOURCE = Path(__file__).with_name("flag_latency.c")
-FLAG_LINE_BYTES = 256  # two adjacent lines are fetched together: one flag per pair of lines
-FLAG_OFFSETS_BYTES = (0, FLAG_LINE_BYTES)
-# Short batches, so that most are whole even where another program takes a core now and then.
-FLAG_ROUND_TRIPS = 20
-FLAG_BATCHES = 200
-MIN_FLAG_BATCHES = 20
-FLAG_TIMEOUT_NS = 5 * 10**8
-# Longest wait for the compiler.
-COMPILER_TIMEOUT_S = 60.0
 
 
 def utc_now() -> datetime.datetime:
@@ -131,58 +109,23 @@ class OthersWatch:
         return 100 * min(1.0, max(0.0, (busy_s - self._start[1]) / elapsed_s))
 
 
-@dataclass(frozen=True)
-class Cpus:
-    """The CPUs that this process may use.
-
-    Attributes:
-        usable: numbers of the CPUs, ascending.
-        num_online: CPUs of the machine.
-        cores: usable CPUs by physical core; hardware threads of a core are together.
-        l3: all CPUs by L3 cache; empty where the kernel does not say.
-    """
-
-    usable: tuple[int, ...]
-    num_online: int
-    cores: tuple[tuple[int, ...], ...]
-    l3: tuple[tuple[int, ...], ...]
-
-    def shares_l3(self, cpus: Collection[int]) -> bool | None:
-        """Whether one L3 serves all these CPUs, as the kernel has it; None if it is silent."""
-        return any(set(cpus) <= set(cache) for cache in self.l3) if self.l3 else None
+def cores(usable: Collection[int] | None = None, sysfs: Path = SYSFS) -> list[tuple[int, ...]]:
+    """The CPUs in `usable`, or those that this process may use, by physical core."""
+    cpus = os.sched_getaffinity(0) if usable is None else usable
+    return sorted({tuple(c for c in _siblings(cpu, sysfs) if c in cpus) for cpu in cpus})
 
 
-def _list_in(path: Path) -> tuple[int, ...]:
-    """The CPUs in a file of the kernel, such as `0-2,5`; none where there is no such file."""
+def _siblings(cpu: int, sysfs: Path) -> list[int]:
+    """The hardware threads of a CPU's core, as the kernel lists them: `0-2,5`."""
     numbers: list[int] = []
     try:
-        for part in path.read_text().strip().split(","):
+        text = (sysfs / f"cpu{cpu}/topology/core_cpus_list").read_text()
+        for part in text.strip().split(","):
             first, _, last = part.partition("-")
             numbers += range(int(first), int(last or first) + 1)
     except (OSError, ValueError):  # containers and some hypervisors show a part of it
-        return ()
-    return tuple(numbers)
-
-
-def read_cpus(usable: Collection[int] | None = None, sysfs: Path = SYSFS) -> Cpus:
-    """The CPUs in `usable`, or those that this process may run on."""
-    cpus = tuple(sorted(os.sched_getaffinity(0) if usable is None else usable))
-    siblings = {cpu: _list_in(sysfs / f"cpu{cpu}/topology/core_cpus_list") for cpu in cpus}
-    cores = {tuple(c for c in siblings[cpu] or (cpu,) if c in cpus) for cpu in cpus}
-    l3 = {_list_in(sysfs / f"cpu{cpu}/cache/index3/shared_cpu_list") for cpu in cpus} - {()}
-    return Cpus(cpus, psutil.cpu_count() or len(cpus), tuple(sorted(cores)), tuple(sorted(l3)))
-
-
-def telling_pairs(cpus: Cpus, most: int = 8) -> list[tuple[int, int]]:
-    """Pairs of CPUs whose hand-over shows the caches: within the first L3, and across.
-
-    Hardware threads of one core are left out: they share everything.
-    """
-    start, *others = [core[0] for core in cpus.cores]
-    chosen: dict[Any, int] = {}  # the first other CPU of each L3
-    for cpu in sorted(others, key=lambda cpu: not cpus.shares_l3((start, cpu))):
-        chosen.setdefault(next((cache for cache in cpus.l3 if cpu in cache), ()), cpu)
-    return [(start, cpu) for cpu in chosen.values()][:most]
+        return [cpu]
+    return numbers
 
 
 def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
@@ -263,89 +206,3 @@ def versions() -> dict[str, Any]:
             " ".join(line.split()) for line in str(found.cpu_info).splitlines() if " cache:" in line
         ],
     }
-
-
-def _compile(folder: str) -> str | None:
-    """Compiles the probe; its path, or None without a C compiler."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    if compiler is None:
-        return None
-    library = str(Path(folder, "flag_latency.so"))
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", library, str(FLAG_SOURCE)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return library
-
-
-class FlagProbe:
-    """Ranks 0 and 1 pass a flag to and fro. Collective to make."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._base = 0
-        with tempfile.TemporaryDirectory(prefix="ringcomm-flags-") as folder:
-            library = _compile(folder) if team.rank == 0 and team.world_size > 1 else None
-            if library is not None:
-                Path(folder, "flags").write_bytes(bytes(mmap.PAGESIZE))
-            library = team.agree(library)
-            could = team.share(team.rank > 1 or self._map(library))  # then rank 0 may clean up
-        self.is_there: bool = all(could)
-
-    def _map(self, library: str | None) -> bool:
-        """Loads the code and maps the flags; False where that cannot be, as on another host."""
-        if library is None:
-            return False
-        try:
-            self._round_trips = ctypes.CDLL(library).ringcomm_flag_round_trips
-            with Path(library).with_name("flags").open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        except (OSError, ValueError):
-            return False
-        self._round_trips.restype = ctypes.c_int64
-        self._round_trips.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-            *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-        ]
-        first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._flags = [first + offset for offset in FLAG_OFFSETS_BYTES]
-        return True
-
-    def latency_us(self, cpus: tuple[int, int]) -> float | None:
-        """One-way hand-over between ranks 0 and 1, in µs. Collective; the others sleep.
-
-        Both are bound to a CPU of their own meanwhile. The fastest tenth of the batches counts:
-        another program can only slow them down.
-
-        Returns:
-            The same on all ranks; None with one rank or one CPU twice, without a C compiler, on
-            different hosts, or when the two ranks hardly ran at the same time in half a second.
-        """
-        team = self._team
-        team.share(None)
-        times = self._measure(team.rank, cpus) if team.rank < 2 else []
-        enough = len(times) >= MIN_FLAG_BATCHES
-        us = quantile(sorted(times), 0.1) / FLAG_ROUND_TRIPS / 2 / 1000 if enough else None
-        latency: float | None = team.share(us)[0]
-        return latency
-
-    def _measure(self, side: int, cpus: tuple[int, int]) -> list[int]:
-        """Nanoseconds of each batch; the batch that waits for the other side to come is dropped."""
-        first, self._base = self._base, self._base + FLAG_ROUND_TRIPS * (FLAG_BATCHES + 1)
-        if not self.is_there or len(set(cpus)) < 2:
-            return []
-        own, other = self._flags[side], self._flags[1 - side]
-        deadline = time.monotonic_ns() + FLAG_TIMEOUT_NS
-        times = []
-        free = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {cpus[side]})
-        try:
-            for base in range(first, self._base, FLAG_ROUND_TRIPS):
-                ns = self._round_trips(own, other, side, base, FLAG_ROUND_TRIPS, deadline)
-                if ns < 0:
-                    break
-                times.append(ns)
-        finally:
-            os.sched_setaffinity(0, free)
-        return times[1:]

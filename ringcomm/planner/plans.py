@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from ringcomm.measure.screen import in_gb, in_seconds, make_table
+from ringcomm.measure.screen import columns, in_gb, in_seconds
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
 from ringcomm.planner.job import Job
@@ -122,29 +122,24 @@ class Plans:
             f" {len(self.refused):,} do not"
         )
 
-    def table(self, top: int) -> Any:
-        """A rich table of the first plans; all where top is 0."""
-        headers = ["system", "mesh", "schedule", "m × b", "recompute"]
+    def table(self, top: int) -> str:
+        """The first plans; all where top is 0. Figures are of the fullest rank, in 10^9 bytes.
+
+        "host" is of its memory or disks, a rank; "m × b" micro-batches, and sequences of each.
+        """
         memory = ["params", "grads", "states", "acts", "buffers", "GB", "host"]
-        table = make_table(
-            [*headers, *memory, "sent GB", "bubble", "step", "tokens/s", "most is"],
-            "Of the fullest rank, in 10^9 bytes; host: of its memory or disks, a rank. m × b:"
-            " micro-batches, and sequences of each.",
-        )
-        for column in table.columns[:3]:
-            column.justify = "left"
+        rows = [["system", "mesh", "schedule", "m × b", "recompute", *memory]]
+        rows[0] += ["sent GB", "bubble", "step", "tokens/s", "most is"]
         for plan in self.ranked[: top or None]:
             c, kept = plan.candidate, plan.memory
             gigabytes = [getattr(kept, part) for part in DEVICE_PARTS]
             gigabytes += [kept.device, kept.host + kept.disk, plan.traffic.sent]
-            table.add_row(
-                *(c.system.name, str(c.mesh), c.schedule),
-                *(f"{c.num_micro_batches} × {c.micro_batch}", c.checkpointing),
-                *(f"{value / 1e9:,.{2 if value < 1e10 else 1}f}" for value in gigabytes),
-                f"{c.bubble:.0%}" if c.mesh.pp > 1 else "",
-                *(in_seconds(plan.time.step), f"{plan.tokens_per_s:,.0f}", plan.time.largest),
-            )
-        return table
+            row = [c.system.name, str(c.mesh), c.schedule]
+            row += [f"{c.num_micro_batches} × {c.micro_batch}", c.checkpointing]
+            row += [f"{value / 1e9:,.{2 if value < 1e10 else 1}f}" for value in gigabytes]
+            row += [f"{c.bubble:.0%}" if c.mesh.pp > 1 else "", in_seconds(plan.time.step)]
+            rows.append([*row, f"{plan.tokens_per_s:,.0f}", plan.time.largest])
+        return columns(rows, 5)
 
     def refusal_lines(self, top: int) -> Iterator[str]:
         """One line per reason and system, with the meshes; all where top is 0."""
@@ -167,13 +162,10 @@ def _reasons(plan: Plan) -> Iterator[str]:
         + (f"; of the host {in_gb(memory.host)} a rank" if memory.host else "")
         + (f"; on disks {in_gb(memory.disk)} a rank" if memory.disk else "")
     )
-    recompute = "nothing is recomputed"
-    if c.checkpointing != "none":
-        what = "layers" if c.checkpointing == "full" else "the s × s matrices of attention"
-        recompute = f"{what} are recomputed"
+    recompute = "layers are" if c.checkpointing == "full" else "nothing is"
     m = c.num_micro_batches
     tokens = f"{c.micro_batch} × {c.job.sequence} tokens"
-    yield f"activations: {m} micro-batches of {tokens}; {recompute}"
+    yield f"activations: {m} micro-batches of {tokens}; {recompute} recomputed"
     for axis, part in (("tp", "tensor"), ("dp", "data"), ("ep", "expert"), ("pp", "pipeline")):
         size, group = getattr(c.mesh, axis), c.group(axis)
         if size > 1:

@@ -52,7 +52,12 @@ def plan(model: ModelShape | str, cluster: Cluster, job: Job) -> Plans:
             refused.append(Refusal("", str(mesh), fault))
             continue
         ranked = inside if cluster.group(mesh.tp, 1).num_hosts == 1 else outside
-        for system in _systems(job, mesh, cluster):
+        for system in SYSTEMS.values():
+            # One rank of several devices is looked at for "single" alone.
+            is_for_one, is_one = system.name == "single", mesh.num_ranks == 1
+            is_unasked = bool(job.systems) and system.name not in job.systems
+            if is_unasked or (is_for_one != is_one and (is_for_one or cluster.num_gpus > 1)):
+                continue
             fault = system.fault(mesh, is_host=cluster.hardware.is_host)
             if fault is not None:
                 refused.append(Refusal(system.name, str(mesh), fault))
@@ -98,18 +103,6 @@ def _meshes_of(shape: ModelShape, cluster: Cluster, job: Job) -> Iterator[Mesh]:
         yield Mesh()
 
 
-def _systems(job: Job, mesh: Mesh, cluster: Cluster) -> Iterator[System]:
-    """Those that the job wants; one rank of several devices is looked at for "single" alone."""
-    for name, system in SYSTEMS.items():
-        is_wanted = not job.systems or name in job.systems
-        if name == "single":
-            is_wanted &= mesh.num_ranks == 1
-        elif mesh.num_ranks == 1:
-            is_wanted &= cluster.num_gpus == 1
-        if is_wanted:
-            yield system
-
-
 def by_rank(plans: list[Plan]) -> Iterator[Plan]:
     """The fastest first; plans within SAME_TIME of the fastest one left by what else they cost.
 
@@ -141,9 +134,6 @@ def _best(
     leanest: tuple[int, str] | None = None
     fault: str | None = None
     for checkpointing in job.checkpointings or CHECKPOINTINGS:
-        if checkpointing == "selective" and job.attention == "flash":
-            fault = "selective recomputation: flash attention keeps no matrices to make anew"
-            continue
         for m, b in _micro_batches(job, system, mesh):
             why = _schedule_fault(shape, job, mesh.pp, schedule, m)
             if why is not None:

@@ -73,8 +73,6 @@ def test_refusals_say_why() -> None:
     sp = plans_of(is_sequence_split=True, tp=1)
     assert not sp.ranked
     assert {"it needs tp > 1" in refusal.reason for refusal in sp.refused} == {True}
-    flash = plans_of(checkpointings=("selective",), tp=8)
-    assert "flash attention keeps no matrices" in flash.refused[0].reason
     little = Cluster(8, host_memory_bytes=50 * GIGA)
     offloaded = plan("llama-7b", little, Job(1 << 20, systems=("offload-cpu",), tp=1, pp=1))
     assert "of the host's memory" in offloaded.refused[0].reason  # 8 ranks have 10 GB each
@@ -109,9 +107,9 @@ def test_hardware_files(tmp_path: Path) -> None:
     assert found.inside_rate == HARDWARE["a100"].inside_rate
     for content, message in (
         ("{", "not JSON"),
-        ("[]", "hardware is an object"),
+        ("[]", "wants an object"),
         ('{"like": "b100"}', "like is one of"),
-        ('{"like": "a100", "speed": 1}', "unknown speed"),
+        ('{"like": "a100", "speed": 1}', "speed"),
         ('{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive number, got -1"),
         ('{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
         ('{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
@@ -290,19 +288,19 @@ def test_offloading_takes_turns_with_computing() -> None:
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_activations_of_korthikanti(tp: int) -> None:
-    """sbh (34 + 5as/h); shared 10 + 24/t + 5as/(ht), with sequence parallelism all / t."""
-    shape, job = find_model("gpt3-175b"), Job(1 << 20, sequence=2048, attention="full")
-    sbh, scores = 2048 * shape.hidden, 5 * shape.heads * 2048 / shape.hidden
-    small = 2 * 4 * 2048  # a norm's number per token
+    """34 sbh; shared 10 + 24/t, with sequence parallelism all / t."""
+    shape, job = find_model("gpt3-175b"), Job(1 << 20, sequence=2048)
+    sbh = 2048 * shape.hidden
+    small = 4 * 2048 * (2 + shape.heads / tp)  # a number per token of norms and heads
     found = activations_of(shape, job, Mesh(tp=tp), 1)
-    assert found.layer == sbh * (10 + 24 / tp + scores / tp) + small
-    assert found.kept("selective") == sbh * (10 + 24 / tp) + small
+    assert found.layer == sbh * (10 + 24 / tp) + small
     assert found.kept("full") == 2 * sbh
     if tp > 1:
         found = activations_of(shape, job, Mesh(tp=tp, is_sequence_split=True), 1)
         # ringcomm.nn keeps what it has gathered in front of two pairs of layers.
         gathered = 4 * sbh * (1 - 1 / tp)
-        assert found.layer == (sbh * (34 + scores) + small) / tp + gathered
+        small = 4 * 2048 * (2 + shape.heads) / tp
+        assert found.layer == 34 * sbh / tp + small + gathered
         assert found.kept("full") == 2 * sbh / tp
 
 
@@ -314,8 +312,6 @@ def test_activations_of_llama() -> None:
     factor = 12 + 4 * shape.kv_heads / shape.heads + 8 * shape.ffn / h
     found = activations_of(shape, job, Mesh(), b)
     assert found.layer == s * b * h * factor + 4 * s * b * (shape.heads + 2)
-    full = activations_of(shape, dataclasses.replace(job, attention="full"), Mesh(), b)
-    assert full.layer == s * b * h * factor + 8 * s * b + 2 * shape.heads * s * s * b
     # 8 groups of heads over 16 ranks: each has one.
     eight, sixteen = (activations_of(shape, job, Mesh(tp=t), 1).layer for t in (8, 16))
     whole, keys = s * (8 * h + 8), 4 * s * shape.head_dim

@@ -78,7 +78,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for content, message in (
         ("{", "not JSON"),
-        ("[]", "holds an object"),
+        ("[]", "wants an object"),
         (json.dumps({"model_type": "bert"}), "model_type is one of gpt2, llama, .*got 'bert'"),
         (json.dumps({"model_type": "llama"}), "has no field 'num_hidden_layers'"),
     ):

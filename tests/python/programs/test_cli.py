@@ -121,8 +121,9 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     report = json.loads(out)
     assert report["environment"] == env
     assert {"ringcomm", "torch", "python", "kernel", "simd"} <= report["versions"].keys()
-    assert report["cpus"]["usable"] == sorted(os.sched_getaffinity(0))
-    assert {"cpu_cores", "memory_bytes", "max_fds", "dev_shm"} <= report["limits"].keys()
+    cpus = sorted(cpu for core in report["cpus"]["cores"] for cpu in core)
+    assert cpus == sorted(os.sched_getaffinity(0))
+    assert {"cpu_cores", "memory_bytes", "max_fds"} <= report["limits"].keys()
     group = report["group"]
     assert [pair["ranks"] for pair in group["pairs"]] == [[0, 1], [0, 2], [1, 2]]
     for pair in group["pairs"]:

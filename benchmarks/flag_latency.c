@@ -1,4 +1,4 @@
-/* Two processes pass a flag to and fro; machine.py compiles and calls this.
+/* Two processes pass a flag to and fro; flags.py compiles and calls this.
  *
  * Python's own loop takes longer than the hand-over (0.04-0.5 us), so it could not tell whether two
  * cores share a cache. */
