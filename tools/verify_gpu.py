@@ -1,6 +1,6 @@
 """Builds, tests and measures on a machine with a GPU, and keeps what it found.
 
-Usage: python tools/verify_gpu.py [--from NAME | --only NAME,...] [--budget-s S] [--out FOLDER]
+Usage: python tools/verify_gpu.py [--only NAME,...] [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
@@ -187,14 +187,14 @@ def machine() -> dict[str, Any]:
 
 def environment(facts: dict[str, Any], out: Path) -> dict[str, str]:
     """For the rows: kernels for the GPUs that are here alone, and where results go."""
-    defaults = {"GLOO_SOCKET_IFNAME": "lo", "RINGCOMM_CUDA_ARCHS": facts.get("archs", "")}
     return {
-        **defaults,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RINGCOMM_CUDA_ARCHS": facts.get("archs", ""),
         **os.environ,
         "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
         "PYTHONUNBUFFERED": "1",
         "RINGCOMM_USE_ENV": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
         "OUT": str(out),
         "GPUS": str(len(facts["gpus"])),
     }
@@ -203,36 +203,31 @@ def environment(facts: dict[str, Any], out: Path) -> dict[str, str]:
 def verify(rows: list[Row], out: Path, budget_s: float, page: Path) -> dict[str, Any]:
     """Runs rows in turn; the summary, which is on disk after each.
 
-    Its "next" is the row with which another command goes on: the first one that had no time left,
-    or that was stopped with less than its limit; None where all are done.
+    Its "left" are the rows for another command: those that had no time, or were stopped by the
+    budget. At least one row is run, besides the build.
     """
     facts = machine()
-    summary: dict[str, Any] = {**facts, "next": None, "rows": {}}
+    summary: dict[str, Any] = {**facts, "left": [], "rows": {}}
     env = environment(facts, out)
     deadline = time.monotonic() + budget_s
     num_run = 0
     for row in rows:
         left_s = deadline - time.monotonic()
-        # The first of a command is never too late, whatever the build has left of the budget.
-        is_late = summary["next"] or (num_run > 0 and left_s < MIN_SHARE * row.limit_s)
         reason = lacks(row.needs, len(facts["gpus"])) if row.command else row.how
-        if reason is None and is_late:
+        if reason is None and num_run > 0 and left_s < MIN_SHARE * row.limit_s:
             reason = "the budget is spent"
-            summary["next"] = summary["next"] or row.name
-        if reason is not None:
-            found: dict[str, Any] = {"status": "not run", "why": reason}
-        else:
+            summary["left"].append(row.name)
+        found: dict[str, Any] = {"status": "not run", "why": reason}
+        if reason is None:
             found = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
             if found["status"] == "stopped" and left_s < row.limit_s and num_run > 0:
-                summary["next"] = row.name
+                summary["left"].append(row.name)
             elif found["status"] != "not run":
                 write_row(page, row.name, f"{found['status']}, {facts['date'][:10]}")
             num_run += row.name != "build"
         summary["rows"][row.name] = found
         print(f"{row.name}: {found['status']} {found.get('why', found.get('seconds'))}", flush=True)
-        draft = out / "summary.tmp"
-        draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        draft.replace(out / "summary.json")
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         if row.name == "build" and found["status"] in ("failed", "stopped"):
             break
     return summary
@@ -262,10 +257,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, with the rows in `rows`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    everything = read_rows()
-    names = [row.name for row in everything]
+    rows = {row.name: row for row in read_rows()}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
-    add("--from", dest="begin", choices=names, metavar="NAME", help="build, then go on here")
     add("--only", metavar="NAME,...", help="these rows alone")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
     add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
@@ -273,21 +266,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
-    asked = {"row": options.only or "", "layout": options.layout or ""}
-    for kind, known in (("row", names), ("layout", [*LAYOUTS, "every"])):
-        unknown = {name for name in asked[kind].split(",") if name} - set(known)
-        if unknown:
-            parser.error(f"there is no {kind} {', '.join(sorted(unknown))}")
-    begin = names.index(options.begin) if options.begin else 0
-    options.rows = [
-        row
-        for i, row in enumerate(everything)
-        if (
-            row.name in asked["row"].split(",")
-            if options.only
-            else i >= begin or row.name == "build"
-        )
-    ]
+    only = (options.only or ",".join(rows)).split(",")
+    layouts = [] if options.layout is None else options.layout.split(",")
+    unknown = {*only} - {*rows} | {*layouts} - {*LAYOUTS, "every"}
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
+    options.rows = [row for name, row in rows.items() if name in only]
     return options
 
 
@@ -295,17 +280,17 @@ def main(argv: list[str]) -> int:
     """Runs what is asked for; returns the exit code."""
     options = parse(argv)
     if options.layout:
-        chosen = list(LAYOUTS) if options.layout == "every" else options.layout.split(",")
-        return run_layouts(chosen, options.arguments, options.limit_s)
+        return run_layouts(options.layout, options.arguments, options.limit_s)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     summary = verify(options.rows, out, options.budget_s, PAGE)
     statuses = [found["status"] for found in summary["rows"].values()]
     counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
     print(f"\n{counts}; results: {out}")
-    if summary["next"] is not None:
-        again = f"--from {summary['next']}" if options.only is None else "--only ..."
-        print(f"go on with: python tools/verify_gpu.py {again}")
+    if summary["left"]:
+        print(
+            f"go on with: python tools/verify_gpu.py --only {','.join(['build', *summary['left']])}"
+        )
     return int(any(status in ("failed", "stopped") for status in statuses))
 
 

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import cross_entropy
-import device_kernels
 import front_door
-import fused_update
-import llama_memory
 import lomo
 import plot
 import pytest
 import run_all
+import systems
 import torch
+import trainees
 from report import read_records
 from torch import Tensor
 
 from ringcomm import cli
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
 
+QUICK = ("--seconds", "0.02", "--repeats", "0")
 
-def records_of(path: Path, script: str, *argv: str, seconds: str = "0.02") -> list[dict[str, Any]]:
-    """What a script records in as little time as it can."""
-    quick = ["--seconds", seconds, "--repeats", "0", "--json", str(path / "records.jsonl")]
-    assert import_module(script).main([*quick, *argv]) == EXIT_OK
-    records = read_records([path / "records.jsonl"])
+
+def records_of(folder: Path, script: str, *argv: str) -> list[dict[str, Any]]:
+    """What a script records, all of it verified."""
+    path = folder / f"{script}.jsonl"
+    assert import_module(script).main(["--json", str(path), *argv]) == EXIT_OK
+    records = read_records([path])
     assert all(record["verified"] for record in records)
     return records
 
 
 def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "algorithms", "--worlds", "2", "--sizes", "4k,512k")
+    records = records_of(tmp_path, "algorithms", *QUICK, "--worlds", "2", "--sizes", "4k,512k")
     names = ["one_shot", "two_shot", "ring", "ring, rank_order"]
     found = [(record["bytes"], record["algorithm"]) for record in records]
     large = [(524288, name) for name in [*names, "direct"]]
@@ -49,7 +49,7 @@ def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) ->
 
 
 def test_floor(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "floor", "--worlds", "2", "--sizes", "1024,400000")
+    records = records_of(tmp_path, "floor", *QUICK, "--worlds", "2", "--sizes", "1024,400000")
     found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
     # Buffers that are shared pay from some size on.
     small = [(1024, name, how) for name, how in (("staged", "one_shot"), ("shared", "one_shot"))]
@@ -58,7 +58,7 @@ def test_floor(tmp_path: Path) -> None:
 
 
 def test_footprint(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "footprint", "--world", "2", "--groups", "3")
+    records = records_of(tmp_path, "footprint", *QUICK, "--world", "2", "--groups", "3")
     values = {(r["quantity"], r["backend"]): r["value"] for r in records}
     idle = "3 idle groups, per rank"
     for state in (idle, f"{idle}, one of them used"):
@@ -79,28 +79,6 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
             front_door.make_parser(arguments[1]).parse_args([*arguments[2:], "--seconds", "1"])
         else:
             import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
-
-
-def test_commands_of_the_list() -> None:
-    command = run_all.command_of(run_all.JOBS["all_reduce"][1], "/usr/bin/mpiexec")
-    assert command[:4] == ["/usr/bin/mpiexec", "-n", "4", sys.executable]
-    assert command[4:8] == ["-m", "ringcomm", "bench", "all_reduce"]
-    assert command[-2:] == ["--peers", "gloo,mpi4py"]
-    assert run_all.command_of("floor.py", None)[0] == sys.executable
-    command = run_all.command_of(run_all.JOBS["cross_entropy"][1], None)
-    assert command[-2] == "--json"
-    assert command[-1].endswith("-cross_entropy.jsonl")
-
-
-def test_what_fails_or_hangs_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert not run_all.run([sys.executable, "-c", "raise SystemExit(3)"])
-    monkeypatch.setattr(run_all, "LIMIT_S", 0.5)
-    assert not run_all.run([sys.executable, "-c", "import time; time.sleep(60)"])
-    said = capfd.readouterr().out
-    assert "status 3" in said
-    assert "stopped after" in said
 
 
 # ---- cross-entropy
@@ -147,18 +125,12 @@ def test_a_wrong_gradient_of_cross_entropy_is_seen(
 # ---- LOMO, and the fused update
 
 
-QUICK_LOMO = ["--size", "tiny", "--rows", "1", "--context", "8", "--seconds", "0.1"]
-
-
 @pytest.mark.slow
 def test_lomo(tmp_path: Path) -> None:
-    path = tmp_path / "lomo.jsonl"
-    assert (
-        lomo.main([*QUICK_LOMO, "--world", "2", "--repeats", "1", "--json", str(path)]) == EXIT_OK
-    )
-    records = {record["way"]: record for record in read_records([path])}
+    small = ["--size", "tiny", "--rows", "1", "--context", "8", "--world", "2"]
+    found = records_of(tmp_path, "lomo", *small, "--seconds", "0.1", "--repeats", "0")
+    records = {record["way"]: record for record in found}
     assert list(records) == [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT]
-    assert all(record["verified"] for record in records.values())
     whole = records["SGD"]["grad_bytes"]
     assert whole >= 4 * records["SGD"]["num_params"]
     for way in ("Lomo", "Lomo, clip two_pass", "AdaLomo"):
@@ -166,81 +138,32 @@ def test_lomo(tmp_path: Path) -> None:
     assert records["Lomo"]["grad_bytes"] < records["Lomo, clip deferred"]["grad_bytes"] <= whole
 
 
-def test_steps_of_lomo_that_are_not_sgds_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(model: torch.nn.Module, _: Any) -> torch.optim.Optimizer:
-        return lomo.Lomo(model, 2 * lomo.LEARNING_RATE)
-
-    monkeypatch.setitem(lomo.WAYS, "Lomo", lomo.Way(wrong, "SGD"))
-    path = tmp_path / "lomo.jsonl"
-    argv = [*QUICK_LOMO, "--world", "1", "--repeats", "1", "--json", str(path)]
-    assert lomo.main([*argv, "--ways", "Lomo;SGD"]) == EXIT_WRONG_RESULTS
-    records = {record["way"]: record for record in read_records([path])}
-    assert not records["Lomo"]["verified"]
-    assert records["SGD"]["verified"]
-
-
 @pytest.mark.slow
-def test_fused_updates_and_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "records.jsonl"
-    quick = ["--seconds", "0.02", "--sizes", "40006", "--json", str(path)]
-    assert fused_update.main([*quick, "--optimizer", "adamw"]) == EXIT_OK
-    records = read_records([path])
-    assert [(r["bytes"], r["way"], r["verified"]) for r in records] == [
-        (40_000, way, True) for way in ("fused", "zero1", "ringcomm", "gloo")
-    ]
-    step_of = fused_update.Way._whole
-
-    def spoiled(self: fused_update.Way) -> Callable[[], None]:
-        step = step_of(self)
-
-        def spoil() -> None:
-            step()
-            self.param[7] += 0.5
-
-        return spoil
-
-    monkeypatch.setattr(fused_update.Way, "_zero1", spoiled)
-    path.unlink()
-    assert fused_update.main([*quick, "--optimizer", "sgd"]) == EXIT_WRONG_RESULTS
-    wrong = [r for r in read_records([path]) if not r["verified"]]
-    assert [(r["way"], r["wrong_elems"], r["ratio"]) for r in wrong] == [("zero1", 2, None)]
+def test_fused_updates(tmp_path: Path) -> None:
+    records = records_of(tmp_path, "fused_update", *QUICK[:2], "--sizes", "40006")
+    ways = [(record["bytes"], record["way"]) for record in records]
+    assert ways == [(40_000, way) for way in ("fused", "zero1", "ringcomm", "gloo")]
 
 
 # ---- one device
 
 
 def test_device_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    argv = ["--device", "cpu", "--json", str(path), "--scale", "64", "--seconds", "0.01"]
-    assert device_kernels.main(argv) == EXIT_OK
-    records = read_records([path])
-    cases = {record["case"] for record in records}
-    assert cases == {"linear", "embedding", "sgd", "linear_loss"}
+    records = records_of(tmp_path, "device_kernels", *QUICK[:2], "--device", "cpu", "--scale", "64")
+    assert {r["case"] for r in records} == {"linear", "embedding", "sgd", "linear_loss"}
     assert all(record["p50_us"] > 0 and record["device"] == "cpu" for record in records)
 
 
 @pytest.mark.slow
-def test_llama_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_memory(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    path = tmp_path / "records.jsonl"
     small = ["--size", "tiny", "--layers", "1", "--rows", "1", "--tokens", "8"]
     ways = ["forward only", "AdamW", "two-pass clip"]
-    argv = ["--device", "cpu", "--json", str(path), *small, "--ways", ",".join(ways)]
-    assert llama_memory.main(argv) == EXIT_OK
-    records = read_records([path])
+    argv = ["--device", "cpu", *small, "--ways", ",".join(ways)]
+    records = records_of(tmp_path, "llama_memory", *argv)
     assert [record["way"] for record in records] == ways
-    for record in records:
-        learns = record["losses"][-1] < record["losses"][0]
-        assert learns == (record["way"] != "forward only")
-
-    def attempt(way: str, options: Any, num_layers: int, placement: Any) -> dict[str, int] | None:
-        return {"num_layers": num_layers} if num_layers <= 90 else None
-
-    monkeypatch.setattr(llama_memory, "attempt", attempt)
-    found: Any = llama_memory.grow("Lomo", None, None)  # type: ignore[arg-type]
-    assert found["num_layers"] <= 90 < found["num_layers"] * 1.1
+    learns = [record["losses"][-1] < record["losses"][0] for record in records]
+    assert learns == [False, True, True]
 
 
 # ---- pipelines
@@ -252,12 +175,9 @@ def test_pipelines_and_their_timelines(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(script, "PICTURED", (2, 4))
     monkeypatch.setattr(script, "MIN_STEPS", 2)
     argv = ["--worlds", "2", "--factors", "2", "--unit-ms", "0.2", "--seconds", "0.01"]
-    path = tmp_path / "records.jsonl"
-    options = ["--repeats", "0", "--json", str(path), "--pictures", str(tmp_path)]
-    assert script.main([*argv, *options]) == EXIT_OK
-    records = read_records([path])
+    records = records_of(tmp_path, "pipeline", *argv, "--repeats", "0", "--pictures", str(tmp_path))
     assert [r["schedule"] for r in records] == list(script.pipeline.SCHEDULES)
-    assert all(r["verified"] and r["num_steps"] >= 2 for r in records)
+    assert all(r["num_steps"] >= 2 for r in records)
     # m = 4 over 2 ranks: 1/5; in halves of stages 1/9; ZB-H1 1/13, and in halves 1/25.
     found = [r["predicted_bubble"] for r in records]
     assert found == pytest.approx([1 / 5, 1 / 5, 1 / 9, 1 / 13, 1 / 25], rel=1e-4)
@@ -265,3 +185,67 @@ def test_pipelines_and_their_timelines(tmp_path: Path, monkeypatch: pytest.Monke
         assert record["bound_us"] <= record["slept_bound_us"]  # a sleep is never early
         assert 0 < record["bubble"]["p50_share"] < 1
         assert (tmp_path / f"pipeline-{record['schedule']}.json").stat().st_size > 100
+
+
+# ---- systems
+
+
+SIZES = ["--width", "96", "--layers", "2", "--tokens", "12", "--seconds", "0.1", "--repeats", "1"]
+
+
+def race(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    path = tmp_path / "systems.jsonl"
+    status = cli.run(["bench", "systems", *SIZES, "--json", str(path), *options])
+    return status, read_records([path])
+
+
+@pytest.mark.slow
+def test_losses_bytes_and_memory_of_systems(tmp_path: Path) -> None:
+    picture = tmp_path / "systems.svg"
+    status, records = race(tmp_path, "--world-size", "2", "--plot", str(picture))
+    assert status == EXIT_OK
+    assert [record["system"] for record in records] == trainees.DEFAULT
+    by_name = {record["system"]: record for record in records}
+    for record in records:
+        assert record["loss"] == pytest.approx(record["one_process_loss"], rel=1e-4)
+        if "gloo" in record["system"] or record["system"] == "parameter server":
+            assert record["sent_bytes"] is None
+        else:
+            assert record["sent_bytes"] == record["formula_bytes"]
+    whole = by_name["ddp"]["param_bytes"]
+    assert whole == 4 * by_name["ddp"]["num_params"]
+    assert by_name["ddp"]["state_bytes"] >= 2 * whole
+    assert by_name["lomo"]["state_bytes"] == 0
+    for name in ("zero-1", "zero-2"):
+        assert by_name[name]["state_bytes"] == pytest.approx(whole, rel=0.01)
+    assert by_name["lomo on shards"]["param_bytes"] <= whole / 2 + 4 * 40
+    assert "ddp" in picture.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_backends_and_the_share_of_communication(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a name has a comma; steps that move nothing are no records."""
+    names = "ddp;ddp blocking;zero-3;tensor, tokens shared"
+    status, records = race(tmp_path, "--systems", names, "--over", "gloo,fake")
+    assert status == EXIT_OK
+    found = {record["system"]: record for record in records}
+    assert list(found) == [f"{n}{on}" for n in names.split(";") for on in ("", " on gloo")]
+    for name, record in found.items():
+        assert record["backend"] == ("gloo" if "gloo" in name else "ringcomm")
+        assert ("over_ringcomm" in record) == ("gloo" in name)
+        assert ("communication_share" in record) == ("tensor" not in name)
+    said = capfd.readouterr().out
+    assert "over ringcomm" in said
+    assert "communication share" in said
+
+
+@pytest.mark.slow
+def test_wrong_losses_of_a_system_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = systems.SYSTEMS["ddp"]
+    wrong = replace(ddp, like=systems.SYSTEMS["lomo"].like)
+    monkeypatch.setitem(systems.SYSTEMS, "ddp", wrong)
+    status, records = race(tmp_path, "--systems", "ddp")
+    assert status == EXIT_WRONG_RESULTS
+    assert records[0]["wrong_elems"] > 0

@@ -60,12 +60,12 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     monkeypatch.setattr(verify_gpu, "machine", lambda: {"date": "2026-11-22T", "gpus": ["one"]})
     page = tmp_path / "page.md"
 
-    def run(rows: list[Row], budget_s: float) -> tuple[str | None, dict[str, str]]:
+    def run(rows: list[Row], budget_s: float) -> tuple[list[str], dict[str, str]]:
         page.write_text("".join(f"| {row.name} | what | how | 1 | | not run |\n" for row in rows))
         summary = verify_gpu.verify(rows, tmp_path, budget_s, page)
         assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
         rows_of = summary["rows"]
-        return summary["next"], {
+        return summary["left"], {
             k: found.get("why", found["status"]) for k, found in rows_of.items()
         }
 
@@ -79,7 +79,7 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
         sleeps("hangs", 0.5),
     ]
     assert run(rows, 60) == (
-        None,
+        [],
         {
             "build": "passed",
             "bad": "failed",
@@ -95,29 +95,23 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     assert written[2].endswith("| not run |")
     assert written[3].endswith("| not run |")
     assert "1 GPU\n1234" in (tmp_path / "verify.log").read_text(encoding="utf-8")
-    # The budget ends a run. What is stopped before its own limit is the next one's first row.
+    # The budget ends a run. What is stopped before its own limit is left for the next one.
     late = "the budget is spent"
-    rows = [rows[0], Row("one", "`true`", 4, ()), sleeps("cut", 5), Row("short", "`true`", 0.1, ())]
-    next_name, found = run(rows, 4)
-    assert next_name == "cut"
+    rows = [rows[0], Row("one", "`true`", 4, ()), sleeps("cut", 5), Row("short", "`true`", 9, ())]
+    left, found = run(rows, 4)
+    assert left == ["cut", "short"]
     assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
     # One at least is begun, and what has had all of a command does not get another.
-    assert run([rows[0], rows[1], rows[2]], 1) == (
-        "cut",
-        {"build": "passed", "one": "passed", "cut": late},
-    )
-    assert run([rows[0], rows[2], rows[3]], 3)[0] == "short"
+    assert run([rows[0], rows[2]], 1) == ([], {"build": "passed", "cut": "stopped"})
 
 
 def test_which_rows_are_chosen() -> None:
     def names(*argv: str) -> list[str]:
         return [row.name for row in verify_gpu.parse([*argv]).rows]
 
-    everything = [row.name for row in verify_gpu.read_rows()]
-    assert names() == everything
-    assert names("--from", "models") == ["build", *everything[everything.index("models") :]]
+    assert names() == [row.name for row in verify_gpu.read_rows()]
     assert names("--only", "models,faults") == ["faults", "models"]
-    for wrong in (["--only", "no_such"], ["--from", "no_such"], ["--layout", "no_such"]):
+    for wrong in (["--only", "no_such"], ["--layout", "no_such"]):
         with pytest.raises(SystemExit):
             verify_gpu.parse(wrong)
 

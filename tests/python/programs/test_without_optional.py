@@ -128,4 +128,5 @@ for command in (["doctor"], ["tune"], ["bench", "all_reduce"]):
 def test_calls_go_without_them_or_say_what_to_install(tmp_path: Path) -> None:
     done = run_bare(CALLS, str(tmp_path / "store"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("measuring needs the package psutil: pip install psutil") == 3
+    assert done.stderr.count("measuring needs the package psutil: pip install psutil") == 2
+    assert "tables need the package rich: pip install rich" in done.stderr
