@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import cross_entropy
 import front_door
+import harness
 import lomo
 import plot
 import pytest
 import run_all
 import systems
+import table
 import torch
 import trainees
 from report import read_records
@@ -35,6 +38,7 @@ def records_of(folder: Path, script: str, *argv: str) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.slow
 def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) -> None:
     records = records_of(tmp_path, "algorithms", *QUICK, "--worlds", "2", "--sizes", "4k,512k")
     names = ["one_shot", "two_shot", "ring", "ring, rank_order"]
@@ -79,6 +83,44 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
             front_door.make_parser(arguments[1]).parse_args([*arguments[2:], "--seconds", "1"])
         else:
             import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
+
+
+# ---- tables of records
+
+
+def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
+    def record(date: str, quiet: bool) -> dict[str, Any]:
+        place = {"op": "all_reduce", "world_size": 2, "device": "cpu", "dtype": "float32"}
+        state = {"quiet": quiet, "verified": True, "machine": {"cpu": "a CPU", "cores": 2}}
+        return {"kind": "collective", "date": date, "bytes": 64, **place, **state}
+
+    old, quiet, busy = record("1", True), record("2", True), record("3", False)
+    layout = table.LAYOUTS["collective"]
+    assert table.newest([old, busy, quiet], layout) == [[quiet]]
+    assert table.newest([busy], layout) == [[busy]]
+
+
+def test_readme_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+    """As git has them: records that a run has added since are not README's yet."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(harness.ROOT), *arguments]
+        run = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+        return run.stdout
+
+    try:
+        names = git("ls-files", "--", f"{harness.RESULTS.relative_to(harness.ROOT)}/*.jsonl")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not in a git checkout")
+    copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
+    for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
+        copy.write_text(git("show", f":{name}"), encoding="utf-8")
+    written = table.readme_tables(read_records(copies))
+    if not written:
+        pytest.skip("there are no records yet")
+    readme = (harness.ROOT / "README.md").read_text(encoding="utf-8")
+    told = "out of date: python benchmarks/table.py --write README.md"
+    assert table.with_tables(readme, written) == readme, told
 
 
 # ---- cross-entropy
@@ -148,6 +190,7 @@ def test_fused_updates(tmp_path: Path) -> None:
 # ---- one device
 
 
+@pytest.mark.slow
 def test_device_kernels(tmp_path: Path) -> None:
     records = records_of(tmp_path, "device_kernels", *QUICK[:2], "--device", "cpu", "--scale", "64")
     assert {r["case"] for r in records} == {"linear", "embedding", "sgd", "linear_loss"}

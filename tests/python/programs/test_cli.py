@@ -79,6 +79,7 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     """One rank prints and writes; the flag probe finds its way between strangers' processes."""
     path = tmp_path / "bench.jsonl"
@@ -177,12 +178,8 @@ def test_ctrl_c_ends_all_processes() -> None:
         (["bench", "all_reduce,systems"], "systems is measured alone"),
         (["bench", "all_reduce", "--peers", "nccl"], "add --device cuda"),
         (["bench", "all_reduce", "--sizes", "many"], "'many' is no amount: write 4096, 16k"),
-        (["bench", "all_reduce", "--sizes", ","], "names nothing"),
-        (["bench", "all_reduce", "--world-size", "0"], "1 to 64, got 0"),
         (["bench", "all_reduce", "--peers", "carrier_pigeon"], "knows no backend 'carrier_pigeon'"),
         (["bench", "all_reduce", "--peers", "gloo"], "built without gloo"),
-        (["bench", "all_reduce", "--dtype", "text"], "unknown type 'text'"),
-        (["bench", "all_reduce", "--seconds", "-1"], "not negative"),
         (["bench", "sendrecv", "--world-size", "1"], "two ranks at least"),
         (["tune", "--world-sizes", "1,2"], "2 to 64, got 1"),
         (["tune", "--sizes", "1k,1024"], "2 different ones at least"),
@@ -215,12 +212,6 @@ def test_a_launcher_of_another_size_is_refused(
             cli.run(argv)
         assert ended.value.code == EXIT_BAD_INPUT
         assert "torchrun" in capsys.readouterr().err
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.run(["--version"])
-    assert capsys.readouterr().out.startswith("ringcomm 0.")
 
 
 def test_a_wheel_says_where_the_measurements_are(
