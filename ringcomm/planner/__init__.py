@@ -11,8 +11,7 @@ from ringcomm._renamed import getattr_of
 from ringcomm.planner.hardware import Cluster, Hardware
 from ringcomm.planner.job import Job
 from ringcomm.planner.models import ModelShape
-from ringcomm.planner.plans import Plan, Plans
-from ringcomm.planner.search import plan
+from ringcomm.planner.plans import Plan, Plans, plan
 
 __all__ = ["Cluster", "Hardware", "Job", "ModelShape", "Plan", "Plans", "plan"]
 
