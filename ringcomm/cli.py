@@ -100,8 +100,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """Examines this machine and a group of ringcomm on it, and says what deserves attention.
 
     Cores and caches, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
-    makes a group, and measures all_reduce, messages and memory per pair of ranks. The status is 1
-    when the group cannot be made.
+    makes a group, and measures all_reduce, messages between each pair of ranks, and memory. The
+    status is 1 when the group cannot be made.
     """
     add = parser.add_argument
     num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))

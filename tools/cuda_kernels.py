@@ -3,12 +3,11 @@
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
 
-    python tools/cuda_kernels.py [--arch 90] [--check]
+    python tools/cuda_kernels.py [--check]
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import hashlib
 import os
@@ -102,22 +101,19 @@ def _compile(
 
 
 def main() -> int:
-    """Compiles for the architectures of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", action="append", default=[], help="such as 90")
-    parser.add_argument("--check", action="store_true", help="do they compile? kept apart")
-    options = parser.parse_args()
+    """Compiles for RINGCOMM_CUDA_ARCHS; with --check only to see whether that goes."""
+    is_check = sys.argv[1:] == ["--check"]
     nvcc = buildconfig.find_nvcc()
     if nvcc is None:
         print("[cuda] no nvcc here: kernels for GPUs were NOT compiled")
         return 0
-    folder = ROOT / "build" / ("cuda-check" if options.check else "cuda")
+    folder = ROOT / "build" / ("cuda-check" if is_check else "cuda")
     try:
-        compile_all(nvcc, folder, tuple(options.arch), is_check=options.check)
+        compile_all(nvcc, folder, is_check=is_check)
     except BuildProblem as problem:
         print(problem)
         return 1
-    archs = ", ".join(f"sm_{arch}" for arch in options.arch or default_archs())
+    archs = ", ".join(f"sm_{arch}" for arch in default_archs())
     print(f"[cuda] kernels compile for {archs}")
     return 0
 

@@ -91,16 +91,12 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
     """What a machine with so many GPUs lacks; None if it has everything."""
     if num_gpus == 0:
         return "no GPU here"
-    for need in needs:
-        if need == "2 GPUs":
-            if num_gpus < 2:
-                return "one GPU here"
-        elif need == "MPS":
-            if find_control() is None:
-                return "MPS is missing: there is no nvidia-cuda-mps-control"
-        elif importlib.util.find_spec(need) is None:
-            return f"{need} is not installed"
-    return None
+    if "2 GPUs" in needs and num_gpus < 2:
+        return "one GPU here"
+    if "MPS" in needs and find_control() is None:
+        return "MPS is missing: there is no nvidia-cuda-mps-control"
+    missing = [n for n in needs if n not in ("2 GPUs", "MPS") and not importlib.util.find_spec(n)]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def run(command: list[str], limit_s: float, **options: Any) -> int | None:
@@ -264,12 +260,10 @@ def main(argv: list[str]) -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     found, left = verify(options.rows, out, options.budget_s, PAGE)
-    statuses = list(found.values())
-    counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
-    print(f"\n{counts}; results: {out}")
+    print(f"results: {out}")
     if left:
         print(f"go on with: python tools/verify_gpu.py --only {','.join(['build', *left])}")
-    return int(any(status in ("failed", "stopped") for status in statuses))
+    return int(any(status in ("failed", "stopped") for status in found.values()))
 
 
 def exit_on_term(number: int, frame: object) -> None:

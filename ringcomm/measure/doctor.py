@@ -42,8 +42,6 @@ BANDWIDTH_BYTES = 4 << 20
 NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
 # With more ranks only neighbours are timed: pairs grow with the square.
 MAX_WORLD_OF_ALL_PAIRS = 8
-# What the project promises for a group with its default options.
-MAX_BYTES_PER_PAIR = 8 << 20
 # Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
 OTHER_VARIABLES = (
     *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
@@ -126,18 +124,10 @@ def _pairs(team: Team) -> list[dict[str, Any]]:
     return found
 
 
-def _memory(team: Team) -> dict[str, Any]:
+def _memory(team: Team) -> dict[str, int]:
     """The group's shared memory, which all its ranks map: one piece, charged once. Collective."""
-    mapped = _C.mapped_bytes(_own_backend())
     resident = sum(team.share(mapped_memory()["share_bytes"]))
-    num_pairs = team.world_size * (team.world_size - 1) // 2
-    return {
-        "mapped_bytes": mapped,
-        "resident_bytes": resident,
-        "mapped_bytes_per_pair": mapped / num_pairs if num_pairs else None,
-        "resident_bytes_per_pair": resident / num_pairs if num_pairs else None,
-        "max_bytes_per_pair": MAX_BYTES_PER_PAIR,
-    }
+    return {"mapped_bytes": _C.mapped_bytes(_own_backend()), "resident_bytes": resident}
 
 
 def _run_rank(team: Team, seconds: float) -> None:
@@ -210,13 +200,6 @@ def _limit_notes(num_cores: int, limits: dict[str, Any], world_size: int) -> Ite
 
 def _group_notes(group: dict[str, Any]) -> Iterator[str]:
     yield from (f"the group cannot be made: {text}" for text in group.get("errors", []))
-    for name in ("mapped", "resident"):
-        per_pair = group.get("memory", {}).get(f"{name}_bytes_per_pair") or 0
-        if per_pair > MAX_BYTES_PER_PAIR:
-            yield (
-                f"{per_pair / MIB:.1f} MiB are {name} per pair of ranks, over the"
-                f" {MAX_BYTES_PER_PAIR // MIB} MiB that default options keep to"
-            )
     if group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT:
         yield (
             f"other programs used {group['others_busy_percent']:.0f} % of the machine meanwhile:"

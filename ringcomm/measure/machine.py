@@ -189,20 +189,14 @@ def memory_and_load() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """ringcomm's, and those of torch's collect_env. It runs tools such as lscpu for a second."""
     found = collect_env.get_env_info()
+    names = ("os", "libc_version", "gcc_version", "clang_version", "cuda_runtime_version")
+    names += ("nvidia_driver_version", "nvidia_gpu_models")
     return {
         "ringcomm": ringcomm.__version__,
         "torch": torch.__version__,
-        "python": str(found.python_version).partition(" ")[0],
-        "os": found.os,
-        "kernel": os.uname().release,
-        "libc": found.libc_version,
-        "compiler": found.gcc_version or found.clang_version,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
         "simd": _C.simd_level(),
         "gloo": dist.is_gloo_available(),
-        "cuda": torch.version.cuda if found.is_cuda_available else None,
-        "driver": found.nvidia_driver_version,
-        "gpus": found.nvidia_gpu_models,
-        "caches": [
-            " ".join(line.split()) for line in str(found.cpu_info).splitlines() if " cache:" in line
-        ],
+        **{name: getattr(found, name) for name in names},
     }

@@ -135,8 +135,7 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     assert [point["algorithms"] for point in group["all_reduce"]] == [["two_shot"]] * 3
     memory = group["memory"]
     assert 0 < memory["resident_bytes"] <= memory["mapped_bytes"]
-    assert memory["mapped_bytes_per_pair"] == pytest.approx(memory["mapped_bytes"] / 3, rel=1e-3)
-    assert memory["mapped_bytes_per_pair"] <= memory["max_bytes_per_pair"] == 8 << 20
+    assert memory["mapped_bytes"] <= 3 * (8 << 20)  # of three pairs
     notes = "\n".join(report["notes"])
     for text in (
         "RINGCOMM_TYPO is set, but ringcomm reads no such variable",
