@@ -189,8 +189,8 @@ def memory_and_load() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """ringcomm's, and those of torch's collect_env. It runs tools such as lscpu for a second."""
     found = collect_env.get_env_info()
-    names = ("os", "libc_version", "gcc_version", "clang_version", "cuda_runtime_version")
-    names += ("nvidia_driver_version", "nvidia_gpu_models")
+    names = ["os", "libc_version", "gcc_version", "clang_version", "cuda_runtime_version"]
+    names += ["nvidia_driver_version", "nvidia_gpu_models"]
     return {
         "ringcomm": ringcomm.__version__,
         "torch": torch.__version__,

@@ -81,8 +81,10 @@ class Hardware:
             raise ValueError(f"hardware {self.name}: utilisation and overlap are shares up to 1")
 
 
-_MAY_BE_ZERO = ("reserved_bytes", "overlap", "call_s", "new_memory_rate")
-_MAY_BE_ZERO += ("inside_alpha_s", "outside_alpha_s")
+_MAY_BE_ZERO = (
+    *("reserved_bytes", "overlap", "call_s", "new_memory_rate"),
+    *("inside_alpha_s", "outside_alpha_s"),
+)
 # Seconds of a hop: NCCL's tuner, Simple protocol (src/graph/tuning.cc).
 _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 5.7e-6, 14e-6
 # Share of the line rate that payload gets. NVLink and PCIe: NCCL's src/graph/topo.h. Network cards:
