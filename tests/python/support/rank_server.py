@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,8 +53,18 @@ def _redirect(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def start_server(folder: Path) -> socket.socket:
-    """Forks the server; returns the socket on which it takes requests.
+def import_ringcomm() -> None:
+    """What a server does before it forks ranks, if it is not told otherwise."""
+    import torch
+    import torch._dynamo  # which optimizers import
+
+    import ringcomm.parallel.pipeline
+
+    assert torch._dynamo, ringcomm.parallel.pipeline
+
+
+def start_server(folder: Path, prepare: Callable[[], None] = import_ringcomm) -> socket.socket:
+    """Forks the server, where `prepare` runs; returns the socket on which it takes requests.
 
     By way of a process that ends at once: other tests assert that pytest has no children left.
     """
@@ -62,24 +73,20 @@ def start_server(folder: Path) -> socket.socket:
     if between == 0:
         if os.fork() == 0:
             ours.close()
-            _server_main(theirs, folder)
+            _server_main(theirs, folder, prepare)
         os._exit(0)
     os.waitpid(between, 0)
     theirs.close()
     return ours
 
 
-def _server_main(requests: socket.socket, folder: Path) -> NoReturn:
+def _server_main(requests: socket.socket, folder: Path, prepare: Callable[[], None]) -> NoReturn:
     try:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's goes to pytest
         _redirect(folder / "server.log")
         os.environ["OMP_NUM_THREADS"] = "1"
-        import torch._dynamo  # which optimizers import
-
-        import ringcomm.parallel.pipeline
-
-        assert torch._dynamo, ringcomm.parallel.pipeline
+        prepare()
         _Server(requests).run()
     except BaseException:
         traceback.print_exc()

@@ -148,10 +148,10 @@ class Pool:
 class Server:
     """This process's end of the server that forks ranks, and the pools."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] = rank_server.import_ringcomm) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ringcomm-tests-"))
         self.sockets_seen: set[str] = set()
-        self._socket = rank_server.start_server(self.folder)
+        self._socket = rank_server.start_server(self.folder, prepare)
         self._requests = Connection(os.dup(self._socket.fileno()))
         self._pools: dict[Any, Pool] = {}
 
