@@ -57,7 +57,7 @@ test-emulator:  ## the emulator of CUDA's driver, plain and under ThreadSanitize
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run-tsan
 
-kernels: check-python  ## compile the kernels for GPUs, where nvcc is (ARGS="--arch 90")
+kernels: check-python  ## compile the kernels for GPUs, where nvcc is
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")

@@ -12,6 +12,7 @@ world and size is appended to benchmarks/results; plot.py draws them.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from bisect import bisect_left
 from functools import partial
@@ -24,24 +25,23 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from groups import run_ranks
-from operations import OPERATIONS
+from groups import open_groups, run_ranks
+from operations import OPERATIONS, RINGCOMM, algorithms_used, num_calls
 from point import Bench, make_bench, make_buffers, measure_point
-from report import Report, comparison, state_of
+from report import Report, comparison, state_of, table_of
 
-from ringcomm.measure.algorithms import ALGORITHMS, open_algorithms
-from ringcomm.measure.operations import algorithms_used, num_calls
+from ringcomm import Options
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import (
-    as_option,
-    byte_count,
-    byte_counts,
-    microseconds,
-    table_of,
-    whole_numbers,
-)
+from ringcomm.measure.screen import as_option, byte_count, byte_counts, microseconds, whole_numbers
 
 DIRECT = "direct"  # its group is told nothing
+ALGORITHMS = {
+    "one_shot": Options(algorithm="one_shot"),
+    "two_shot": Options(algorithm="two_shot"),
+    "ring": Options(algorithm="ring"),
+    "ring, rank_order": Options(algorithm="ring", deterministic="rank_order"),
+    DIRECT: Options(),
+}
 OPS = ("all_reduce", "all_reduce_shared")
 ELEM_BYTES = 4
 
@@ -69,7 +69,8 @@ def changes(bench: Bench, op: str, sizes: list[int]) -> list[dict[str, Any]]:
 
 def run_rank(team: Team, options: argparse.Namespace) -> None:
     """One rank of one world; rank 0 reports each size's records to the parent."""
-    groups = open_algorithms(team, list(ALGORITHMS))
+    os.environ.pop("RINGCOMM_TUNING", None)
+    groups = open_groups(team, dict.fromkeys(ALGORITHMS, RINGCOMM), ALGORITHMS)
     bench = make_bench(team, groups, torch.device("cpu"))
     common: dict[str, Any] = {"world_size": team.world_size}
     common["changes"] = [change for op in OPS for change in changes(bench, op, options.sizes)]

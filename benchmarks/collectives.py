@@ -17,14 +17,13 @@ import torch.distributed as dist
 from device_point import CLOCKS
 from groups import MPI, labelled, open_groups, run_ranks
 from mps import Mps, find_control
-from operations import OPERATIONS
+from operations import OPERATIONS, RINGCOMM
 from placement import LAYOUTS, count_devices, preload
 from point import make_bench, measure_point
-from report import BUSY, Report, before_after, comparison, state_of
+from report import BUSY, Report, before_after, comparison, make_table, state_of
 
-from ringcomm.measure.operations import RINGCOMM
 from ringcomm.measure.ranks import MAX_WORLD_SIZE, Team, joined_world_size, mpi_world_size
-from ringcomm.measure.screen import as_option, byte_counts, make_table, microseconds, words
+from ringcomm.measure.screen import as_option, byte_counts, microseconds, words
 
 if TYPE_CHECKING:
     from rich.table import Table

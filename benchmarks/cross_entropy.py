@@ -18,22 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import run_ranks
-from report import BUSY, Report, comparison, records_of
+from report import BUSY, Report, comparison, records_of, table_of
 from torch import Tensor
 from torch.nn import functional
+from weather import WeatherWatch
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import (
-    as_option,
-    byte_count,
-    microseconds,
-    table_of,
-    whole_numbers,
-    words,
-)
+from ringcomm.measure.screen import as_option, byte_count, microseconds, whole_numbers, words
 from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.measure.weather import WeatherWatch
 
 RINGCOMM, ONE_RANK, FLOOR = "ringcomm", "one rank", "copy"
 # Rows whose gradient is verified; their float64 takes 8 bytes per class.

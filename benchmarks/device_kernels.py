@@ -31,15 +31,15 @@ import torch
 from device_point import EventContender, align
 from groups import run_ranks
 from placement import Placement, count_devices, facts
-from report import Report, comparison, records_of
+from report import Report, comparison, records_of, table_of
 from torch import Tensor
 from torch.nn import functional
+from weather import WeatherWatch
 
 from ringcomm import ops
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, microseconds, table_of, words
+from ringcomm.measure.screen import as_option, microseconds, words
 from ringcomm.measure.timing import Contender, measure
-from ringcomm.measure.weather import WeatherWatch
 
 LR = 1e-4
 STEP = (LR, 0.0, 1.0)  # and no weight decay, and no scale

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from groups import Communicator
-from operations import OPERATIONS
+from operations import OPERATIONS, Buffers, Operation, algorithms_used, num_calls
 from placement import Placement, Speeds, measure_speeds, memory_bytes
 from point import GB, Bench, make_buffers
 from report import records_of
 
-from ringcomm.measure.operations import Buffers, Operation, algorithms_used, num_calls
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Contender, Timings, measure
 

@@ -21,10 +21,10 @@ from placement import (
     why_nccl_cannot,
 )
 from point import make_bench
-from report import BUSY, Record, Report, comparison
+from report import BUSY, Record, Report, comparison, table_of
 
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import microseconds, table_of
+from ringcomm.measure.screen import microseconds
 
 if TYPE_CHECKING:
     from collectives import Sweep

@@ -24,14 +24,14 @@ import torch.distributed as dist
 # isort: on
 
 from groups import labelled, open_groups, run_ranks
-from report import Report, inverse, records_of, share_range, state_of
+from operations import algorithms_used, num_calls
+from report import Report, inverse, records_of, share_range, state_of, table_of
+from weather import WeatherWatch
 
 import ringcomm
-from ringcomm.measure.operations import algorithms_used, num_calls
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import byte_count, microseconds, table_of, whole_numbers
+from ringcomm.measure.screen import byte_count, microseconds, whole_numbers
 from ringcomm.measure.timing import Contender, measure
-from ringcomm.measure.weather import WeatherWatch
 
 FLOOR = "floor"
 VARIANTS = ("staged", "shared")

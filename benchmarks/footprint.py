@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 # isort: on
 from groups import labelled, open_groups, run_ranks
-from report import Report, amount
+from report import Report, amount, table_of
+from weather import WeatherWatch
 
 from ringcomm.measure.machine import mapped_memory
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, byte_count, table_of, words
+from ringcomm.measure.screen import as_option, byte_count, words
 from ringcomm.measure.timing import median, open_default_group
-from ringcomm.measure.weather import WeatherWatch
 
 SMALL_BYTES = 1024
 # Touches whatever a group touches: each algorithm of all_reduce, and messages.

@@ -48,13 +48,13 @@ from placement import (
     preload,
     why_nccl_cannot,
 )
-from report import Report, comparison, records_of
+from report import Report, comparison, records_of, table_of
 from update_ways import OPTIMIZERS, Way, count_wrong, floor_bytes, keeps_master, torch_optimizer
+from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import byte_count, microseconds, table_of, whole_numbers
+from ringcomm.measure.screen import byte_count, microseconds, whole_numbers
 from ringcomm.measure.timing import Contender, measure
-from ringcomm.measure.weather import WeatherWatch
 
 DEFAULT_SIZES = "1048576,4194304,16777216,67108864"
 DTYPES = ("float32", "bfloat16")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringcomm.measure import ranks, timing
+from ringcomm.measure import ranks
 from ringcomm.measure.ranks import (
     PeerLostError,
     RankError,
@@ -24,6 +24,7 @@ from ringcomm.measure.ranks import (
     joined_world_size,
     mpi_world_size,
 )
+from ringcomm.measure.timing import GROUP_TIMEOUT, open_default_group
 
 MPI = "mpi4py"  # its name among the backends; "mpi" is c10d's own
 # A TCPStore drops the connection of a rank that sets a value of more than 8 MiB.
@@ -154,8 +155,19 @@ def labelled(backends: list[str]) -> dict[str, str]:
     return labels
 
 
-def open_groups(team: Team, backends: dict[str, str]) -> dict[str, Any]:
-    """A process group or communicator per label, all made the same way. Collective."""
-    of_torch = {label: backend for label, backend in backends.items() if backend != MPI}
-    groups = timing.open_groups(team, of_torch)
-    return {label: groups[label] if label in groups else Communicator() for label in backends}
+def open_groups(
+    team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A process group or communicator per label, on top of one more group. Collective.
+
+    That one is a Gloo group where torch has Gloo. ``pg_options`` by label.
+    """
+    of_torch = [backend for backend in backends.values() if backend != MPI]
+    open_default_group(team, "gloo" if dist.is_gloo_available() else of_torch[0])
+    options, timeout = pg_options or {}, GROUP_TIMEOUT
+    return {
+        label: dist.new_group(backend=backend, timeout=timeout, pg_options=options.get(label))
+        if backend != MPI
+        else Communicator()
+        for label, backend in backends.items()
+    }

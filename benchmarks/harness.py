@@ -1,7 +1,7 @@
 """Where the scripts' records go, their options, and what must happen before they import torch.
 
 Import this before torch and ``model``, the examples' model, which it puts on the path: it allows
-one thread per rank. How they measure is in ``ringcomm.measure``.
+one thread per rank. Ranks and timing are in ``ringcomm.measure``.
 """
 
 from __future__ import annotations

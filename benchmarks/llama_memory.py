@@ -27,11 +27,11 @@ import torch
 # isort: on
 from groups import run_ranks
 from placement import Placement, count_devices, facts
-from report import Report
+from report import Report, table_of
 from torch import nn
 
 from ringcomm.measure.ranks import RankError, Team, run_main
-from ringcomm.measure.screen import as_option, table_of, words
+from ringcomm.measure.screen import as_option, words
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LR = 1e-3

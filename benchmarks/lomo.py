@@ -28,14 +28,14 @@ import torch.distributed as dist
 from gradient_watch import GradientWatch
 from groups import run_ranks
 from model import PRESETS, Llama
-from report import Report, comparison, records_of
+from report import Report, comparison, records_of, table_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, table_of
+from ringcomm.measure.screen import as_option
 from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.measure.weather import WeatherWatch
 from ringcomm.optim import AdaLomo, InBackwardOptimizer, Lomo
 
 LEARNING_RATE = 0.01

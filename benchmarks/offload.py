@@ -35,16 +35,15 @@ import torch
 import torch.distributed as dist
 
 # isort: on
-from report import Report
+from report import Report, table_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from weather import Weather
 
 from ringcomm import ops
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import median, percentiles
-from ringcomm.measure.weather import Weather
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
 

@@ -28,13 +28,13 @@ import torch.distributed as dist
 
 # isort: on
 from groups import run_ranks
-from report import Report
+from report import Report, table_of
 from torch import Tensor, nn
+from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, table_of, words
+from ringcomm.measure.screen import as_option, words
 from ringcomm.measure.timing import median, open_default_group, percentiles
-from ringcomm.measure.weather import WeatherWatch
 from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5

@@ -8,20 +8,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringcomm.measure.ranks import Team, fork
+from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import median
 
 # "all": rank i on device i mod their number; "one": all ranks on the first.
 LAYOUTS = ("all", "one")
 NVIDIA_SMI_TIMEOUT_S = 60.0
-# Of the process that counts, so that its failure (status 1) is not one device.
-COUNTED = 100
 
 
 def count_devices(kind: str) -> int:
@@ -34,8 +33,16 @@ def count_devices(kind: str) -> int:
     module: Any = getattr(torch, kind, None)
     if module is None:
         return 0
-    pid = fork(lambda: COUNTED + min(module.device_count(), 100))
-    return max(0, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) - COUNTED)
+    context = get_context("fork")
+    count = context.Value("i", 0)
+
+    def look() -> None:
+        count.value = module.device_count()
+
+    process = context.Process(target=look)
+    process.start()
+    process.join()
+    return int(count.value)
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,15 @@ import torch.distributed as dist
 # isort: on
 from decoder import HEAD_WIDTH, VOCAB_SIZE
 from groups import run_ranks
-from report import Report, records_of
+from report import Report, records_of, table_of
 from systems import Systems, backward_alone
 from trainees import SYSTEMS
+from weather import WeatherWatch
 
 from ringcomm import planner
 from ringcomm.measure.algorithms import measure_algorithms, world_of
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.measure.weather import WeatherWatch
 from ringcomm.planner.step_time import compute_flops
 
 COMPUTE, UPDATE, NEW_MEMORY = "forward, backward", "update", "new memory"

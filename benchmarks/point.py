@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from operations import OPERATIONS
-from report import records_of
-
-from ringcomm.measure.operations import (
+from operations import (
+    OPERATIONS,
     RINGCOMM,
     Buffers,
     Operation,
@@ -19,9 +17,11 @@ from ringcomm.measure.operations import (
     make_contender,
     num_calls,
 )
+from report import records_of
+from weather import WeatherWatch
+
 from ringcomm.measure.ranks import Team
 from ringcomm.measure.timing import Timings, measure, median
-from ringcomm.measure.weather import WeatherWatch
 
 GB = 1e9
 FLOOR_SECONDS = 0.05

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from html_report import write_html
+from rich.console import Console
+from rich.table import Table
 
 import ringcomm
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT, identity, rounded, utc_now, variables
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
-from ringcomm.measure.screen import factor, make_console, microseconds
+from ringcomm.measure.screen import factor, microseconds
 from ringcomm.measure.timing import Timings
 
 Record = dict[str, Any]
@@ -24,6 +27,12 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 RECORDS_FOLDER = "benchmarks/results"
 RESULTS = CHECKOUT / RECORDS_FOLDER
 GIT_TIMEOUT_S = 60.0
+# Of tables that do not go to a terminal.
+FILE_COLUMNS = 140
+TEXT_COLUMNS = (
+    *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
+    *("system", "tokens", "type", "mode", "redop"),
+)
 BUSY = f"others used more than {MAX_OTHERS_PERCENT:.0f} % of the machine"
 
 
@@ -235,3 +244,36 @@ def grid(headers: list[str], num_words: int, rows: Sequence[list[str]]) -> list[
     """A table whose first ``num_words`` columns are words, and the others figures."""
     rule = "|" + "---|" * num_words + "---:|" * (len(headers) - num_words)
     return ["", f"| {' | '.join(headers)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def make_console() -> Console:
+    """A console on stdout; wide enough for the tables when that is a file."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_COLUMNS
+    return console
+
+
+def make_table(headers: list[str], caption: str) -> Table:
+    """An empty table: words to the left, numbers to the right, a caption below."""
+    table = Table(caption=caption or None, caption_justify="left")
+    for header in headers:
+        justify = "left" if header in TEXT_COLUMNS else "right"
+        table.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    return table
+
+
+def table_of(
+    headers: list[str],
+    caption: str,
+    records: list[dict[str, Any]],
+    row: Callable[[dict[str, Any]], list[str]],
+    section: tuple[str, ...] = (),
+) -> Table:
+    """A row per record, with a rule where a field of ``section`` changes."""
+    table = make_table(headers, caption)
+    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
+        for record in together:
+            table.add_row(*row(record))
+        table.add_section()
+    return table

@@ -24,13 +24,12 @@ import torch.distributed as dist
 
 # isort: on
 from groups import run_ranks
-from report import Report
+from report import Report, make_table
+from weather import Weather
 
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import make_table
 from ringcomm.measure.timing import median, open_default_group, percentiles
-from ringcomm.measure.weather import Weather
 
 # Printed by a fresh interpreter: seconds for torch, and for ringcomm after it.
 IMPORT = (

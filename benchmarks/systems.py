@@ -20,13 +20,14 @@ import torch.distributed as dist
 from decoder import HEAD_WIDTH, VOCAB_SIZE, Decoder
 from gradient_watch import GradientWatch
 from groups import run_ranks
-from report import Report, comparison, inverse, records_of, share_range
+from report import Report, comparison, inverse, records_of, share_range, table_of
 from torch import Tensor
 from trainees import DEFAULT, FAKE, RINGCOMM, SYSTEMS, System, Trainee, parse_name
+from weather import WeatherWatch
 
 from ringcomm.backend import stats
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.screen import as_option, table_of, words
+from ringcomm.measure.screen import as_option, words
 from ringcomm.measure.timing import (
     Contender,
     Timings,
@@ -35,7 +36,6 @@ from ringcomm.measure.timing import (
     open_default_group,
     percentiles,
 )
-from ringcomm.measure.weather import WeatherWatch
 
 BACKWARD = "backward alone"
 # Of the table where it does not go to a terminal.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 # isort: on
 from groups import run_ranks
 from model import PRESETS, Llama
-from report import Report, comparison, records_of
+from report import Report, comparison, records_of, table_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -37,11 +37,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import table_of
 from ringcomm.measure.timing import Contender, measure, open_default_group
-from ringcomm.measure.weather import WeatherWatch
 from ringcomm.nn import (
     ColumnParallelLinear,
     CrossEntropyLoss,

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from decoder import Decoder, make_pipeline, pipeline_bytes, split_bytes, split_layers
 from gradient_watch import live_bytes
+from operations import RINGCOMM
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.measure.operations import RINGCOMM
 from ringcomm.optim import Lomo
 from ringcomm.parallel import ParameterServer, WeightShards, offload, zero
 from ringcomm.parallel.shards import find_shards

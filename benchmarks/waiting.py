@@ -26,16 +26,15 @@ import torch.distributed as dist
 
 # isort: on
 from groups import labelled, open_groups, run_ranks
-from operations import OPERATIONS
+from operations import OPERATIONS, make_contender
 from point import Bench, count_wrong, make_bench, make_buffers
-from report import Report, comparison, records_of, state_of
+from report import Report, comparison, records_of, state_of, table_of
+from weather import Weather, worst
 
 from ringcomm.measure.machine import MAX_OTHERS_PERCENT
-from ringcomm.measure.operations import make_contender
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.screen import as_option, microseconds, table_of, whole_numbers, words
+from ringcomm.measure.screen import as_option, microseconds, whole_numbers, words
 from ringcomm.measure.timing import Contender, Timings, measure
-from ringcomm.measure.weather import Weather, worst
 
 OPS = ("barrier", "all_reduce")
 NUM_BYTES = 1024

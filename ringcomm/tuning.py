@@ -5,23 +5,29 @@
                  "quiet", "one_shot_max_bytes",
                  "points": [{"bytes", "algorithm", "p10_us", "p50_us", "p90_us", "num_calls"}]}]}
 
-Only `schema` and each world's `world_size` and `one_shot_max_bytes` decide anything; the rest says
-where they come from.
+Groups use each world's `one_shot_max_bytes`, the planner its `alpha_us`, `beta_us_per_mib` and
+`overhead_us`. The other fields say where these come from.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any
 
 __all__ = ["SCHEMA", "Point", "Tuning", "World", "load", "save"]
 
 SCHEMA = 1
 MAX_WORLD_SIZE = 64
+# Fields of a world that are used: the type, and the least and the largest value.
+_USED: dict[str, tuple[Any, int, int]] = {
+    "world_size": (int, 2, MAX_WORLD_SIZE),
+    "one_shot_max_bytes": (int, 1, 1 << 62),
+    **dict.fromkeys(("alpha_us", "beta_us_per_mib", "overhead_us"), ((int, float), 0, 1 << 62)),
+}
 
 
 @dataclass(frozen=True)
@@ -75,17 +81,12 @@ class Tuning:
     worlds: tuple[World, ...]
 
     def one_shot_max_bytes(self, world_size: int) -> int | None:
-        """The largest all_reduce that takes one_shot; None when that many were not measured.
-
-        At least 1: where one_shot never won, it is left to what has no bytes.
-        """
-        for world in self.worlds:
-            if world.world_size == world_size:
-                return world.one_shot_max_bytes
-        return None
+        """The largest all_reduce that takes one_shot; None when that many were not measured."""
+        found = {world.world_size: world.one_shot_max_bytes for world in self.worlds}
+        return found.get(world_size)
 
     def differences(self, machine: Mapping[str, Any]) -> list[str]:
-        """What of a machine, as in `machine`, is another one than what was measured."""
+        """How `machine`, of the same fields, differs from what was measured."""
         return [
             f"{name} is {machine.get(name)!r}, tuned was {measured!r}"
             for name, measured in self.machine.items()
@@ -94,7 +95,7 @@ class Tuning:
 
 
 def save(tuning: Tuning, path: str | PathLike[str]) -> None:
-    """Writes the file, at once whole. Raises OSError."""
+    """Writes the file atomically. Raises OSError."""
     text = json.dumps({"schema": SCHEMA, **asdict(tuning)}, indent=1, allow_nan=False)
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
@@ -111,70 +112,39 @@ def load(path: str | PathLike[str]) -> Tuning:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
+        return _read(json.loads(text))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no tuning file {str(path)!r}; `ringcomm tune --json FILE` writes one"
         ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"tuning file {str(path)!r}: not UTF-8: {error}") from None
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"tuning file {str(path)!r}: not JSON: {error}") from None
-    file = f"tuning file {str(path)!r}"
-    if isinstance(content, dict):
-        if "schema" not in content:
-            raise ValueError(f"{file}: there is no field schema, a whole number")
-        if content["schema"] != SCHEMA:
-            expected = f"{SCHEMA} in files that this ringcomm reads"
-            _refuse(file, "schema", expected, content["schema"])
-    found: Tuning = _read(file, Tuning, content, "")
-    sizes = [world.world_size for world in found.worlds]
+    except KeyError as error:
+        why = f"there is no field {error.args[0]}"
+    except (TypeError, AttributeError) as error:
+        why = f"it is not what `ringcomm tune` writes: {error}"
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        why = f"not JSON: {error}"
+    except ValueError as error:
+        why = str(error)
+    raise ValueError(f"tuning file {str(path)!r}: {why}")
+
+
+def _read(content: dict[str, Any]) -> Tuning:
+    """Raises KeyError, TypeError, AttributeError or ValueError where it is no such object."""
+    fields = dict(content)
+    schema = fields.pop("schema")
+    if schema != SCHEMA:
+        raise ValueError(f"schema is {SCHEMA} in files that this ringcomm reads, got {schema!r}")
+    worlds = sorted(map(_read_world, fields.pop("worlds")), key=lambda world: world.world_size)
+    sizes = [world.world_size for world in worlds]
     if not sizes or len(set(sizes)) < len(sizes):
-        expected = "a list with one entry for each of one or more world sizes"
-        _refuse(file, "worlds", expected, sizes)
-    return replace(found, worlds=tuple(sorted(found.worlds, key=lambda world: world.world_size)))
+        raise ValueError(f"worlds has one entry for each of one or more sizes, got {sizes}")
+    return Tuning(**{**fields, "machine": dict(fields["machine"]), "worlds": tuple(worlds)})
 
 
-def _refuse(file: str, place: str, expected: str, got: object) -> NoReturn:
-    raise ValueError(f"{file}: {place or 'the file'} is {expected}, got {got!r:.80}")
-
-
-def _expected(kind: Any, name: str) -> str:
-    """In words, what a field of this type holds."""
-    if kind is int:
-        return "a whole number from 2 to 64" if name == "world_size" else "a whole number from 1"
-    if get_origin(kind) is tuple:
-        return "a list of objects"
-    words = {str: "a text", bool: "true or false", float: "a number, not negative"}
-    return words.get(kind, "an object")
-
-
-def _read(file: str, kind: Any, value: Any, place: str) -> Any:
-    """A value of JSON as a type that the dataclasses above have; true and false are no numbers.
-
-    Raises:
-        ValueError: it is something else; names the place.
-    """
-    name = place.rpartition(".")[2]
-    expected = _expected(kind, name)
-    json_types: dict[Any, Any] = {int: int, float: (int, float), str: str, bool: bool, tuple: list}
-    is_fine = isinstance(value, json_types.get(get_origin(kind) or kind, dict))
-    if is_fine and kind in (int, float):
-        least, most = (2, 64) if name == "world_size" else (int(kind is int), (1 << 63) - 1)
-        is_fine = not isinstance(value, bool) and least <= value <= most
-    if not is_fine:
-        _refuse(file, place, expected, value)
-    if get_origin(kind) is tuple:
-        one = get_args(kind)[0]
-        return tuple(_read(file, one, entry, f"{place}[{i}]") for i, entry in enumerate(value))
-    make: Any = kind
-    if not is_dataclass(kind):
-        return float(value) if kind is float else value
-    found = {}
-    for field, of in get_type_hints(kind).items():
-        where = f"{place}.{field}" if place else field
-        if field not in value:
-            raise ValueError(f"{file}: there is no field {where}, {_expected(of, field)}")
-        found[field] = _read(file, of, value[field], where)
-    return make(**found)
+def _read_world(fields: dict[str, Any]) -> World:
+    for name, (kind, least, most) in _USED.items():
+        value = fields[name]
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            what = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name} is {what} from {least} to {most}, got {value!r:.80}")
+    return World(**{**fields, "points": tuple(Point(**point) for point in fields["points"])})

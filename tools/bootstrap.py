@@ -38,8 +38,6 @@ OPTIONAL = ("accelerate", "expecttest", "matplotlib", "ninja", "transformers", "
 
 # Files whose change asks for a new install; a change of sources alone asks for a build only.
 INSTALL_INPUTS = ("setup.py", "pyproject.toml", "tools/buildconfig.py", "ringcomm/version.py")
-# Which kernels for GPUs a build has, besides what is there to compile them.
-KERNEL_VARIABLES = ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")
 # Settings of pip and Python that would lead an install away from the environment we name.
 HARMFUL_VARIABLES = ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_REQUIRE_VIRTUALENV", "PYTHONHOME")
 TELLING = re.compile(r"cannot be built:|:\d+: (fatal )?error: |undefined (reference|symbol)|ERROR:")
@@ -118,7 +116,7 @@ def probe(python: str) -> tuple[dict[str, str], str, str]:
 
 def has_torch(found: dict[str, str]) -> bool:
     """Whether the versions found include a torch that ringcomm can be built against."""
-    return "torch" in found and buildconfig.parse_version(found["torch"]) >= buildconfig.MIN_TORCH
+    return buildconfig.parse_version(found.get("torch", "0.0")) >= buildconfig.MIN_TORCH
 
 
 def make_venv() -> str:
@@ -127,14 +125,6 @@ def make_venv() -> str:
     check = [str(python), "-c", "import pip"]
     if python.exists() and subprocess.call(check, stderr=subprocess.DEVNULL) == 0:
         return str(python)
-    try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
-    except ImportError as error:
-        raise BuildProblem(
-            f"{sys.executable} cannot make virtual environments ({error}). Install the module: "
-            f"apt-get install python3-venv (or python3.{sys.version_info.minor}-venv)."
-        ) from error
     say("python", f"making .venv with {sys.executable}")
     run_step("python", sys.executable, "-m", "venv", "--clear", str(VENV))
     return str(python)
@@ -190,12 +180,6 @@ def choose_python(groups: list[str], needs_torch: bool) -> str:
     return python
 
 
-def kernel_choice() -> str:
-    """What decides which kernels for GPUs are compiled, and with what."""
-    words = [f"{name}={os.environ.get(name, '')}" for name in KERNEL_VARIABLES]
-    return " ".join([str(buildconfig.find_nvcc()), *words])
-
-
 def build_extension(python: str) -> None:
     """Builds ringcomm._C in place and links the package into the environment, where needed."""
     found, suffix, url = probe(python)
@@ -205,7 +189,9 @@ def build_extension(python: str) -> None:
     inputs += buildconfig.sources("device/cuda", suffix=".cu")
     inputs.append(ROOT / "tools" / "cuda_kernels.py")
     install = digest([ROOT / name for name in INSTALL_INPUTS], python, found.get("torch", ""))
-    build = digest(inputs, install, kernel_choice())
+    # Which kernels for GPUs a build has, and what compiles them.
+    kernels = [os.environ.get(name, "") for name in ("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS")]
+    build = digest(inputs, install, str(buildconfig.find_nvcc()), *kernels)
     extension = ROOT / "ringcomm" / f"_C{suffix}"
     is_linked = url == ROOT.as_uri() and state.get("install") == install
     if is_linked and state.get("build") == build and extension.exists():

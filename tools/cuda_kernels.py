@@ -3,12 +3,11 @@
 Standard library only, as buildconfig.py. Run by setup.py; by itself it compiles for what
 RINGCOMM_CUDA_ARCHS says or every architecture that is served, and says so where there is no nvcc:
 
-    python tools/cuda_kernels.py [--arch 90] [--check]
+    python tools/cuda_kernels.py [--check]
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import hashlib
 import os
@@ -42,22 +41,11 @@ def default_archs() -> tuple[str, ...]:
 def compile_all(
     nvcc: Path, folder: Path, archs: tuple[str, ...] = (), *, is_check: bool = False
 ) -> Path:
-    """Compiles what has changed; one image for each file, of all architectures.
+    """Compiles what has changed into the folder: for each file NAME.fatbin, of all architectures.
 
-    The file that embeds the images is touched where it is older than one of them.
-
-    Args:
-        nvcc: the compiler.
-        folder: where images go, as NAME.fatbin.
-        archs: default_archs() where empty; the last one also as PTX, for GPUs to come.
-        is_check: whether only to find out whether they compile: without the assembler's optimiser,
-            and with PTX of the first architecture for all.
-
-    Returns:
-        The folder.
-
-    Raises:
-        BuildProblem: a file does not compile.
+    The last of `archs`, or of default_archs(), is also there as PTX, for GPUs to come. The file
+    that embeds the images is touched where it is older than one of them. `is_check` only finds out
+    whether they compile, without the assembler's optimiser. Raises BuildProblem.
     """
     archs = archs or default_archs()
     flags = [*FLAGS, *(["-Xptxas", "-O0"] if is_check else ["-O3"])]
@@ -72,19 +60,14 @@ def compile_all(
     release = release_of(nvcc)
     paths, num_jobs = sources(), buildconfig.num_jobs()
     # What is left of the jobs compiles a file's architectures side by side.
-    num_threads = max(1, num_jobs // len(paths))
+    more = ["--threads", str(max(1, num_jobs // len(paths)))]
     with concurrent.futures.ThreadPoolExecutor(num_jobs) as pool:
-        more = ["--threads", str(num_threads)]
         list(pool.map(lambda path: _compile(nvcc, release, path, folder, flags, more), paths))
     if not is_check:
-        _touch_embedder([folder / f"{path.stem}.fatbin" for path in paths])
+        newest = max((folder / f"{path.stem}.fatbin").stat().st_mtime_ns for path in paths)
+        if EMBEDDER.stat().st_mtime_ns < newest:
+            os.utime(EMBEDDER, ns=(newest, newest))
     return folder
-
-
-def _touch_embedder(images: list[Path]) -> None:
-    newest = max(path.stat().st_mtime_ns for path in images)
-    if EMBEDDER.stat().st_mtime_ns < newest:
-        os.utime(EMBEDDER, ns=(newest, newest))
 
 
 def release_of(nvcc: Path) -> str:
@@ -100,7 +83,10 @@ def _compile(
     """`more`: flags of which what comes out is no other. Images may be compiled elsewhere."""
     image = folder / f"{source.stem}.fatbin"
     stamp = folder / f"{source.stem}.stamp"
-    state = _digest([source, *buildconfig.headers()], [release, *flags])
+    digest = hashlib.sha256("\0".join([release, *flags]).encode())
+    for path in (source, *buildconfig.headers()):
+        digest.update(path.read_bytes())
+    state = digest.hexdigest()
     if image.exists() and stamp.exists() and stamp.read_text() == state:
         return
     began = time.monotonic()
@@ -110,37 +96,24 @@ def _compile(
     if done.returncode != 0:
         raise BuildProblem(f"{source.relative_to(ROOT)} does not compile:\n{done.stderr[-4000:]}")
     stamp.write_text(state)
-    print(
-        f"[cuda] {source.name}: {image.stat().st_size >> 10} KiB"
-        f" in {time.monotonic() - began:.0f} s",
-        flush=True,
-    )
-
-
-def _digest(paths: list[Path], words: list[str]) -> str:
-    digest = hashlib.sha256("\0".join(words).encode())
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    seconds, kib = time.monotonic() - began, image.stat().st_size >> 10
+    print(f"[cuda] {source.name}: {kib} KiB in {seconds:.0f} s", flush=True)
 
 
 def main() -> int:
-    """Compiles for the architectures of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arch", action="append", default=[], help="such as 90")
-    parser.add_argument("--check", action="store_true", help="do they compile? kept apart")
-    options = parser.parse_args()
+    """Compiles for RINGCOMM_CUDA_ARCHS; with --check only to see whether that goes."""
+    is_check = sys.argv[1:] == ["--check"]
     nvcc = buildconfig.find_nvcc()
     if nvcc is None:
         print("[cuda] no nvcc here: kernels for GPUs were NOT compiled")
         return 0
-    folder = ROOT / "build" / ("cuda-check" if options.check else "cuda")
+    folder = ROOT / "build" / ("cuda-check" if is_check else "cuda")
     try:
-        compile_all(nvcc, folder, tuple(options.arch), is_check=options.check)
+        compile_all(nvcc, folder, is_check=is_check)
     except BuildProblem as problem:
         print(problem)
         return 1
-    archs = ", ".join(f"sm_{arch}" for arch in options.arch or default_archs())
+    archs = ", ".join(f"sm_{arch}" for arch in default_archs())
     print(f"[cuda] kernels compile for {archs}")
     return 0
 

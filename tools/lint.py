@@ -30,18 +30,12 @@ def run(*command: str) -> bool:
 
 def cpp_batches() -> list[list[str]]:
     """Our C++ and CUDA files, a list for each core; third_party is left as it came."""
-    paths = [
-        path
-        for folder in ("csrc", "tests/cpp", "tests/emulator")
-        for path in (ROOT / folder).rglob("*")
-    ]
-    ours = [
-        p
-        for p in paths
-        if p.suffix in (".h", ".cc", ".cu", ".cuh") and "third_party" not in p.parts
-    ]
+    folders = [ROOT / name for name in ("csrc", "tests/cpp", "tests/emulator")]
+    paths = [path for folder in folders for path in folder.rglob("*.*")]
+    kinds = (".h", ".cc", ".cu", ".cuh")
+    ours = [str(p) for p in paths if p.suffix in kinds and "third_party" not in p.parts]
     num_jobs = len(os.sched_getaffinity(0))
-    return [[str(path) for path in ours[i::num_jobs]] for i in range(num_jobs)]
+    return [ours[i::num_jobs] for i in range(num_jobs)]
 
 
 def main() -> int:

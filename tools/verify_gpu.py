@@ -1,12 +1,12 @@
 """Builds, tests and measures on a machine with a GPU, and keeps what it found.
 
-Usage: python tools/verify_gpu.py [--from NAME | --only NAME,...] [--budget-s S] [--out FOLDER]
+Usage: python tools/verify_gpu.py [--only NAME,...] [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
 of the budget: the last line printed is the command that goes on. The active Python and its torch
-are used. The folder, $OUT by default, gets verify.log, records, plots, and summary.json, which is
-complete after each row; the page gets each row's "last run".
+are used. The folder, $OUT by default, gets verify.log, records and plots; the page gets each row's
+"last run".
 
 With --layout, the GPU tests (or the given ones) run with so many ranks on one GPU or on all, under
 NVIDIA's Multi-Process Service or without. The status is 1 when something failed, and 0 without a
@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -40,6 +39,7 @@ from placement import count_devices  # noqa: E402
 
 BUDGET_S = 540.0  # for machines whose commands end after ten minutes
 MIN_SHARE = 0.5  # of a row's limit: with less time left, the next command runs it
+LAYOUT_S = 420.0  # of a layout, if no row says another limit
 END_S = 45.0  # for a program to end what it has started, MPS too
 NO_TESTS = 5  # pytest's status where no test was selected
 # Ranks (0: tests that start none; None: one for each GPU, two under MPS), the GPUs, and MPS.
@@ -91,16 +91,12 @@ def lacks(needs: tuple[str, ...], num_gpus: int) -> str | None:
     """What a machine with so many GPUs lacks; None if it has everything."""
     if num_gpus == 0:
         return "no GPU here"
-    for need in needs:
-        if need == "2 GPUs":
-            if num_gpus < 2:
-                return "one GPU here"
-        elif need == "MPS":
-            if find_control() is None:
-                return "MPS is missing: there is no nvidia-cuda-mps-control"
-        elif importlib.util.find_spec(need) is None:
-            return f"{need} is not installed"
-    return None
+    if "2 GPUs" in needs and num_gpus < 2:
+        return "one GPU here"
+    if "MPS" in needs and find_control() is None:
+        return "MPS is missing: there is no nvidia-cuda-mps-control"
+    missing = [n for n in needs if n not in ("2 GPUs", "MPS") and not importlib.util.find_spec(n)]
+    return f"{missing[0]} is not installed" if missing else None
 
 
 def run(command: list[str], limit_s: float, **options: Any) -> int | None:
@@ -148,9 +144,10 @@ def run_layout(name: str, num_gpus: int, arguments: list[str], limit_s: float) -
     return {0: "passed", NO_TESTS: "not run: no such tests"}.get(status, "failed")
 
 
-def run_layouts(names: list[str], arguments: list[str], limit_s: float) -> int:
-    """Runs the layouts in turn, within a limit each; the exit code."""
+def run_layouts(names: list[str], arguments: list[str]) -> int:
+    """Runs the layouts in turn, within $LAYOUTS_S together; the exit code."""
     num_gpus = count_devices("cuda")
+    limit_s = float(os.environ.get("LAYOUTS_S", LAYOUT_S * len(names))) / len(names)
     found = {}
     for name in names:
         try:
@@ -163,131 +160,95 @@ def run_layouts(names: list[str], arguments: list[str], limit_s: float) -> int:
     return int(any(text.startswith(("failed", "stopped")) for text in found.values()))
 
 
-def output_of(*command: str) -> str:
-    """What a command prints; nothing where it fails."""
+def gpu_archs() -> list[str]:
+    """The architecture of each GPU, such as "90"; none where there is no driver."""
+    query = ("nvidia-smi", "--format=csv,noheader", "--query-gpu=compute_cap")
     try:
-        return subprocess.check_output(command, cwd=ROOT, text=True, timeout=60).strip()
+        said = subprocess.check_output(query, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return []
+    return said.replace(".", "").split()
 
 
-def machine() -> dict[str, Any]:
-    """Commit, GPUs, driver and torch, asked of processes of their own."""
-    query = ("nvidia-smi", "--format=csv,noheader")
-    facts = "import torch; print(torch.__version__, torch.version.cuda)"
-    archs = output_of(*query, "--query-gpu=compute_cap").replace(".", "").split()
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
-        "gpus": output_of(*query, "--query-gpu=name,driver_version,memory.total").splitlines(),
-        "archs": " ".join(sorted(set(archs), key=int)),
-        "torch": output_of(sys.executable, "-c", facts),
-    }
-
-
-def environment(facts: dict[str, Any], out: Path) -> dict[str, str]:
+def environment(archs: list[str], out: Path) -> dict[str, str]:
     """For the rows: kernels for the GPUs that are here alone, and where results go."""
-    defaults = {"GLOO_SOCKET_IFNAME": "lo", "RINGCOMM_CUDA_ARCHS": facts.get("archs", "")}
     return {
-        **defaults,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RINGCOMM_CUDA_ARCHS": " ".join(sorted(set(archs))),
         **os.environ,
         "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
         "PYTHONUNBUFFERED": "1",
         "RINGCOMM_USE_ENV": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(":"),
         "OUT": str(out),
-        "GPUS": str(len(facts["gpus"])),
+        "GPUS": str(len(archs)),
     }
 
 
-def verify(rows: list[Row], out: Path, budget_s: float, page: Path) -> dict[str, Any]:
-    """Runs rows in turn; the summary, which is on disk after each.
+def verify(
+    rows: list[Row], out: Path, budget_s: float, page: Path
+) -> tuple[dict[str, str], list[str]]:
+    """Runs rows in turn; what became of each, and the rows that are left for another command.
 
-    Its "next" is the row with which another command goes on: the first one that had no time left,
-    or that was stopped with less than its limit; None where all are done.
+    Those had no time, or were stopped by the budget. At least one row is run, besides the build.
     """
-    facts = machine()
-    summary: dict[str, Any] = {**facts, "next": None, "rows": {}}
-    env = environment(facts, out)
-    deadline = time.monotonic() + budget_s
+    archs, today = gpu_archs(), datetime.datetime.now(datetime.timezone.utc).date()
+    env, deadline = environment(archs, out), time.monotonic() + budget_s
+    found: dict[str, str] = {}
+    left: list[str] = []
     num_run = 0
     for row in rows:
         left_s = deadline - time.monotonic()
-        # The first of a command is never too late, whatever the build has left of the budget.
-        is_late = summary["next"] or (num_run > 0 and left_s < MIN_SHARE * row.limit_s)
-        reason = lacks(row.needs, len(facts["gpus"])) if row.command else row.how
-        if reason is None and is_late:
+        reason = lacks(row.needs, len(archs)) if row.command else row.how
+        if reason is None and num_run > 0 and left_s < MIN_SHARE * row.limit_s:
             reason = "the budget is spent"
-            summary["next"] = summary["next"] or row.name
-        if reason is not None:
-            found: dict[str, Any] = {"status": "not run", "why": reason}
-        else:
-            found = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
-            if found["status"] == "stopped" and left_s < row.limit_s and num_run > 0:
-                summary["next"] = row.name
-            elif found["status"] != "not run":
-                write_row(page, row.name, f"{found['status']}, {facts['date'][:10]}")
+            left.append(row.name)
+        status = f"not run: {reason}"
+        if reason is None:
+            status = run_row(row, min(row.limit_s, left_s), out / "verify.log", env)
+            if status == "stopped" and left_s < row.limit_s and num_run > 0:
+                left.append(row.name)
+            elif status != "not run":
+                write_row(page, row.name, f"{status}, {today}")
             num_run += row.name != "build"
-        summary["rows"][row.name] = found
-        print(f"{row.name}: {found['status']} {found.get('why', found.get('seconds'))}", flush=True)
-        draft = out / "summary.tmp"
-        draft.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        draft.replace(out / "summary.json")
-        if row.name == "build" and found["status"] in ("failed", "stopped"):
+        found[row.name] = status
+        print(f"{row.name}: {status}", flush=True)
+        if row.name == "build" and status in ("failed", "stopped"):
             break
-    return summary
+    return found, left
 
 
-def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> dict[str, Any]:
-    """Runs a row's command; what is kept of it. Its output goes to the log as it comes."""
+def run_row(row: Row, limit_s: float, log: Path, env: dict[str, str]) -> str:
+    """Runs a row's command; its output goes to the log as it comes."""
     command = re.sub(r"(^|&& )python ", rf"\1{shlex.quote(sys.executable)} ", row.command)
-    if "--layout" in command and "verify_gpu.py" in command:
-        num_layouts = len(shlex.split(command)[3].split(","))
-        limit = f"verify_gpu.py --limit-s {max(1.0, (limit_s - END_S) / num_layouts):.0f}"
-        command = command.replace("verify_gpu.py", limit)
-    begin, size = time.monotonic(), log.stat().st_size if log.exists() else 0
+    env = {**env, "LAYOUTS_S": str(max(1.0, limit_s - END_S))}
+    begin = time.monotonic()
     with log.open("a", encoding="utf-8") as output:
         print(f"\n== {row.name}: {command}", file=output, flush=True)
         status = run(["bash", "-c", command], limit_s, env=env, stdout=output, stderr=output)
-    said = log.read_bytes()[size:].decode(errors="replace").strip().splitlines()
-    return {
-        "status": {None: "stopped", 0: "passed", NO_TESTS: "not run"}.get(status, "failed"),
-        "code": status,
-        "seconds": round(time.monotonic() - begin, 1),
-        "tail": "\n".join(said[-12:]),
-    }
+        print(f"== {status} after {time.monotonic() - begin:.0f} s", file=output)
+    return {None: "stopped", 0: "passed", NO_TESTS: "not run"}.get(status, "failed")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line, with the rows in `rows`; ends the process when it makes no sense."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    everything = read_rows()
-    names = [row.name for row in everything]
+    rows = {row.name: row for row in read_rows()}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
-    add("--from", dest="begin", choices=names, metavar="NAME", help="build, then go on here")
     add("--only", metavar="NAME,...", help="these rows alone")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
     add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
-    add("--limit-s", type=float, default=420.0, help="of a layout")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
-    asked = {"row": options.only or "", "layout": options.layout or ""}
-    for kind, known in (("row", names), ("layout", [*LAYOUTS, "every"])):
-        unknown = {name for name in asked[kind].split(",") if name} - set(known)
-        if unknown:
-            parser.error(f"there is no {kind} {', '.join(sorted(unknown))}")
-    begin = names.index(options.begin) if options.begin else 0
-    options.rows = [
-        row
-        for i, row in enumerate(everything)
-        if (
-            row.name in asked["row"].split(",")
-            if options.only
-            else i >= begin or row.name == "build"
-        )
-    ]
+    only = (options.only or ",".join(rows)).split(",")
+    layouts = [] if options.layout is None else options.layout.split(",")
+    unknown = {*only} - {*rows} | {*layouts} - {*LAYOUTS, "every"}
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
+    options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
+    options.rows = [row for name, row in rows.items() if name in only]
     return options
 
 
@@ -295,18 +256,14 @@ def main(argv: list[str]) -> int:
     """Runs what is asked for; returns the exit code."""
     options = parse(argv)
     if options.layout:
-        chosen = list(LAYOUTS) if options.layout == "every" else options.layout.split(",")
-        return run_layouts(chosen, options.arguments, options.limit_s)
+        return run_layouts(options.layout, options.arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    summary = verify(options.rows, out, options.budget_s, PAGE)
-    statuses = [found["status"] for found in summary["rows"].values()]
-    counts = ", ".join(f"{statuses.count(s)} {s}" for s in dict.fromkeys(statuses))
-    print(f"\n{counts}; results: {out}")
-    if summary["next"] is not None:
-        again = f"--from {summary['next']}" if options.only is None else "--only ..."
-        print(f"go on with: python tools/verify_gpu.py {again}")
-    return int(any(status in ("failed", "stopped") for status in statuses))
+    found, left = verify(options.rows, out, options.budget_s, PAGE)
+    print(f"results: {out}")
+    if left:
+        print(f"go on with: python tools/verify_gpu.py --only {','.join(['build', *left])}")
+    return int(any(status in ("failed", "stopped") for status in found.values()))
 
 
 def exit_on_term(number: int, frame: object) -> None:

@@ -19,31 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, rounded
-from ringcomm.measure.operations import ALL_REDUCE, RINGCOMM, Place, make_contender
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, rounded
 from ringcomm.measure.ranks import RankError, Team, run_ranks
-from ringcomm.measure.timing import measure, open_groups
-from ringcomm.measure.weather import WeatherWatch
+from ringcomm.measure.timing import GROUP_TIMEOUT, Contender, measure, open_default_group
 from ringcomm.options import Options
 from ringcomm.tuning import Point, World
 
-# How groups are made that run them. What is chosen by size is direct on buffers that the ranks
-# share, from where on that pays.
-ALGORITHMS = {
-    "one_shot": Options(algorithm="one_shot"),
-    "two_shot": Options(algorithm="two_shot"),
-    "ring": Options(algorithm="ring"),
-    "ring, rank_order": Options(algorithm="ring", deterministic="rank_order"),
-    "direct": Options(algorithm="auto"),
-}
 # The ring is measured to show what it costs; it is never chosen in shared memory.
-TUNED = ("one_shot", "two_shot", "ring")
+TUNED: tuple[Any, ...] = ("one_shot", "two_shot", "ring")
 MIB = 1 << 20
 # A piece of one_shot and two_shot, see docs/design/collectives.md.
 PIECE_BYTES = MIB
 # Of a cross-over between two measured sizes: more digits would be noise.
 CROSS_OVER_UNIT_BYTES = 256
 NEVER_BYTES = 1
+# Values on which a sum is verified: exact in float32 for any number of ranks.
+NUM_VALUES = 4093
 
 
 @dataclass(frozen=True)
@@ -60,49 +51,50 @@ class SizeTimes:
         return self.others_percent <= MAX_OTHERS_PERCENT
 
 
-def open_algorithms(team: Team, names: Sequence[str]) -> dict[str, Any]:
-    """One group per algorithm, by name. Collective."""
-    os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that is to be written
-    options: dict[str, Any] = {name: ALGORITHMS[name] for name in names}
-    return open_groups(team, dict.fromkeys(names, RINGCOMM), options)
+def _check(team: Team, groups: dict[str, Any], buffer: torch.Tensor) -> None:
+    """Raises RankError where an algorithm's sum is wrong on any rank. Collective."""
+    values = torch.arange(buffer.numel()) % NUM_VALUES
+    expected = team.world_size * values + sum(range(team.world_size))
+    for name, group in groups.items():
+        buffer.copy_(values + team.rank)
+        dist.all_reduce(buffer, group=group)
+        wrong = sum(team.share(int((buffer != expected).sum())))
+        if wrong:
+            num_bytes = buffer.nbytes
+            raise RankError(f"{wrong} wrong elements in all_reduce of {num_bytes} bytes by {name}")
+    buffer.zero_()  # sums that are made again and again in place do not grow
 
 
 def _measure_size(
-    team: Team,
-    watch: WeatherWatch,
-    groups: dict[str, Any],
-    num_bytes: int,
-    seconds: float,
-    max_repeats: int,
+    team: Team, groups: dict[str, Any], num_bytes: int, seconds: float, max_repeats: int
 ) -> SizeTimes | None:
-    """Verifies, times and verifies again; the calmest times on rank 0. Collective."""
-    num_elems = ALL_REDUCE.num_elems(num_bytes, torch.float32, team.world_size)
-    place = Place(team.rank, team.world_size, num_elems, torch.float32, torch.device("cpu"))
-    buffers = ALL_REDUCE.setup(place)
-    contenders = {name: make_contender(ALL_REDUCE, buffers, g) for name, g in groups.items()}
-
-    def check() -> None:
-        wrong = {
-            name: sum(team.share(ALL_REDUCE.verify(contender.call, buffers, team)))
-            for name, contender in contenders.items()
-        }
-        buffers.clear()
-        if any(wrong.values()):
-            text = f"wrong elements in all_reduce of {num_bytes} bytes, by algorithm: {wrong}"
-            raise RankError(text)
-
-    check()
-    timings, weather = watch.calmest(partial(measure, team, contenders, seconds), max_repeats)
-    check()
+    """Verifies, times (again while others disturb it), verifies; on rank 0. Collective."""
+    buffer = torch.zeros(max(1, num_bytes // 4))
+    contenders = {
+        name: Contender(partial(dist.all_reduce, buffer, group=group), partial(dist.barrier, group))
+        for name, group in groups.items()
+    }
+    pids = [os.getppid(), *team.share(os.getpid())]
+    attempts = []
+    _check(team, groups, buffer)
+    for _ in range(1 + max_repeats):
+        others = OthersWatch(pids)
+        timings = measure(team, contenders, seconds)
+        percent = team.agree(others.percent())
+        attempts.append((percent, timings))
+        if percent <= MAX_OTHERS_PERCENT:
+            break
+    _check(team, groups, buffer)
+    percent, timings = min(attempts, key=lambda attempt: attempt[0])
     if timings is None:
         return None
     points = []
     for name, timing in timings.items():
         us = timing.summary_us()
         times = rounded({key: us[key] for key in ("p10_us", "p50_us", "p90_us")})
-        points.append(Point(4 * num_elems, name, **times, num_calls=timing.num_calls()))
+        points.append(Point(buffer.nbytes, name, **times, num_calls=timing.num_calls()))
     ratio = timings["two_shot"].ratio_over(timings["one_shot"])["p50"]
-    return SizeTimes(tuple(points), ratio, weather.others_percent)
+    return SizeTimes(tuple(points), ratio, percent)
 
 
 def measure_algorithms(
@@ -116,9 +108,14 @@ def measure_algorithms(
     found: list[SizeTimes] = []
 
     def run_rank(team: Team) -> None:
-        groups, watch = open_algorithms(team, TUNED), WeatherWatch(team)
+        os.environ.pop("RINGCOMM_TUNING", None)  # it may name the file that is to be written
+        open_default_group(team, "ringcomm")
+        groups = {
+            name: dist.new_group(timeout=GROUP_TIMEOUT, pg_options=Options(algorithm=name))
+            for name in TUNED
+        }
         for num_bytes in sorted(sizes):
-            times = _measure_size(team, watch, groups, num_bytes, seconds, max_repeats)
+            times = _measure_size(team, groups, num_bytes, seconds, max_repeats)
             if times is not None:
                 team.report(times)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The machine that measures: its identity, its memory, and what other programs do on it."""
+"""The machine: its identity, CPUs and versions, what limits a process, and what others do on it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ import datetime
 import os
 import platform
 import re
+import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+import torch.distributed as dist
+from torch.utils import collect_env
 
+import ringcomm
+from ringcomm import _C
+
+SYSFS = Path("/sys/devices/system/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
 MAPPED = "/memfd:ringcomm"
 # Above this share of all cores a measured ratio says more about other programs than about us.
 MAX_OTHERS_PERCENT = 10.0
@@ -98,3 +107,96 @@ class OthersWatch:
         now, busy_s = self._read()
         elapsed_s = max(now - self._start[0], 1e-9) * (os.cpu_count() or 1)
         return 100 * min(1.0, max(0.0, (busy_s - self._start[1]) / elapsed_s))
+
+
+def cores(usable: Collection[int] | None = None, sysfs: Path = SYSFS) -> list[tuple[int, ...]]:
+    """The CPUs in `usable`, or those that this process may use, by physical core."""
+    cpus = os.sched_getaffinity(0) if usable is None else usable
+    return sorted({tuple(c for c in _siblings(cpu, sysfs) if c in cpus) for cpu in cpus})
+
+
+def _siblings(cpu: int, sysfs: Path) -> list[int]:
+    """The hardware threads of a CPU's core, as the kernel lists them: `0-2,5`."""
+    numbers: list[int] = []
+    try:
+        text = (sysfs / f"cpu{cpu}/topology/core_cpus_list").read_text()
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    except (OSError, ValueError):  # containers and some hypervisors show a part of it
+        return [cpu]
+    return numbers
+
+
+def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
+    """The least limits of this process's cgroup (v2) and its ancestors.
+
+    Returns:
+        `cpu_cores`, CPU time per time, and `memory_bytes`, of all processes in the cgroup together,
+        each as (value, file), or None without a limit; `max_fds`, open files of a process.
+    """
+    cpu, memory = [], []
+    try:
+        path = (proc / "cgroup").read_text().partition("0::/")[2].strip()
+    except OSError:
+        path = ""
+    for folder in (cgroups / path, *(cgroups / path).parents):
+        if not folder.is_relative_to(cgroups):
+            break
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit():
+            cpu.append((int(quota) / int(period), str(folder / "cpu.max")))
+        if _read(folder / "memory.max").isdigit():
+            memory.append((int(_read(folder / "memory.max")), str(folder / "memory.max")))
+    return {
+        "cpu_cores": min(cpu, default=None),
+        "memory_bytes": min(memory, default=None),
+        "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # the root of the hierarchy has no limits
+        return ""
+
+
+def missing_features() -> list[str]:
+    """System calls that ringcomm needs and the kernel or a seccomp filter refuses, and why."""
+    missing = []
+    for name, probe in (
+        ("memfd_create", lambda: os.memfd_create("ringcomm-doctor")),
+        ("pidfd_open", lambda: os.pidfd_open(os.getpid())),
+    ):
+        try:
+            os.close(probe())
+        except (OSError, AttributeError) as error:
+            missing.append(f"{name}: {error}")
+    return missing
+
+
+def memory_and_load() -> dict[str, Any]:
+    """Of the whole machine, whatever the container is allowed: bytes, and runnable tasks."""
+    memory = psutil.virtual_memory()
+    return {
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+        "load": list(psutil.getloadavg()),
+    }
+
+
+def versions() -> dict[str, Any]:
+    """ringcomm's, and those of torch's collect_env. It runs tools such as lscpu for a second."""
+    found = collect_env.get_env_info()
+    names = ["os", "libc_version", "gcc_version", "clang_version", "cuda_runtime_version"]
+    names += ["nvidia_driver_version", "nvidia_gpu_models"]
+    return {
+        "ringcomm": ringcomm.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "simd": _C.simd_level(),
+        "gloo": dist.is_gloo_available(),
+        **{name: getattr(found, name) for name in names},
+    }

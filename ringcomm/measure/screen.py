@@ -1,30 +1,16 @@
-"""What users read and write: options of a command line, figures, and tables on a terminal.
-
-rich is imported when a table is made, so that options can be parsed without it.
-"""
+"""What users read and write: options of a command line, and figures on a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 Parsed = TypeVar("Parsed")
 
 POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-# Of tables that do not go to a terminal.
-FILE_COLUMNS = 140
-TEXT_COLUMNS = (
-    *("op", "backend", "algorithm", "state", "quantity", "what", "found", "transport", "why"),
-    *("system", "tokens", "type", "mode", "redop"),
-)
 
 
 def as_option(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
@@ -107,38 +93,13 @@ def byte_count(value: int) -> str:
     return f"{value:,} B"
 
 
-def make_console() -> Console:
-    """A console on stdout; wide enough for the tables when that is a file."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_COLUMNS
-    return console
-
-
-def make_table(headers: list[str], caption: str, wraps: bool = False) -> Table:
-    """An empty table: words to the left, numbers to the right, a caption below."""
-    from rich.table import Table
-
-    table = Table(caption=caption or None, caption_justify="left")
-    for header in headers:
-        justify = "left" if header in TEXT_COLUMNS else "right"
-        table.add_column(header, justify=justify, no_wrap=not wraps)  # type: ignore[arg-type]
-    return table
-
-
-def table_of(
-    headers: list[str],
-    caption: str,
-    records: list[dict[str, Any]],
-    row: Callable[[dict[str, Any]], list[str]],
-    section: tuple[str, ...] = (),
-) -> Table:
-    """A row per record, with a rule where a field of ``section`` changes."""
-    table = make_table(headers, caption)
-    for _, together in groupby(records, key=lambda record: [record[name] for name in section]):
-        for record in together:
-            table.add_row(*row(record))
-        table.add_section()
-    return table
+def columns(rows: Sequence[Sequence[str]], num_words: int) -> str:
+    """Rows below each other, headers first: ``num_words`` columns to the left, figures right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        words = [cell.ljust(width) for cell, width in zip(row, widths[:num_words], strict=False)]
+        pairs = zip(row[num_words:], widths[num_words:], strict=True)
+        figures = [cell.rjust(width) for cell, width in pairs]
+        lines.append("  ".join([*words, *figures]).rstrip())
+    return "\n".join(lines)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,22 +95,6 @@ def open_default_group(team: Team, backend: str, timeout: timedelta = GROUP_TIME
         world_size=team.world_size,
         timeout=timeout,
     )
-
-
-def open_groups(
-    team: Team, backends: dict[str, str], pg_options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """One process group per label of ``backends``, all on top of one more.
-
-    That one is a Gloo group where torch has Gloo. ``pg_options`` by label. Collective.
-    """
-    open_default_group(team, "gloo" if dist.is_gloo_available() else next(iter(backends.values())))
-    return {
-        label: dist.new_group(
-            backend=backend, timeout=GROUP_TIMEOUT, pg_options=(pg_options or {}).get(label)
-        )
-        for label, backend in backends.items()
-    }
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ringcomm.planner.job import Job
 from ringcomm.planner.models import ModelShape as ModelShape
 from ringcomm.planner.plans import Plan as Plan
 from ringcomm.planner.plans import Plans as Plans
-from ringcomm.planner.search import plan
+from ringcomm.planner.plans import plan
 
 __all__ = ["Cluster", "Job", "plan"]
 

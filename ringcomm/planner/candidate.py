@@ -31,7 +31,7 @@ class Candidate:
         system: how data-parallel ranks keep the model.
         mesh: how ranks are arranged.
         schedule: of the pipeline; "" where there is none.
-        checkpointing: "none", "selective" or "full" recomputation.
+        checkpointing: "none", or "full" for layers that are recomputed.
         num_micro_batches: of a step on a replica.
         micro_batch: sequences of each.
     """

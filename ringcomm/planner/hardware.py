@@ -1,38 +1,18 @@
 """What devices can do: a table of data sheets, or a JSON file; and what joins them.
 
-Sources, of dense products without sparsity and of one direction of a link:
-- H100 SXM, H200 SXM: NVIDIA H100 and H200 Tensor Core GPU data sheets (989 TFLOP/s bf16, 67 fp32,
-  NVLink 900 GB/s both directions together, PCIe 5.0 x16); a NIC of 400 Gb/s per GPU as in DGX H100.
-- A100 80GB SXM: NVIDIA A100 data sheet (312 TFLOP/s bf16, 19.5 fp32, NVLink 600 GB/s, PCIe 4.0
-  x16); a NIC of 200 Gb/s per GPU as in DGX A100.
-- RTX 4090: NVIDIA Ada GPU architecture paper, appendix A (165 TFLOP/s bf16 with sums in fp32, 83
-  fp32; no NVLink, PCIe 4.0 x16); a NIC of 100 Gb/s per host of eight.
-- L4: NVIDIA L4 data sheet (121 TFLOP/s bf16, 30 fp32, 300 GB/s, PCIe 4.0 x16).
-- cpu-core: a core with AVX2 at 3 GHz, two products and sums of eight floats per cycle; what its
-  neighbours reach through shared memory. `ringcomm tune` measures the machine at hand.
-
-Payload gets the share of a link's line rate that NCCL counts on. A hop has the latency of NCCL's
-tuner for its Simple protocol. The constants below name the source of each.
-Utilisation is what published trainings reach of the peak (Narayanan et al. 2021, arXiv 2104.04473:
-44 to 52 % of A100s; Grattafiori et al. 2024, arXiv 2407.21783: 38 to 43 % of H100s).
-
-A ring over N ranks takes, for all_reduce of S bytes, 2 (N - 1) alpha + 2 (N - 1) / N S / beta. A
-group that spans hosts has two ways: one ring through all, of which every host's devices carry a
-share over the network, or levels: reduce-scatter inside the host, all_reduce of the shards between
-hosts, all-gather inside. Between hosts that is a ring again, or two trees that share the bytes
-(Sanders et al. 2009, NCCL's double binary tree): 2 log2(hosts) hops in place of 2 (hosts - 1).
+docs/design/planner.md has the sources of the figures, and the cost model of collectives.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ringcomm.measure.screen import in_gb
+from ringcomm.planner.models import read_object
 from ringcomm.tuning import World
 
 Precision = Literal["bf16", "fp32"]
@@ -85,18 +65,15 @@ class Hardware:
     new_memory_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.peak_flops, Mapping) or not {"bf16", "fp32"} <= set(self.peak_flops):
+        peaks = self.peak_flops
+        if not isinstance(peaks, Mapping) or not {"bf16", "fp32"} <= set(peaks):
             raise ValueError(f"hardware {self.name}: peak_flops is an object with bf16 and fp32")
-        numbers = dataclasses.asdict(self) | {
-            f"peak_flops.{k}": v for k, v in self.peak_flops.items()
-        }
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name in ("name", "is_host", "peak_flops"):
             del numbers[name]
-        may_be_zero = ("reserved_bytes", "overlap", "call_s", "new_memory_rate")
-        for name, value in numbers.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_fine = is_number and 0 <= value < float("inf")
-            if not is_fine or (not value and name not in may_be_zero and "alpha" not in name):
+        for name, value in {**numbers, **peaks}.items():
+            least = 0 if name in _MAY_BE_ZERO else 1e-30
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
                 raise ValueError(
                     f"hardware {self.name}: {name} is a positive number, got {value!r}"
                 )
@@ -104,61 +81,42 @@ class Hardware:
             raise ValueError(f"hardware {self.name}: utilisation and overlap are shares up to 1")
 
 
+_MAY_BE_ZERO = (
+    *("reserved_bytes", "overlap", "call_s", "new_memory_rate"),
+    *("inside_alpha_s", "outside_alpha_s"),
+)
 # Seconds of a hop: NCCL's tuner, Simple protocol (src/graph/tuning.cc).
 _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 5.7e-6, 14e-6
 # Share of the line rate that payload gets. NVLink and PCIe: NCCL's src/graph/topo.h. Network cards:
 # 24 of 25 GB/s (github.com/NVIDIA/nccl-tests/issues/119).
 _NVLINK4, _NVLINK3, _PCIE, _NIC = 0.82, 0.80, 0.76, 0.96
+_GB = 1e9
 
 
-def _nvlink(name: str, tera: float, **more: Any) -> Hardware:
-    return Hardware(
-        name,
-        {"bf16": tera * 1e12, "fp32": more.pop("fp32") * 1e12},
-        inside_alpha_s=_NVLINK_HOP_S,
-        outside_alpha_s=_NETWORK_HOP_S,
-        **more,
-    )
+def _gpu(name: str, bf16: float, fp32: float, memory_bytes: int, **rest: Any) -> Hardware:
+    """With peaks in TFLOP/s and other rates in GB/s; PCIe for devices without NVLink."""
+    rates = {key: rest.pop(key) * _GB for key in [*rest] if key.endswith("_rate")}
+    if "inside_rate" not in rates:
+        # Two devices behind one switch take turns; eight share a network card of 100 Gb/s.
+        rates |= {"inside_rate": 32 * _GB * _PCIE / 2, "outside_rate": 12.5 * _GB * _NIC / 8}
+        rest["inside_alpha_s"] = _PCIE_HOP_S
+    peaks = {"bf16": bf16 * 1e12, "fp32": fp32 * 1e12}
+    hops = {"inside_alpha_s": _NVLINK_HOP_S, "outside_alpha_s": _NETWORK_HOP_S}
+    return Hardware(name, peaks, memory_bytes, **{**hops, **rates, **rest})
 
 
-def _pcie(name: str, tera: float, **more: Any) -> Hardware:
-    return Hardware(
-        name,
-        {"bf16": tera * 1e12, "fp32": more.pop("fp32") * 1e12},
-        inside_rate=32e9 * _PCIE / 2,  # two devices behind one switch take turns
-        outside_rate=12.5e9 * _NIC / 8,
-        host_rate=32e9 * _PCIE,
-        inside_alpha_s=_PCIE_HOP_S,
-        outside_alpha_s=_NETWORK_HOP_S,
-        **more,
-    )
-
-
-_H100: dict[str, Any] = {
-    "fp32": 67,
-    "inside_rate": 450e9 * _NVLINK4,
-    "outside_rate": 50e9 * _NIC,
-    "host_rate": 64e9 * _PCIE,
-    "utilisation": 0.40,
-}
+_H100: dict[str, Any] = {"inside_rate": 450 * _NVLINK4, "outside_rate": 50 * _NIC}
+_H100 |= {"host_rate": 64 * _PCIE, "utilisation": 0.40}
+_A100: dict[str, Any] = {"inside_rate": 300 * _NVLINK3, "outside_rate": 25 * _NIC}
+_PCIE4: dict[str, Any] = {"host_rate": 32 * _PCIE}
 _KNOWN = (
-    _nvlink("h100", 989, memory_bytes=80 << 30, memory_rate=3.35e12, **_H100),
-    _nvlink("h200", 989, memory_bytes=141 * 10**9, memory_rate=4.8e12, **_H100),
-    _nvlink(
-        "a100",
-        312,
-        fp32=19.5,
-        memory_bytes=80 << 30,
-        memory_rate=2.04e12,
-        inside_rate=300e9 * _NVLINK3,
-        outside_rate=25e9 * _NIC,
-        host_rate=32e9 * _PCIE,
-        host_memory_bytes=1 << 40,
+    _gpu("h100", 989, 67, 80 << 30, memory_rate=3350, **_H100),
+    _gpu("h200", 989, 67, 141 * 10**9, memory_rate=4800, **_H100),
+    _gpu(
+        "a100", 312, 19.5, 80 << 30, memory_rate=2040, host_memory_bytes=1 << 40, **_A100, **_PCIE4
     ),
-    _pcie(
-        "4090", 165, fp32=83, memory_bytes=24 << 30, memory_rate=1.01e12, host_memory_bytes=1 << 39
-    ),
-    _pcie("l4", 121, fp32=30, memory_bytes=24 << 30, memory_rate=3e11, host_memory_bytes=1 << 38),
+    _gpu("4090", 165, 83, 24 << 30, memory_rate=1010, host_memory_bytes=1 << 39, **_PCIE4),
+    _gpu("l4", 121, 30, 24 << 30, memory_rate=300, host_memory_bytes=1 << 38, **_PCIE4),
     Hardware(
         "cpu-core",
         {"bf16": 48e9, "fp32": 96e9},
@@ -196,25 +154,14 @@ def find_hardware(name: str) -> Hardware:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"{name!r} is no file and none of {', '.join(HARDWARE)}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    fields = [field.name for field in dataclasses.fields(Hardware)]
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: hardware is an object with {', '.join(fields)}")
+    content = read_object(path)
     like = content.pop("like", None)
     if like is not None and like not in HARDWARE:
         raise ValueError(f"{path}: like is one of {', '.join(HARDWARE)}, got {like!r}")
-    unknown = sorted(set(content) - set(fields))
-    if unknown:
-        raise ValueError(f"{path}: unknown {', '.join(unknown)}; known are {', '.join(fields)}")
     content = {"name": path.stem, **content}
     try:
-        return (
-            Hardware(**content) if like is None else dataclasses.replace(HARDWARE[like], **content)
-        )
-    except TypeError as error:
+        return dataclasses.replace(HARDWARE[like], **content) if like else Hardware(**content)
+    except TypeError as error:  # a field is missing, or not known
         raise ValueError(f"{path}: {error}") from None
 
 

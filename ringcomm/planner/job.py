@@ -15,11 +15,10 @@ from typing import Literal, get_args
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
-CHECKPOINTINGS = ("none", "selective", "full")
+CHECKPOINTINGS = ("none", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 Tier = Literal["device", "host", "disk"]
 Optimizer = Literal["adamw", "sgd"]
-Attention = Literal["flash", "full"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class System:
     def fault(self, mesh: Mesh, *, is_host: bool) -> str | None:
         """Why it does not go with a mesh, or on a device that is its host; None if it does."""
         dp, pp, tp = mesh.dp, mesh.pp, mesh.tp
-        if self.name == "single":
-            return None if mesh.num_ranks == 1 else "single is one rank"
         if self.name == "ddp" and mesh.num_ranks == 1:
             return "one rank has no replicas: it is single"
         if "host" in (self.states, self.weights) and is_host:
@@ -79,7 +76,6 @@ class Job:
         sequence: tokens of a sequence; 0 for the model's context, or the tokens if they are fewer.
         precision: "bf16" for 16-bit weights and gradients beside float32 masters, or "fp32".
         optimizer: "adamw", or "sgd" with momentum.
-        attention: "flash" keeps a number per token and head, "full" the s × s matrices.
         is_sequence_split: whether tensor-parallel ranks share the tokens between layers; None where
             they can.
         fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two
@@ -96,7 +92,6 @@ class Job:
     sequence: int = 0
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
-    attention: Attention = "flash"
     is_sequence_split: bool | None = None
     fused_norms: bool = True
     dp: int = 0
@@ -120,7 +115,6 @@ class Job:
         known: dict[str, tuple[str, ...]] = {
             "precision": get_args(Precision),
             "optimizer": get_args(Optimizer),
-            "attention": get_args(Attention),
             "systems": tuple(SYSTEMS),
             "schedules": SCHEDULES,
             "checkpointings": CHECKPOINTINGS,

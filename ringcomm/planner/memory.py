@@ -1,25 +1,8 @@
 """The memory of a rank, by part: weights, gradients, states, and what a forward pass keeps.
 
-Activations, in bytes of a micro-batch:
-
-Korthikanti et al. 2022 (arXiv 2205.05198) have sbh (34 + 5 a s / h) for a layer of GPT in 16 bits:
-s tokens, b sequences, h hidden, a heads. With their terms, by who has them:
-
-    GPT     all ranks   two norms' inputs 4, what they give 4, two masks of dropout 2         10
-            shared      queries, keys, values 6, attention's result 2, GELU's input 8 and
-                        output 8                                                              24
-                        softmax 2, its mask 1, its dropped output 2, per head and pair        5as/h
-
-A layer of Llama has no dropout and no GELU, g = kv_heads / heads, f = ffn:
-
-    Llama   all ranks   two norms' inputs 4, what they give 4                                  8
-            shared      queries 2, keys and values 4g, attention's result 2           4 + 4g
-                        gate 2, up 2, silu(gate) 2, their product 2, per f/h               8f/h
-
-so sbh (12 + 4g + 8 f/h), and 2 a s / h more without flash attention, which keeps 4 bytes per token
-and head (log-sum-exp) in place of s × s matrices; norms keep 4 per token. t ranks of tensor
-parallelism share the second part, those of sequence parallelism both, but for what the norms give,
-which ringcomm.nn keeps as it was gathered. A token's experts count top_k times.
+docs/design/planner.md has the table of activations. Tensor-parallel ranks share what is between two
+collectives, those of sequence parallelism the rest too, but for what the norms give, which
+ringcomm.nn keeps as it was gathered.
 """
 
 from __future__ import annotations
@@ -40,7 +23,6 @@ class Activations:
     """Bytes of one micro-batch on one rank."""
 
     layer: int  # that a layer keeps
-    scores: int  # of these the s × s matrices, which selective recomputation makes anew
     boundary: int  # the layer's input alone, which full recomputation keeps
     embedding: int  # in front of the layers
     head: int  # behind them: the last norm, the logits, the loss
@@ -48,9 +30,7 @@ class Activations:
 
     def kept(self, checkpointing: str) -> int:
         """What a layer keeps with such recomputation."""
-        if checkpointing == "full":
-            return self.boundary
-        return self.layer - (self.scores if checkpointing == "selective" else 0)
+        return self.boundary if checkpointing == "full" else self.layer
 
 
 def activations_of(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) -> Activations:
@@ -63,20 +43,14 @@ def activations_of(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) ->
     norm = (e if job.fused_norms else 8) * width // outside + 4 * tokens // outside
     normed = e * width
     masks = width // outside if shape.dropout else 0
-    scores = 0
-    if job.attention == "full":  # softmax's result, and with dropout its mask and what that leaves
-        per_pair = 2 * e + 1 if shape.dropout else e
-        scores = per_pair * shape.heads * micro_batch * job.sequence**2 // t
     # Ranks that are more than groups of heads have one each.
     kv_width = max(1, shape.kv_heads // t) * shape.head_dim
     attention = 2 * e * tokens * shape.query_width // t + 2 * e * tokens * kv_width
-    if job.attention == "flash":
-        attention += 4 * tokens * shape.heads // t
-    layer = 2 * (norm + normed + masks) + attention + scores + _ffn_bytes(shape, job, t, tokens)
+    attention += 4 * tokens * shape.heads // t
+    layer = 2 * (norm + normed + masks) + attention + _ffn_bytes(shape, job, t, tokens)
     logits = e * tokens * -(-shape.vocab // t)
     return Activations(
         layer=layer,
-        scores=scores,
         boundary=e * width // outside,
         embedding=_TOKEN_ID_BYTES * tokens + masks,
         head=norm + normed + logits + _LOSS_BYTES * tokens,

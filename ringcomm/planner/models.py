@@ -207,6 +207,17 @@ _KNOWN = (
 MODELS = {shape.name: shape for shape in _KNOWN}
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object. Raises ValueError where it has none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: wants an object, got {content!r:.40}")
+    return content
+
+
 def find_model(name: str) -> ModelShape:
     """A model by its name in MODELS, or by the path of a config.json or of its folder.
 
@@ -219,12 +230,7 @@ def find_model(name: str) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{name!r} is no model and no config.json; known are {', '.join(MODELS)}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: a config.json holds an object, got {config!r:.40}")
+    config = read_object(path)
     kind = config.get("model_type")
     if kind not in ("gpt2", "llama", "mistral", "mixtral", "qwen2"):
         raise ValueError(

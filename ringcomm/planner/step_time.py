@@ -174,15 +174,11 @@ class StepTime:
 def compute_flops(shape: ModelShape, job: Job, checkpointing: str) -> float:
     """6 FLOP per token and weight, and 6 s h a layer for causal attention, of all ranks.
 
-    A third more with full recomputation; with selective one that of attention alone.
+    A third more with recomputation.
     """
     of_weights = 6.0 * job.tokens * shape.num_active_params
     of_attention = 6.0 * job.tokens * job.sequence * shape.query_width * shape.layers
-    if checkpointing != "none":
-        of_attention *= 4 / 3
-    if checkpointing == "full":
-        of_weights *= 4 / 3
-    return of_weights + of_attention
+    return (of_weights + of_attention) * (4 / 3 if checkpointing == "full" else 1)
 
 
 def time_of(candidate: Candidate, traffic: Traffic) -> StepTime:

@@ -3,63 +3,87 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Callable
+import subprocess
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import cross_entropy
 import device_kernels
+import footprint
 import front_door
-import fused_update
-import llama_memory
+import harness
 import lomo
 import plot
 import pytest
 import run_all
+import systems
+import table
 import torch
+import trainees
 from report import read_records
 from torch import Tensor
 
 from ringcomm import cli
 from ringcomm.measure.ranks import EXIT_OK, EXIT_WRONG_RESULTS
+from ringcomm.parallel import pipeline
+
+ALGORITHMS = ["one_shot", "two_shot", "ring", "ring, rank_order"]
+# A script with its options, the field that tells its records apart, and what is recorded of it.
+SCRIPTS: dict[str, tuple[str, str, list[Any]]] = {
+    # What is too small to run where it lies is staged, and no record.
+    "algorithms": (
+        "--seconds 0.02 --repeats 0 --worlds 2 --sizes 4k,512k",
+        "algorithm",
+        [*ALGORITHMS, *ALGORITHMS, "direct"],
+    ),
+    "floor": (
+        "--seconds 0.02 --repeats 0 --worlds 2 --sizes 1024,400000",
+        "algorithm",
+        [None, "one_shot", "one_shot", None, "two_shot", "direct"],
+    ),
+    "lomo": (
+        "--seconds 0.1 --repeats 0 --size tiny --rows 1 --context 8 --world 2",
+        "way",
+        [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT],
+    ),
+    "fused_update": (
+        "--seconds 0.02 --sizes 40006",
+        "way",
+        ["fused", "zero1", "ringcomm", "gloo"],
+    ),
+    "llama_memory": (
+        "--device cpu --size tiny --layers 1 --rows 1 --tokens 8 --ways AdamW",
+        "way",
+        ["AdamW"],
+    ),
+    "pipeline": (
+        "--seconds 0.01 --repeats 0 --worlds 2 --factors 2 --unit-ms 0.2",
+        "schedule",
+        list(pipeline.SCHEDULES),
+    ),
+}
 
 
-def records_of(path: Path, script: str, *argv: str, seconds: str = "0.02") -> list[dict[str, Any]]:
-    """What a script records in as little time as it can."""
-    quick = ["--seconds", seconds, "--repeats", "0", "--json", str(path / "records.jsonl")]
-    assert import_module(script).main([*quick, *argv]) == EXIT_OK
-    records = read_records([path / "records.jsonl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_records_of_a_script(script: str, tmp_path: Path) -> None:
+    if script == "llama_memory":
+        pytest.importorskip("transformers")
+    options, field, expected = SCRIPTS[script]
+    path = tmp_path / "records.jsonl"
+    assert import_module(script).main(["--json", str(path), *options.split()]) == EXIT_OK
+    records = read_records([path])
     assert all(record["verified"] for record in records)
-    return records
-
-
-def test_algorithms_are_compared_and_where_the_choice_changes(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "algorithms", "--worlds", "2", "--sizes", "4k,512k")
-    names = ["one_shot", "two_shot", "ring", "ring, rank_order"]
-    found = [(record["bytes"], record["algorithm"]) for record in records]
-    large = [(524288, name) for name in [*names, "direct"]]
-    assert found == [(4096, name) for name in names] + large  # too small to be worth it
-    changes = [(c["op"], c["bytes"], c["algorithm"]) for c in records[0]["changes"]]
-    assert changes == [
-        ("all_reduce", 262148, "two_shot"),
-        ("all_reduce_shared", 8192, "direct"),
-    ]
-
-
-def test_floor(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "floor", "--worlds", "2", "--sizes", "1024,400000")
-    found = [(r["bytes"], r["variant"], r["algorithm"]) for r in records]
-    # Buffers that are shared pay from some size on.
-    small = [(1024, name, how) for name, how in (("staged", "one_shot"), ("shared", "one_shot"))]
-    large = [(400000, name, how) for name, how in (("staged", "two_shot"), ("shared", "direct"))]
-    assert found == [(1024, "floor", None), *small, (400000, "floor", None), *large]
+    assert [record[field] for record in records] == expected
 
 
 def test_footprint(tmp_path: Path) -> None:
-    records = records_of(tmp_path, "footprint", "--world", "2", "--groups", "3")
-    values = {(r["quantity"], r["backend"]): r["value"] for r in records}
+    path = tmp_path / "records.jsonl"
+    argv = ["--seconds", "0.02", "--repeats", "0", "--world", "2", "--groups", "3"]
+    assert footprint.main(["--json", str(path), *argv]) == EXIT_OK
+    values = {(r["quantity"], r["backend"]): r["value"] for r in read_records([path])}
     idle = "3 idle groups, per rank"
     for state in (idle, f"{idle}, one of them used"):
         assert values[f"{state}: file descriptors", "ringcomm"] == 0
@@ -67,9 +91,15 @@ def test_footprint(tmp_path: Path) -> None:
     states = ("unused", "after 64 MiB")
     mapped = [values[f"a pair of ranks, {state}: mapped", "ringcomm"] for state in states]
     assert 0 < mapped[0] == mapped[1]
-    waiting = [name for name, _ in values if "wait for one that computes" in name]
-    assert len(waiting) == 2
-    assert all(0 <= r["value"] <= 100 for r in records if r["unit"] == "%")
+
+
+@pytest.mark.slow
+def test_device_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    argv = ["--device", "cpu", "--json", str(path), "--scale", "64", "--seconds", "0.01"]
+    assert device_kernels.main(argv) == EXIT_OK
+    records = read_records([path])
+    assert {r["case"] for r in records} == {"linear", "embedding", "sgd", "linear_loss"}
 
 
 def test_the_list_of_all_calls_scripts_as_they_are() -> None:
@@ -81,26 +111,42 @@ def test_the_list_of_all_calls_scripts_as_they_are() -> None:
             import_module(Path(script).stem).parse([*arguments, "--seconds", "1"])
 
 
-def test_commands_of_the_list() -> None:
-    command = run_all.command_of(run_all.JOBS["all_reduce"][1], "/usr/bin/mpiexec")
-    assert command[:4] == ["/usr/bin/mpiexec", "-n", "4", sys.executable]
-    assert command[4:8] == ["-m", "ringcomm", "bench", "all_reduce"]
-    assert command[-2:] == ["--peers", "gloo,mpi4py"]
-    assert run_all.command_of("floor.py", None)[0] == sys.executable
-    command = run_all.command_of(run_all.JOBS["cross_entropy"][1], None)
-    assert command[-2] == "--json"
-    assert command[-1].endswith("-cross_entropy.jsonl")
+# ---- tables of records
 
 
-def test_what_fails_or_hangs_is_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert not run_all.run([sys.executable, "-c", "raise SystemExit(3)"])
-    monkeypatch.setattr(run_all, "LIMIT_S", 0.5)
-    assert not run_all.run([sys.executable, "-c", "import time; time.sleep(60)"])
-    said = capfd.readouterr().out
-    assert "status 3" in said
-    assert "stopped after" in said
+def test_table_prefers_what_was_measured_on_a_quiet_machine() -> None:
+    def record(date: str, quiet: bool) -> dict[str, Any]:
+        place = {"op": "all_reduce", "world_size": 2, "device": "cpu", "dtype": "float32"}
+        state = {"quiet": quiet, "verified": True, "machine": {"cpu": "a CPU", "cores": 2}}
+        return {"kind": "collective", "date": date, "bytes": 64, **place, **state}
+
+    old, quiet, busy = record("1", True), record("2", True), record("3", False)
+    layout = table.LAYOUTS["collective"]
+    assert table.newest([old, busy, quiet], layout) == [[quiet]]
+    assert table.newest([busy], layout) == [[busy]]
+
+
+def test_the_page_has_the_tables_of_the_committed_records(tmp_path: Path) -> None:
+    """As git has them: records that a run has added since are not on the page yet."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(harness.ROOT), *arguments]
+        run = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+        return run.stdout
+
+    try:
+        names = git("ls-files", "--", f"{harness.RESULTS.relative_to(harness.ROOT)}/*.jsonl")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not in a git checkout")
+    copies = [tmp_path / Path(name).name for name in sorted(names.splitlines())]
+    for copy, name in zip(copies, sorted(names.splitlines()), strict=True):
+        copy.write_text(git("show", f":{name}"), encoding="utf-8")
+    written = table.page_tables(read_records(copies))
+    if not written:
+        pytest.skip("there are no records yet")
+    page = table.PAGE.read_text(encoding="utf-8")
+    told = "out of date: python benchmarks/table.py --write docs/benchmarks.md"
+    assert table.with_tables(page, written) == page, told
 
 
 # ---- cross-entropy
@@ -144,124 +190,65 @@ def test_a_wrong_gradient_of_cross_entropy_is_seen(
     assert [(r["way"], r["wrong_elems"]) for r in records if not r["verified"]] == [("torch", 1)]
 
 
-# ---- LOMO, and the fused update
+# ---- systems
 
 
-QUICK_LOMO = ["--size", "tiny", "--rows", "1", "--context", "8", "--seconds", "0.1"]
+SIZES = ["--width", "96", "--layers", "2", "--tokens", "12", "--seconds", "0.1", "--repeats", "1"]
+
+
+def race(tmp_path: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    path = tmp_path / "systems.jsonl"
+    status = cli.run(["bench", "systems", *SIZES, "--json", str(path), *options])
+    return status, read_records([path])
 
 
 @pytest.mark.slow
-def test_lomo(tmp_path: Path) -> None:
-    path = tmp_path / "lomo.jsonl"
-    assert (
-        lomo.main([*QUICK_LOMO, "--world", "2", "--repeats", "1", "--json", str(path)]) == EXIT_OK
-    )
-    records = {record["way"]: record for record in read_records([path])}
-    assert list(records) == [way for way in lomo.WAYS if way != lomo.NO_AGREEMENT]
-    assert all(record["verified"] for record in records.values())
-    whole = records["SGD"]["grad_bytes"]
-    assert whole >= 4 * records["SGD"]["num_params"]
-    for way in ("Lomo", "Lomo, clip two_pass", "AdaLomo"):
-        assert records[way]["grad_bytes"] <= records[way]["largest_weight_bytes"]
-    assert records["Lomo"]["grad_bytes"] < records["Lomo, clip deferred"]["grad_bytes"] <= whole
+def test_losses_bytes_and_memory_of_systems(tmp_path: Path) -> None:
+    picture = tmp_path / "systems.svg"
+    status, records = race(tmp_path, "--world-size", "2", "--plot", str(picture))
+    assert status == EXIT_OK
+    assert [record["system"] for record in records] == trainees.DEFAULT
+    by_name = {record["system"]: record for record in records}
+    for record in records:
+        assert record["loss"] == pytest.approx(record["one_process_loss"], rel=1e-4)
+        if "gloo" in record["system"] or record["system"] == "parameter server":
+            assert record["sent_bytes"] is None
+        else:
+            assert record["sent_bytes"] == record["formula_bytes"]
+    whole = by_name["ddp"]["param_bytes"]
+    assert whole == 4 * by_name["ddp"]["num_params"]
+    assert by_name["ddp"]["state_bytes"] >= 2 * whole
+    assert by_name["lomo"]["state_bytes"] == 0
+    for name in ("zero-1", "zero-2"):
+        assert by_name[name]["state_bytes"] == pytest.approx(whole, rel=0.01)
+    assert by_name["lomo on shards"]["param_bytes"] <= whole / 2 + 4 * 40
+    assert "ddp" in picture.read_text(encoding="utf-8")
 
 
-def test_steps_of_lomo_that_are_not_sgds_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_backends_and_the_share_of_communication(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def wrong(model: torch.nn.Module, _: Any) -> torch.optim.Optimizer:
-        return lomo.Lomo(model, 2 * lomo.LEARNING_RATE)
-
-    monkeypatch.setitem(lomo.WAYS, "Lomo", lomo.Way(wrong, "SGD"))
-    path = tmp_path / "lomo.jsonl"
-    argv = [*QUICK_LOMO, "--world", "1", "--repeats", "1", "--json", str(path)]
-    assert lomo.main([*argv, "--ways", "Lomo;SGD"]) == EXIT_WRONG_RESULTS
-    records = {record["way"]: record for record in read_records([path])}
-    assert not records["Lomo"]["verified"]
-    assert records["SGD"]["verified"]
-
-
-@pytest.mark.slow
-def test_fused_updates_and_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "records.jsonl"
-    quick = ["--seconds", "0.02", "--sizes", "40006", "--json", str(path)]
-    assert fused_update.main([*quick, "--optimizer", "adamw"]) == EXIT_OK
-    records = read_records([path])
-    assert [(r["bytes"], r["way"], r["verified"]) for r in records] == [
-        (40_000, way, True) for way in ("fused", "zero1", "ringcomm", "gloo")
-    ]
-    step_of = fused_update.Way._whole
-
-    def spoiled(self: fused_update.Way) -> Callable[[], None]:
-        step = step_of(self)
-
-        def spoil() -> None:
-            step()
-            self.param[7] += 0.5
-
-        return spoil
-
-    monkeypatch.setattr(fused_update.Way, "_zero1", spoiled)
-    path.unlink()
-    assert fused_update.main([*quick, "--optimizer", "sgd"]) == EXIT_WRONG_RESULTS
-    wrong = [r for r in read_records([path]) if not r["verified"]]
-    assert [(r["way"], r["wrong_elems"], r["ratio"]) for r in wrong] == [("zero1", 2, None)]
-
-
-# ---- one device
-
-
-def test_device_kernels(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    argv = ["--device", "cpu", "--json", str(path), "--scale", "64", "--seconds", "0.01"]
-    assert device_kernels.main(argv) == EXIT_OK
-    records = read_records([path])
-    cases = {record["case"] for record in records}
-    assert cases == {"linear", "embedding", "sgd", "linear_loss"}
-    assert all(record["p50_us"] > 0 and record["device"] == "cpu" for record in records)
+    """Also where a name has a comma; steps that move nothing are no records."""
+    names = "ddp;ddp blocking;zero-3;tensor, tokens shared"
+    status, records = race(tmp_path, "--systems", names, "--over", "gloo,fake")
+    assert status == EXIT_OK
+    found = {record["system"]: record for record in records}
+    assert list(found) == [f"{n}{on}" for n in names.split(";") for on in ("", " on gloo")]
+    for name, record in found.items():
+        assert record["backend"] == ("gloo" if "gloo" in name else "ringcomm")
+        assert ("over_ringcomm" in record) == ("gloo" in name)
+        assert ("communication_share" in record) == ("tensor" not in name)
+    said = capfd.readouterr().out
+    assert "over ringcomm" in said
+    assert "communication share" in said
 
 
 @pytest.mark.slow
-def test_llama_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "records.jsonl"
-    small = ["--size", "tiny", "--layers", "1", "--rows", "1", "--tokens", "8"]
-    ways = ["forward only", "AdamW", "two-pass clip"]
-    argv = ["--device", "cpu", "--json", str(path), *small, "--ways", ",".join(ways)]
-    assert llama_memory.main(argv) == EXIT_OK
-    records = read_records([path])
-    assert [record["way"] for record in records] == ways
-    for record in records:
-        learns = record["losses"][-1] < record["losses"][0]
-        assert learns == (record["way"] != "forward only")
-
-    def attempt(way: str, options: Any, num_layers: int, placement: Any) -> dict[str, int] | None:
-        return {"num_layers": num_layers} if num_layers <= 90 else None
-
-    monkeypatch.setattr(llama_memory, "attempt", attempt)
-    found: Any = llama_memory.grow("Lomo", None, None)  # type: ignore[arg-type]
-    assert found["num_layers"] <= 90 < found["num_layers"] * 1.1
-
-
-# ---- pipelines
-
-
-@pytest.mark.slow
-def test_pipelines_and_their_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = import_module("pipeline")
-    monkeypatch.setattr(script, "PICTURED", (2, 4))
-    monkeypatch.setattr(script, "MIN_STEPS", 2)
-    argv = ["--worlds", "2", "--factors", "2", "--unit-ms", "0.2", "--seconds", "0.01"]
-    path = tmp_path / "records.jsonl"
-    options = ["--repeats", "0", "--json", str(path), "--pictures", str(tmp_path)]
-    assert script.main([*argv, *options]) == EXIT_OK
-    records = read_records([path])
-    assert [r["schedule"] for r in records] == list(script.pipeline.SCHEDULES)
-    assert all(r["verified"] and r["num_steps"] >= 2 for r in records)
-    # m = 4 over 2 ranks: 1/5; in halves of stages 1/9; ZB-H1 1/13, and in halves 1/25.
-    found = [r["predicted_bubble"] for r in records]
-    assert found == pytest.approx([1 / 5, 1 / 5, 1 / 9, 1 / 13, 1 / 25], rel=1e-4)
-    for record in records:
-        assert record["bound_us"] <= record["slept_bound_us"]  # a sleep is never early
-        assert 0 < record["bubble"]["p50_share"] < 1
-        assert (tmp_path / f"pipeline-{record['schedule']}.json").stat().st_size > 100
+def test_wrong_losses_of_a_system_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ddp = systems.SYSTEMS["ddp"]
+    wrong = replace(ddp, like=systems.SYSTEMS["lomo"].like)
+    monkeypatch.setitem(systems.SYSTEMS, "ddp", wrong)
+    status, records = race(tmp_path, "--systems", "ddp")
+    assert status == EXIT_WRONG_RESULTS
+    assert records[0]["wrong_elems"] > 0

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bootstrap
 import buildconfig
 import cuda_kernels
 import pytest
@@ -65,25 +64,6 @@ def test_setup_without_torch_says_what_to_do(tmp_path: Path) -> None:
     assert "pip install --no-build-isolation ." in done.stderr
 
 
-def probe_without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
-    names = {name for group in bootstrap.GROUPS for name in bootstrap.requirement_names(group)}
-    found = {"torch": "2.11.0", **dict.fromkeys(names - set(missing), "1.0")}
-    monkeypatch.setattr(bootstrap, "probe", lambda python: (found, ".so", ""))
-
-
-def test_an_environment_that_lacks_what_some_tests_want_will_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    probe_without(monkeypatch, "expecttest", "transformers")
-    assert bootstrap.use_active(["build", "test"], True, "a reason") == sys.executable
-    assert "goes without what is not installed there: expecttest, transformers" in (
-        capsys.readouterr().out
-    )
-    probe_without(monkeypatch, "expecttest", "pytest")
-    with pytest.raises(buildconfig.BuildProblem, match=r"lacks pytest: .* -m pip install pytest"):
-        bootstrap.use_active(["build", "test"], True, "a reason")
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder with two files of kernels, and the file that embeds what becomes of them."""
@@ -125,21 +105,3 @@ def test_new_kernels_are_embedded_anew(kernels: Path) -> None:
     (kernels / "two.cu").write_text("another")
     assert is_touched()
     assert is_touched()  # a build that ended before it got there leaves fatbins that are newer
-
-
-def test_what_the_same_nvcc_has_compiled_elsewhere_will_do(kernels: Path) -> None:
-    cuda_kernels.compile_all(nvcc_in(kernels, COMPILES), kernels / "out", ("90",))
-    (kernels / "moved").mkdir()
-    (kernels / "out").rename(kernels / "moved" / "out")
-    other = nvcc_in(kernels / "moved", "exit 1")
-    cuda_kernels.compile_all(other, kernels / "moved" / "out", ("90",))
-    with pytest.raises(buildconfig.BuildProblem, match="does not compile"):
-        cuda_kernels.compile_all(other, kernels / "moved" / "out", ("80",))
-
-
-def test_other_architectures_are_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RINGCOMM_CUDA_ARCHS", "90")
-    before = bootstrap.kernel_choice()
-    assert bootstrap.kernel_choice() == before
-    monkeypatch.setenv("RINGCOMM_CUDA_ARCHS", "80")
-    assert bootstrap.kernel_choice() != before

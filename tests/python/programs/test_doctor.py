@@ -1,4 +1,4 @@
-"""What doctor reads of the kernel (CPUs, caches, limits), from trees made as the kernel does."""
+"""What doctor reads of the kernel (CPUs, limits), from trees made as the kernel does."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ringcomm.doctor import facts, report
-from ringcomm.doctor.group import examine_group
+from ringcomm.measure import doctor, machine
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -20,37 +19,15 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def sysfs(tmp_path: Path, l3: list[str], siblings: list[str]) -> Path:
-    """CPUs with these L3 and cores, by CPU."""
-    files = {}
-    for cpu, (shared, core) in enumerate(zip(l3, siblings, strict=True)):
-        files[f"cpu{cpu}/topology/core_cpus_list"] = core
-        files[f"cpu{cpu}/cache/index3/shared_cpu_list"] = shared
-    return write(tmp_path, files)
-
-
-def test_cpus_and_caches(tmp_path: Path) -> None:
-    """Two L3, hardware threads n and n + 4 on one core."""
-    l3 = ["0-1,4-5", "0-1,4-5", "2-3,6-7", "2-3,6-7"] * 2
-    cores = [f"{n},{n + 4}" for n in range(4)] * 2
-    found = facts.read_cpus(range(8), sysfs(tmp_path, l3, cores))
-    assert found.cores == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert found.l3 == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert (found.shares_l3((0, 5)), found.shares_l3((0, 2))) == (True, False)
-    assert facts.telling_pairs(found) == [(0, 1), (0, 2)]
-    few = facts.read_cpus((1, 4, 5), tmp_path)  # what an affinity mask leaves
-    assert few.cores == ((1, 5), (4,))
-    assert facts.telling_pairs(few) == [(1, 4)]
-    write(tmp_path, {"cpu0/cache/index3/shared_cpu_list": "0-x"})
-    assert facts.read_cpus((0,), tmp_path).l3 == ()
-
-
-def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
-    found = facts.read_cpus((0, 3), tmp_path)
-    assert (found.cores, found.l3) == (((0,), (3,)), ())
-    assert found.shares_l3((0, 3)) is None
-    assert facts.telling_pairs(found) == [(0, 3)]
-    assert facts.telling_pairs(facts.read_cpus((0,), tmp_path)) == []
+def test_cores(tmp_path: Path) -> None:
+    """Hardware threads n and n + 4 on one core."""
+    threads = [f"{n},{n + 4}" for n in range(4)] * 2
+    files = {f"cpu{cpu}/topology/core_cpus_list": text for cpu, text in enumerate(threads)}
+    write(tmp_path, files)
+    assert machine.cores(range(8), tmp_path) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert machine.cores((1, 4, 5), tmp_path) == [(1, 5), (4,)]  # what an affinity mask leaves
+    write(tmp_path, {"cpu0/topology/core_cpus_list": "0-x", "cpu1/topology/core_cpus_list": "1-2"})
+    assert machine.cores((0, 1, 2, 9), tmp_path) == [(0,), (1, 2), (2,), (9,)]
 
 
 def test_limits_of_a_cgroup(tmp_path: Path) -> None:
@@ -59,42 +36,31 @@ def test_limits_of_a_cgroup(tmp_path: Path) -> None:
     files = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
     files |= {"a/memory.max": "max", "a/b/memory.max": str(3 << 30)}
     write(top, files)
-    found = facts.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
+    found = machine.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
     assert found["cpu_cores"] == (1.5, str(top / "a/cpu.max"))
     assert found["memory_bytes"] == (3 << 30, str(top / "a/b/memory.max"))
     assert found["max_fds"] > 0
-    found = facts.read_limits(tmp_path / "no proc", top)
+    found = machine.read_limits(tmp_path / "no proc", top)
     assert (found["cpu_cores"], found["memory_bytes"]) == (None, None)
 
 
 def test_a_refused_system_call_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert facts.missing_features() == []
+    assert machine.missing_features() == []
 
     def refuse(_name: str) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert facts.missing_features() == ["memfd_create: [Errno 1] Operation not permitted"]
+    assert machine.missing_features() == ["memfd_create: [Errno 1] Operation not permitted"]
 
 
 def test_the_variables_are_those_of_the_reference() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "reference" / "environment.md"
     listed = set(re.findall(r"^\| `(RINGCOMM_\w+)`", page.read_text(encoding="utf-8"), re.M))
-    assert report.known_variables() == listed
+    assert doctor.known_variables() == listed
 
 
 def test_one_rank_has_no_pairs() -> None:
-    found = examine_group(1, [], 0.0)
-    assert (found["pairs"], found["hand_overs"]) == ([], [])
-    assert found["memory"]["mapped_bytes_per_pair"] is None
-
-
-def test_hand_over_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one the rest is measured, and the note says what is missing."""
-    monkeypatch.setenv("PATH", "")
-    found = report.examine(2, 0.0)
-    pairs = found["group"]["hand_overs"]  # none on a machine of one core
-    assert all(entry["us"] is None for entry in pairs)
-    assert len(found["group"]["pairs"]) == 1
-    said = [note for note in found["notes"] if "it takes a C compiler" in note]
-    assert len(said) == len(pairs)
+    found = doctor.examine_group(1, 0.0)
+    assert found["pairs"] == []
+    assert "errors" not in found

@@ -6,9 +6,7 @@ import importlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +16,6 @@ import torch
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-sys.path.append(str(EXAMPLES))  # last: scripts there have names of modules here
-
-from common import read_text  # noqa: E402
 
 SMALL = "--steps 5 --rows 4 --context 32 --device cpu"
 # Ranks, the example and its options, and options of its run in one process.
@@ -169,74 +164,6 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         if num_ranks == 2:
             assert begun + rest == whole
         assert begun + rest == pytest.approx(whole, rel=2e-5)
-
-
-def killed(rank: int, words: list[str]) -> None:
-    """Dies in the middle of its second checkpoint."""
-    sys.path.insert(0, str(EXAMPLES))
-    import checkpoint
-    import train
-
-    write, calls = checkpoint.dcp.save, []
-
-    def write_and_die(*args: Any, **kwargs: Any) -> None:
-        write(*args, **kwargs)
-        calls.append(args)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with mock.patch.object(checkpoint.dcp, "save", write_and_die):
-        train.main(train.parser().parse_args(words))
-
-
-@pytest.mark.slow
-def test_a_kill_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
-    words = [*SMALL.split(), "--steps", "6", "--size", "tiny", "--save-every", "2"]
-    words += ["--out", str(tmp_path)]
-    run_ranks(2, killed, words, fresh=True, may_die=(0, 1))
-    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "unfinished"}
-    run_ranks(2, run_example, ["train", *words, "--resume"])
-    assert [path.name for path in tmp_path.iterdir()] == ["step-6"]
-
-
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun_saves_and_ends(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    words = ["--steps", "100000", "--size", "tiny", "--out", str(tmp_path), "--device", "cpu"]
-    with subprocess.Popen(
-        [*torchrun, "2", str(EXAMPLES / "train.py"), *words, "--save-every", "20"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            deadline = time.monotonic() + 100
-            while not list(tmp_path.glob("step-*")) and time.monotonic() < deadline:
-                assert process.poll() is None
-                time.sleep(0.05)
-            os.kill(process.pid, signal.SIGINT)
-            said, _ = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert "interrupted after step" in said
-    step = int(said.partition("interrupted after step ")[2].partition(";")[0])
-    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step + 1}"]
-
-
-# ---- text and model
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 600], ids=["empty", "too short"])
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"rows of 128 want 260\d"):
-        read_text(file, 128)
-    file.write_bytes(bytes(range(256)) * 11)  # no UTF-8
-    assert read_text(file, 128).tolist() == list(range(256)) * 11
 
 
 def test_every_example_is_short_and_needs_no_device() -> None:

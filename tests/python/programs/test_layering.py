@@ -105,18 +105,6 @@ def test_headers_are_guarded_and_make_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_cpp_tests_know_no_torch() -> None:
-    paths = [p for p in (ROOT / "tests" / "cpp").rglob("*") if p.suffix in {".h", ".cc"}]
-    wrong = [
-        f"{name_of(path)}: <{name}>"
-        for path in paths
-        if "third_party" not in path.parts
-        for name in includes_of(path)[1]
-        if name.split("/")[0] in TORCH_FOLDERS
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
 def test_examples_use_the_public_interface() -> None:
     wrong = [
         f"{name_of(path)} imports {module} {names}"

@@ -1,0 +1,343 @@
+"""The command `ringcomm`, or `python -m ringcomm`: tune, doctor, plan, and bench of a checkout.
+
+A sub-command has a function that adds its options to a parser and returns the one that runs it.
+That one imports what it needs, and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ringcomm import __version__, tuning
+from ringcomm.measure.ranks import MAX_WORLD_SIZE, joined_world_size, run_main
+from ringcomm.measure.screen import (
+    amount,
+    as_option,
+    byte_count,
+    byte_counts,
+    columns,
+    factor,
+    microseconds,
+    whole_numbers,
+    words,
+)
+
+if TYPE_CHECKING:
+    from ringcomm.planner import Plans
+
+__all__ = ["OneLineParser", "main", "run"]
+
+Run = Callable[[argparse.Namespace], int]
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+# Packages that communicating does not need: what does, and their names for pip.
+_WANTED_FOR = {
+    "liger_kernel": ("liger needs", "liger-kernel"),
+    "matplotlib": ("--plot needs", "matplotlib"),
+    "mpi4py": ("ranks of mpiexec need", "mpi4py"),
+    "quack": ("quack needs", "quack-kernels"),
+    "psutil": ("measuring needs", "psutil"),
+    "rich": ("tables need", "rich"),
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says in one line what is wrong; `--help` says the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+# ---- bench
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> Run:
+    """Measures an operation of ringcomm beside other backends, in turn, on verified results.
+
+    OP is one of all_reduce, all_reduce_apart, all_reduce_shared, reduce_scatter, all_gather,
+    broadcast, all_to_all, round_trip, sendrecv and barrier, or several of them separated by commas;
+    or cross_entropy, or systems. `ringcomm bench OP --help` shows its options.
+
+    It starts its own ranks; under `torchrun ... -m ringcomm bench OP` the ranks that it finds are
+    used. The measurements are in the source checkout's folder benchmarks/, which a wheel does not
+    have.
+    """
+    parser.add_argument("op", metavar="OP", help="what to measure, see above")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="options of OP")
+    return _bench
+
+
+def _bench(options: argparse.Namespace) -> int:
+    if not (BENCHMARKS / "front_door.py").is_file():
+        options.parser.error(
+            "the measurements are not in an installed wheel: clone ringcomm's repository and run"
+            " this there after `pip install --no-build-isolation -e .`"
+        )
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.insert(0, str(BENCHMARKS))
+    try:
+        options.parser = import_module("front_door").make_parser(options.op, options.parser.prog)
+    except ValueError as error:
+        options.parser.error(str(error))
+    chosen = options.parser.parse_args(options.arguments)
+    status: int = chosen.run(chosen)
+    return status
+
+
+# ---- doctor
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> Run:
+    """Examines this machine and a group of ringcomm on it, and says what deserves attention.
+
+    Cores and caches, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
+    makes a group, and measures all_reduce, messages between each pair of ranks, and memory. The
+    status is 1 when the group cannot be made.
+    """
+    add = parser.add_argument
+    num_ranks = max(2, min(4, len(os.sched_getaffinity(0))))
+    about = "ranks to start, 1 to 64 (default: one per CPU, 2 to 4)"
+    add("--world-size", type=int, default=num_ranks, help=about)
+    add("--seconds", type=float, default=0.3, help="per size that is timed (default: %(default)s)")
+    add("--json", action="store_true", help="print the report as one JSON object")
+    return _doctor
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    error = options.parser.error
+    if not 1 <= options.world_size <= MAX_WORLD_SIZE:
+        error(f"--world-size is 1 to {MAX_WORLD_SIZE}, got {options.world_size}")
+    if options.seconds < 0:
+        error("--seconds is not negative")
+    if joined_world_size() is not None:
+        error("it starts its own ranks: run it without torchrun")
+    from ringcomm.measure.doctor import examine, print_report
+
+    report = examine(options.world_size, options.seconds)
+    if options.json:
+        print(json.dumps(report, allow_nan=False))
+    else:
+        print_report(report)
+    return 1 if "errors" in report["group"] else 0
+
+
+# ---- plan
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> Run:
+    """Says which system, on which mesh, trains a model on some machines, and what it takes.
+
+    Nothing is started: memory by part, traffic, bubble and time are predicted for every system and
+    mesh, and what fits is ranked. A model is a name or a config.json of transformers. See
+    docs/design/planner.md.
+    """
+    add = parser.add_argument
+    add("--model", help="such as llama-7b, or the path of a config.json")
+    add("--gpus", type=int, default=0, help="devices of all hosts")
+    add("--tokens", default="4M", help="of a step, over all ranks (default: %(default)s)")
+    add("--sequence", default="0", help="tokens of a sequence (default: the model's context)")
+    add("--top", type=int, default=10, help="lines of each kind; 0: all (default: %(default)s)")
+    add("--why", type=int, default=1, help="whose reasons to show (default: the first)")
+    add("--json", action="store_true", help="print all plans as one JSON object")
+    add = parser.add_argument_group("machines").add_argument
+    add("--hardware", default="h100", help="a name of the table, or a JSON file (default: h100)")
+    add("--tuning", type=Path, metavar="FILE", help="alpha and beta as `ringcomm tune` wrote them")
+    add("--memory", help="of a device: 80GiB, 80GB (default: the hardware's)")
+    add("--host-memory", help="of a host (default: the hardware's)")
+    add("--per-host", type=int, default=0, help="devices of a host (default: the hardware's)")
+    add("--utilisation", type=float, help="share of the peak (default: the hardware's)")
+    add = parser.add_argument_group("what to look at").add_argument
+    for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
+        add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
+    several: dict[str, Any] = {"type": as_option(words), "default": [], "metavar": "NAMES"}
+    add("--systems", help="separated by commas (default: all)", **several)
+    add("--schedules", help="of pipelines (default: all)", **several)
+    add("--checkpointing", help="none, full (default: both)", **several)
+    add("--precision", default="bf16", help="bf16 (with float32 masters) or fp32")
+    add("--optimizer", default="adamw", help="adamw or sgd")
+    is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    is_split["help"] = "among tensor-parallel ranks (default: where they divide sequences)"
+    add("--sequence-parallel", **is_split)
+    add("--virtual-stages", type=int, default=2, help="of interleaved ranks")
+    return _plan
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        plans = _plans(options)
+    except (ValueError, OSError) as error:
+        options.parser.error(str(error))
+    if options.json:
+        print(plans.to_json())
+    else:
+        _print_plans(plans, options.top, options.why)
+    return 0 if plans.best is not None else 1
+
+
+def _plans(options: argparse.Namespace) -> Plans:
+    from ringcomm.planner import Cluster, Job, plan
+
+    if options.model is None or options.gpus < 1:
+        raise ValueError("--model and --gpus are wanted: --model llama-7b --gpus 8")
+    if options.top < 0:
+        raise ValueError(f"--top is not negative, got {options.top}")
+    if options.why < 1:
+        raise ValueError(f"--why counts from 1, got {options.why}")
+    cluster = Cluster(
+        options.gpus,
+        options.hardware,
+        memory_bytes=amount(options.memory) if options.memory else 0,
+        per_host=options.per_host,
+        host_memory_bytes=amount(options.host_memory) if options.host_memory else 0,
+    )
+    if options.utilisation is not None:
+        hardware = replace(cluster.hardware, utilisation=options.utilisation)
+        cluster = replace(cluster, hardware=hardware)
+    if options.tuning is not None:
+        cluster = cluster.tuned(tuning.load(options.tuning).worlds)
+    names = ("precision", "optimizer", "dp", "pp", "tp", "ep", "virtual_stages")
+    job = Job(
+        tokens=amount(options.tokens),
+        sequence=0 if options.sequence == "0" else amount(options.sequence),
+        is_sequence_split=options.sequence_parallel,
+        fused_norms=not cluster.hardware.is_host,
+        systems=tuple(options.systems),
+        schedules=tuple(options.schedules),
+        checkpointings=tuple(options.checkpointing),
+        **{name: getattr(options, name) for name in names},
+    )
+    return plan(options.model, cluster, job)
+
+
+def _print_plans(plans: Plans, top: int, why: int) -> None:
+    print(plans.headline())
+    if plans.best is not None:
+        print(plans.table(top))
+        chosen = plans.ranked[min(why, len(plans.ranked)) - 1]
+        print(f"Why {chosen.candidate.name}:")
+        for reason in chosen.reasons:
+            print(f"- {reason}")
+    print("What does not fit, or does not go:")
+    for line in plans.refusal_lines(top):
+        print(f"- {line}")
+
+
+# ---- tune
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> Run:
+    """Measures the algorithms of all_reduce here and writes what groups may be made with.
+
+    Per number of ranks: the cost model (alpha per hand-over, beta per MiB) and the size up to which
+    one_shot is the faster one. The machine should have nothing else to do meanwhile.
+    """
+    default = "(default: %(default)s)"
+    numbers, sizes = as_option(whole_numbers), as_option(byte_counts)
+    some_sizes = "1k,4k,16k,32k,64k,128k,256k,512k,1m,4m"
+    path = Path("ringcomm-tuning.json")
+    add = parser.add_argument
+    add("--world-sizes", type=numbers, default="2,4", help=f"numbers of ranks, 2 to 64 {default}")
+    add("--sizes", type=sizes, default=some_sizes, help=f"bytes of the buffers {default}")
+    add("--seconds", type=float, default=0.6, help=f"per size and number of ranks {default}")
+    add("--repeats", type=int, default=2, help=f"of a size that others disturb {default}")
+    add("--json", type=Path, metavar="FILE", default=path, help=f"written anew {default}")
+    return _tune
+
+
+def _tune(options: argparse.Namespace) -> int:
+    error = options.parser.error
+    for world_size in options.world_sizes:
+        if not 2 <= world_size <= MAX_WORLD_SIZE:
+            error(f"--world-sizes are 2 to {MAX_WORLD_SIZE}, got {world_size}")
+    if len(set(options.sizes)) < 2:  # the cost model has three coefficients
+        error("--sizes: 2 different ones at least make a model")
+    if options.seconds < 0 or options.repeats < 0:
+        error("--seconds and --repeats are not negative")
+    if not options.json.absolute().parent.is_dir():
+        error(f"--json: there is no folder {str(options.json.absolute().parent)!r}")
+    if joined_world_size() is not None:
+        error("it starts its own ranks: run it without torchrun")
+    import torch
+
+    from ringcomm.measure.algorithms import measure_algorithms, world_of
+    from ringcomm.measure.machine import identity, utc_now
+
+    worlds = []
+    for world_size in sorted(set(options.world_sizes)):
+        sizes = sorted(set(options.sizes))
+        times = measure_algorithms(world_size, sizes, options.seconds, options.repeats)
+        worlds.append(world_of(world_size, times))
+        print(f"{world_size} ranks, float32; medians, the slowest rank counts")
+        print(_tuning_table(worlds[-1], times))
+    date, versions = utc_now().isoformat(), (torch.__version__, __version__)
+    tuning.save(tuning.Tuning(date, identity(), *versions, tuple(worlds)), options.json)
+    if not all(world.quiet for world in worlds):
+        print("other programs disturbed this: tune again on a quiet machine")
+    print(f"written: {options.json}")
+    return 0
+
+
+def _tuning_table(world: tuning.World, times: list[Any]) -> str:
+    chosen = f"one_shot up to {byte_count(world.one_shot_max_bytes)}"
+    if world.one_shot_max_bytes == 1:
+        chosen = "one_shot never wins"
+    names = [f"{point.algorithm} µs" for point in times[0].points]
+    rows = [["bytes", *names, "two_shot / one_shot", "others %"]]
+    for size in times:
+        medians = [microseconds(point.p50_us) for point in size.points]
+        ratio, others = factor(size.ratio), f"{size.others_percent:.0f}"
+        rows.append([byte_count(size.points[0].bytes), *medians, ratio, others])
+    return (
+        f"{columns(rows, 0)}\n{chosen}. alpha {world.alpha_us:.3g} µs per hand-over, beta"
+        f" {world.beta_us_per_mib:.3g} µs per MiB, {world.overhead_us:.3g} µs per call; the model"
+        f" is off by a factor of {world.worst_fit:.2f} at worst."
+    )
+
+
+# ---- all of them
+
+_COMMANDS = {
+    "bench": (_add_bench, "measure an operation beside other backends"),
+    "doctor": (_add_doctor, "examine this machine and a group on it"),
+    "plan": (_add_plan, "rank systems and meshes for a model by predicted memory and time"),
+    "tune": (_add_tune, "measure where all_reduce's algorithms cross, and write it to a file"),
+}
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command line; its exit status. Raises SystemExit where it makes no sense."""
+    about = "Measures, tunes and examines ringcomm on this machine."
+    parser = OneLineParser(prog="ringcomm", description=about)
+    parser.add_argument("--version", action="version", version=f"ringcomm {__version__}")
+    choices = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (add_arguments, about) in _COMMANDS.items():
+        sub = choices.add_parser(name, help=about, description=inspect.getdoc(add_arguments))
+        sub.formatter_class = argparse.RawDescriptionHelpFormatter
+        sub.set_defaults(parser=sub, run=add_arguments(sub))
+    options = parser.parse_args(argv)
+    try:
+        status: int = options.run(options)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _WANTED_FOR:
+            raise
+        what, name = _WANTED_FOR[package]
+        options.parser.error(f"{what} the package {name}: pip install {name}")
+    return status
+
+
+def main() -> int:
+    """Runs the command line; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
+    try:
+        return run_main("ringcomm", run)
+    finally:
+        sys.stdout.flush()

@@ -1,1 +1,0 @@
-"""`ringcomm doctor`: what this machine offers, and how a group of ringcomm runs on it."""

@@ -1,0 +1,270 @@
+"""`ringcomm doctor`: how a group of ringcomm runs on this machine, and what deserves attention."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringcomm
+from ringcomm import _C, tuning
+from ringcomm.measure.machine import (
+    MAX_OTHERS_PERCENT,
+    OthersWatch,
+    cores,
+    identity,
+    mapped_memory,
+    memory_and_load,
+    missing_features,
+    read_limits,
+    rounded,
+    variables,
+    versions,
+)
+from ringcomm.measure.ranks import RankError, Team, run_ranks
+from ringcomm.measure.screen import byte_count
+from ringcomm.measure.timing import Contender, measure, median, open_default_group
+
+MIB = 1 << 20
+INIT_TIMEOUT = timedelta(seconds=30)
+# One of each algorithm and, with the last, of a size that no cache of a core holds.
+ALL_REDUCE_BYTES = (1 << 10, 256 << 10, 16 << 20)
+LATENCY_BYTES = 1 << 10
+BANDWIDTH_BYTES = 4 << 20
+NUM_TRIPS = {LATENCY_BYTES: 200, BANDWIDTH_BYTES: 10}
+# With more ranks only neighbours are timed: pairs grow with the square.
+MAX_WORLD_OF_ALL_PAIRS = 8
+# Read by csrc/, losses and the build; each of the others stands for a field of ringcomm.Options.
+OTHER_VARIABLES = (
+    *("RINGCOMM_SIMD", "RINGCOMM_HOST_ID", "RINGCOMM_CHECK_TARGETS"),
+    *("RINGCOMM_CUDA", "RINGCOMM_CUDA_ARCHS", "RINGCOMM_CUDA_DRIVER", "RINGCOMM_CUDA_IMAGE"),
+    *("RINGCOMM_USE_ENV", "RINGCOMM_TORCH_INDEX", "RINGCOMM_MAX_JOBS", "RINGCOMM_WERROR"),
+)
+
+
+def known_variables() -> set[str]:
+    """The names of all environment variables that ringcomm reads."""
+    options = {f"RINGCOMM_{field.name.upper()}" for field in fields(ringcomm.Options)}
+    return options | set(OTHER_VARIABLES)
+
+
+# ---- in the ranks
+
+
+def _own_backend() -> Any:
+    group = dist.group.WORLD
+    assert group is not None
+    return group._get_backend(torch.device("cpu"))
+
+
+def _num_all_reduces() -> dict[str, int]:
+    """By algorithm."""
+    found = ringcomm.stats(dist.group.WORLD)
+    return {how: entry["num_calls"] for (op, how), entry in found.items() if op == "all_reduce"}
+
+
+def _all_reduces(team: Team, seconds: float) -> list[dict[str, Any]]:
+    """Times of all_reduce with the algorithms that are chosen; on rank 0. Collective."""
+    found = []
+    for num_bytes in ALL_REDUCE_BYTES:
+        before = _num_all_reduces()
+        call = partial(dist.all_reduce, torch.zeros(num_bytes // 4))
+        timings = measure(team, {"ringcomm": Contender(call, dist.barrier)}, seconds)
+        used = [how for how, num in _num_all_reduces().items() if num > before.get(how, 0)]
+        if timings is not None:
+            us = timings["ringcomm"].summary_us()
+            share = 2 * (team.world_size - 1) / team.world_size  # of the bytes that a link carries
+            times = {"p50_us": us["p50_us"], "p99_us": us["p99_us"]}
+            times["busbw_gb_per_s"] = num_bytes / us["p50_us"] / 1e3 * share
+            found.append({"bytes": num_bytes, "algorithms": sorted(used), **times})
+    return found
+
+
+def _trip_us(peer: int, num_bytes: int, is_first: bool) -> float:
+    """Median µs of a message there and one back, halved."""
+    buffer = torch.zeros(num_bytes // 4)
+    seconds = []
+    for _ in range(NUM_TRIPS[num_bytes]):
+        begin = time.perf_counter()
+        for is_sending in (is_first, not is_first):
+            if is_sending:
+                dist.send(buffer, peer)
+            else:
+                dist.recv(buffer, peer)
+        seconds.append(time.perf_counter() - begin)
+    return 1e6 * median(seconds[1:]) / 2
+
+
+def _pairs(team: Team) -> list[dict[str, Any]]:
+    """Transport and messages of every pair, or of neighbours where there are many. Collective."""
+    # In the engine's words: "shm: one host, ..." or "p2p over gloo, as asked for; ...".
+    said = _C.transport_of(_own_backend())
+    transport, why = said[:3], said[3:].strip(": ")
+    found = []
+    for first, second in combinations(range(team.world_size), 2):
+        entry: dict[str, Any] = {"ranks": [first, second], "transport": transport, "why": why}
+        if team.world_size <= MAX_WORLD_OF_ALL_PAIRS or second == first + 1:
+            team.share(None)  # the others sleep meanwhile
+            mine = {}
+            if team.rank in (first, second):
+                peer = first + second - team.rank
+                mine = {size: _trip_us(peer, size, team.rank == first) for size in NUM_TRIPS}
+            us = team.share(mine)[first]
+            entry["latency_us"] = us[LATENCY_BYTES]
+            entry["gb_per_s"] = BANDWIDTH_BYTES / us[BANDWIDTH_BYTES] / 1e3
+        found.append(entry)
+    return found
+
+
+def _memory(team: Team) -> dict[str, int]:
+    """The group's shared memory, which all its ranks map: one piece, charged once. Collective."""
+    resident = sum(team.share(mapped_memory()["share_bytes"]))
+    return {"mapped_bytes": _C.mapped_bytes(_own_backend()), "resident_bytes": resident}
+
+
+def _run_rank(team: Team, seconds: float) -> None:
+    """Rank 0 reports what was found, piece by piece: what comes before a failure is kept."""
+
+    def tell(**parts: Any) -> None:
+        if team.rank == 0:
+            team.report(parts)
+
+    begin = time.perf_counter()
+    error = None
+    try:
+        open_default_group(team, "ringcomm", INIT_TIMEOUT)
+    except Exception as problem:  # whatever it is, the user is to read it
+        error = f"{type(problem).__name__}: {problem}"
+    init_s = max(team.share(time.perf_counter() - begin))
+    errors = [f"rank {rank}: {text}" for rank, text in enumerate(team.share(error)) if text]
+    if errors:
+        tell(errors=errors)
+        return
+    watch = OthersWatch([os.getppid(), *team.share(os.getpid())])
+    tell(init_s=init_s, all_reduce=_all_reduces(team, seconds))
+    tell(pairs=_pairs(team), memory=_memory(team))
+    tell(others_busy_percent=watch.percent())
+    team.share(None)  # a rank that has ended would count for the others
+    dist.destroy_process_group()
+
+
+def examine_group(world_size: int, seconds: float) -> dict[str, Any]:
+    """Starts the ranks and gathers what they find: parts by name, `errors` where it failed.
+
+    Args:
+        world_size: ranks to start.
+        seconds: per size of all_reduce.
+    """
+    found: dict[str, Any] = {}
+    try:
+        run_ranks(world_size, lambda team: _run_rank(team, seconds), found.update)
+    except RankError as error:
+        found["errors"] = [str(error)]
+    return found
+
+
+# ---- notes
+
+
+def _tuning_notes(path: str | None, machine: dict[str, Any], world_size: int) -> Iterator[str]:
+    if path is None:
+        return
+    try:
+        found = tuning.load(path)
+    except (OSError, ValueError) as error:
+        yield f"RINGCOMM_TUNING: {error}"
+        return
+    yield from (f"RINGCOMM_TUNING: {path}: {text}" for text in found.differences(machine))
+    if found.one_shot_max_bytes(world_size) is None:
+        yield f"RINGCOMM_TUNING: {path} has nothing about {world_size} ranks"
+
+
+def _limit_notes(num_cores: int, limits: dict[str, Any], world_size: int) -> Iterator[str]:
+    if world_size > num_cores:
+        yield f"{world_size} ranks on {num_cores} core(s): ranks wait for each other's turns"
+    allowed, file = limits["cpu_cores"] or (float("inf"), "")
+    if allowed < min(world_size, len(os.sched_getaffinity(0))):
+        yield (
+            f"the container may use {allowed:g} CPUs ({file}): {world_size} computing ranks are"
+            " stopped for a part of the time"
+        )
+
+
+def _group_notes(group: dict[str, Any]) -> Iterator[str]:
+    yield from (f"the group cannot be made: {text}" for text in group.get("errors", []))
+    if group.get("others_busy_percent", 0.0) > MAX_OTHERS_PERCENT:
+        yield (
+            f"other programs used {group['others_busy_percent']:.0f} % of the machine meanwhile:"
+            " times are longer than they need be"
+        )
+
+
+def examine(world_size: int, seconds: float) -> dict[str, Any]:
+    """Examines the machine and a group of that many ranks.
+
+    Args:
+        world_size: ranks that are started, 1 to 64.
+        seconds: per size of all_reduce that is timed.
+
+    Returns:
+        What --json prints; `group.errors` are there when the group could not be made.
+    """
+    by_core, limits, machine = cores(), read_limits(), identity()
+    set_variables = variables("RINGCOMM_")
+    missing = missing_features()
+    group = examine_group(world_size, seconds)
+    unknown = sorted(set_variables.keys() - known_variables())
+    notes = [
+        *(f"the kernel refuses {text}" for text in missing),
+        *_group_notes(group),
+        *_limit_notes(len(by_core), limits, world_size),
+        *(f"{name} is set, but ringcomm reads no such variable" for name in unknown),
+        *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
+    ]
+    report = {
+        "versions": versions(),
+        "machine": {**machine, **memory_and_load()},
+        "cpus": {"num_online": os.cpu_count(), "cores": by_core},
+        "limits": {**limits, "missing_features": missing},
+        "environment": set_variables,
+        "world_size": world_size,
+        "group": group,
+        "notes": notes,
+    }
+    return dict(rounded(report))
+
+
+# ---- for people
+
+
+def _words(value: Any) -> str:
+    """A part of the report in a line."""
+    if isinstance(value, dict):
+        parts = [f"{name} {_words(part)}" for name, part in value.items() if part not in (None, [])]
+        return ", ".join(parts)
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(_words, value))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return byte_count(value) if isinstance(value, int) and value > MIB else f"{value}"
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """A line for each part, of the group for each measurement; then what deserves attention."""
+    for name in ("versions", "machine", "cpus", "limits", "environment"):
+        print(f"{name}: {_words(report[name]) or 'nothing is set'}")
+    print(f"\na group of {report['world_size']} rank(s)")
+    for name, found in report["group"].items():
+        for one in found if isinstance(found, list) else [found]:
+            print(f"{name}: {_words(one)}")
+    print()
+    for note in report["notes"] or ["nothing deserves attention"]:
+        print(f"• {note}")
