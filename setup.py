@@ -147,7 +147,7 @@ def main() -> None:
     setuptools.setup(
         packages=names,
         package_dir=folders,
-        package_data={"ringcomm": ["py.typed", "*.pyi"], "ringcomm.measure": ["*.c"]},
+        package_data={"ringcomm": ["py.typed", "*.pyi"]},
         py_modules=["_ringcomm_autoload"],
         entry_points={
             "torch.backends": ["ringcomm = _ringcomm_autoload:register"],

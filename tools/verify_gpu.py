@@ -1,6 +1,6 @@
 """Builds, tests and measures on a machine with a GPU, and keeps what it found.
 
-Usage: python tools/verify_gpu.py [--only NAME,...] [--budget-s S] [--out FOLDER]
+Usage: python tools/verify_gpu.py [--only NAME,... | --from NAME] [--budget-s S] [--out FOLDER]
        python tools/verify_gpu.py --layout NAME,... [-- PYTEST ARGS...]
 
 The rows of docs/gpu-verification.md run one after the other, each within its limit and what is left
@@ -237,14 +237,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     rows = {row.name: row for row in read_rows()}
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-verification")
     add("--only", metavar="NAME,...", help="these rows alone")
+    add("--from", dest="first", metavar="NAME", help="the build, this row and those after it")
     add("--layout", metavar="NAME,...", help=f"the tests of {', '.join(LAYOUTS)}; or every")
     add("--budget-s", type=float, default=BUDGET_S, help="of all rows")
     add("--out", type=Path, default=out, metavar="FOLDER", help="for results")
     add("arguments", nargs="*", metavar="PYTEST ARGS", help="with --layout")
     options = parser.parse_args(argv)
-    only = (options.only or ",".join(rows)).split(",")
+    names = list(rows)
+    if options.first in rows:
+        names = ["build", *names[names.index(options.first) :]]
+    only = options.only.split(",") if options.only else names
     layouts = [] if options.layout is None else options.layout.split(",")
-    unknown = {*only} - {*rows} | {*layouts} - {*LAYOUTS, "every"}
+    asked = {*only, options.first or "build"}
+    unknown = asked - {*rows} | {*layouts} - {*LAYOUTS, "every"}
     if unknown:
         parser.error(f"there is no {', '.join(sorted(unknown))}")
     options.layout = list(LAYOUTS) if layouts == ["every"] else layouts
