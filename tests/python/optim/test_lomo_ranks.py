@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import ringcomm
 from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
 from ringcomm.optim import AdaLomo, Lomo
-from ringcomm.parallel import WeightShards, find_shards
+from ringcomm.parallel import WeightShards
+from ringcomm.parallel.shards import find_shards
 
 LR = 0.3
 ROWS = 12
