@@ -50,8 +50,8 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")
                 read |= set(re.findall(r'getenv\("(RINGCOMM_\w+)"', text))
-    env = (ROOT / "ringcomm" / "env.py").read_text(encoding="utf-8")
-    read |= set(re.findall(r'"(RINGCOMM_\w+)"', env))
+    for path in (ROOT / "ringcomm" / "env.py", ROOT / "_ringcomm_autoload.py"):
+        read |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
     for path in (ROOT / "setup.py", *(ROOT / "tools").glob("*.py")):
         read_by_build |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
     assert read
