@@ -61,8 +61,7 @@ class Candidate:
     @property
     def bubble(self) -> float:
         """The share of a step in which a rank of the pipeline waits."""
-        virtual = self.job.virtual_stages
-        return float(bubble(self.schedule, self.mesh.pp, self.num_micro_batches, virtual))
+        return float(bubble(self.schedule, self.mesh.pp, self.num_micro_batches))
 
     @property
     def head_stage(self) -> int:

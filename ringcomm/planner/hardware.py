@@ -261,7 +261,6 @@ class Cluster:
             JSON file (see find_hardware()), or a Hardware.
         memory_bytes: of a device; 0 for the hardware's.
         per_host: devices of a host; 0 for the hardware's, or fewer if there are fewer.
-        host_memory_bytes: of a host; 0 for the hardware's.
 
     Raises:
         ValueError: a number is out of its range, devices do not fill hosts, or the hardware is not
@@ -272,10 +271,9 @@ class Cluster:
     hardware: Any = "h100"  # a Hardware once it is made
     memory_bytes: int = 0
     per_host: int = 0
-    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1 or min(self.memory_bytes, self.per_host, self.host_memory_bytes) < 0:
+        if self.num_gpus < 1 or min(self.memory_bytes, self.per_host) < 0:
             raise ValueError("gpus, memory and gpus per host are positive")
         hardware = self.hardware
         if not isinstance(hardware, Hardware):
@@ -284,7 +282,6 @@ class Cluster:
             "hardware": hardware,
             "memory_bytes": self.memory_bytes or hardware.memory_bytes,
             "per_host": self.per_host or min(hardware.per_host, self.num_gpus),
-            "host_memory_bytes": self.host_memory_bytes or hardware.host_memory_bytes,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
+# Stages of a rank, where it has more than one.
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 CHECKPOINTINGS = ("none", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 Tier = Literal["device", "host", "disk"]
@@ -78,11 +80,8 @@ class Job:
         optimizer: "adamw", or "sgd" with momentum.
         is_sequence_split: whether tensor-parallel ranks share the tokens between layers; None where
             they can.
-        fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two
-            float32 numbers per element.
         dp, pp, tp, ep: sizes to look at; 0 for all.
         systems, schedules, checkpointings: names to look at; empty for all.
-        virtual_stages: parts of the model on a rank with the interleaved schedule.
 
     Raises:
         ValueError: a value is out of its range, or not known.
@@ -93,7 +92,6 @@ class Job:
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     is_sequence_split: bool | None = None
-    fused_norms: bool = True
     dp: int = 0
     pp: int = 0
     tp: int = 0
@@ -101,7 +99,6 @@ class Job:
     systems: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     checkpointings: tuple[str, ...] = ()
-    virtual_stages: int = 2
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequence < 0:
@@ -110,8 +107,6 @@ class Job:
             raise ValueError(
                 f"{self.tokens} tokens are no whole number of sequences of {self.sequence}"
             )
-        if self.virtual_stages < 2:
-            raise ValueError(f"interleaved ranks have 2 stages or more, got {self.virtual_stages}")
         known: dict[str, tuple[str, ...]] = {
             "precision": get_args(Precision),
             "optimizer": get_args(Optimizer),
@@ -209,29 +204,27 @@ def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
     return next((fault for is_fault, fault in faults if is_fault), None)
 
 
-def bubble(schedule: str, num_stages: int, num_micro_batches: int, virtual: int = 2) -> Fraction:
+def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:
     """The share of a step in which a rank waits.
 
-    (p - 1) / (m + p - 1), of an interleaved one (p - 1) / (v m + p - 1); of ZB-V, where weights'
-    gradients take what was idle, (p - 1) / (6 m + p - 1) from m = 2p on.
+    (p - 1) / (m + p - 1), interleaved (p - 1) / (2 m + p - 1); of ZB-V, where weights' gradients
+    take what was idle, (p - 1) / (6 m + p - 1) from m = 2p on.
     """
-    busy = num_micro_batches * {"interleaved": virtual, "zbv": 6}.get(schedule, 1)
+    busy = num_micro_batches * {"interleaved": 2, "zbv": 6}.get(schedule, 1)
     return Fraction(num_stages - 1, busy + num_stages - 1)
 
 
-def live_micro_batches(
-    schedule: str, num_stages: int, num_micro_batches: int, stage: int, virtual: int = 2
-) -> Fraction:
-    """How many micro-batches' activations a rank has at most, of all its layers.
+def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> Fraction:
+    """How many of `num` micro-batches' activations a rank has at most, of all its layers.
 
-    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / v more than that on rank 0;
+    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / 2 more than that on rank 0;
     ZB-V min(m, p) on every rank.
     """
-    p, m = num_stages, Fraction(num_micro_batches)
+    p, m = num_stages, Fraction(num)
     if schedule == "gpipe":
         return m
     if schedule == "zbv":
         return min(m, Fraction(p))
     if schedule == "interleaved":
-        return min(m, Fraction((virtual - 1) * p + 2 * (p - 1 - stage) + 1, virtual))
+        return min(m, Fraction(3 * p - 2 * stage - 1, 2))
     return min(m, Fraction(p - stage))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from ringcomm.planner.candidate import Candidate, RankPart, kept_by, ring_elems, sent_of_weights
 from ringcomm.planner.hardware import Hardware
-from ringcomm.planner.job import Job, System
+from ringcomm.planner.job import STAGES_PER_RANK, Job, System
 from ringcomm.planner.models import ModelShape, Unit
 
 BUCKET_BYTES = 25 << 20  # of gradients: DDP's and zero.shard's
@@ -120,11 +120,11 @@ def _summed_elems(unit: Unit, tp: int) -> int:
 def _messages(candidate: Candidate, stage: int) -> int:
     """Of a micro-batch: forward to the next stage, and back to the one before.
 
-    Interleaved stages are a ring of v rounds; the V form has two of each.
+    Interleaved stages are a ring of two rounds; the V form has two of each.
     """
     ends = (stage == 0) + (stage == candidate.mesh.pp - 1)
     if candidate.schedule == "interleaved":
-        return 2 * candidate.job.virtual_stages - ends
+        return 4 - ends
     return 2 * (2 - ends) if candidate.schedule == "zbv" else 2 - ends
 
 
@@ -215,11 +215,11 @@ def _tensor_seconds(candidate: Candidate) -> float:
 
 def _pipeline_seconds(candidate: Candidate) -> float:
     """The way through all stages and back; what micro-batches send between may be hidden."""
-    pp, job = candidate.mesh.pp, candidate.job
+    pp = candidate.mesh.pp
     if pp == 1:
         return 0.0
     hop = candidate.group("pp").hop(candidate.message_bytes)
-    rounds = {"interleaved": job.virtual_stages, "zbv": 2}.get(candidate.schedule, 1)
+    rounds = STAGES_PER_RANK.get(candidate.schedule, 1)
     between = 2 * rounds * (candidate.num_micro_batches - 1)
     overlap = candidate.cluster.hardware.overlap
     return hop * (2 * (pp * rounds - 1) + (1 - overlap) * between)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringcomm.parallel import pipeline
+from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Hardware, Job, ModelShape, Plan, Plans, plan
 from ringcomm.planner.candidate import RankPart, kept_by
 from ringcomm.planner.hardware import HARDWARE, Group, Link, find_hardware
@@ -24,7 +28,7 @@ from ringcomm.planner.job import (
 from ringcomm.planner.memory import activations_of
 from ringcomm.planner.models import find_model
 from ringcomm.planner.plans import by_rank
-from ringcomm.planner.step_time import Traffic, compute_flops
+from ringcomm.planner.step_time import Traffic, compute_flops, traffic_of_stage
 from ringcomm.tuning import World
 
 GIGA = 10**9
@@ -72,7 +76,7 @@ def test_refusals_say_why() -> None:
     sp = plans_of(is_sequence_split=True, tp=1)
     assert not sp.ranked
     assert {"it needs tp > 1" in refusal.reason for refusal in sp.refused} == {True}
-    little = Cluster(8, host_memory_bytes=50 * GIGA)
+    little = Cluster(8, dataclasses.replace(HARDWARE["h100"], host_memory_bytes=50 * GIGA))
     offloaded = plan("llama-7b", little, Job(1 << 20, systems=("offload-cpu",), tp=1, pp=1))
     assert "of the host's memory" in offloaded.refused[0].reason  # 8 ranks have 10 GB each
     core = plan("llama-7b", Cluster(2, "cpu-core"), JOB)
@@ -211,13 +215,6 @@ def test_dominating_parts() -> None:
 # ---- weights, gradients, states
 
 
-def test_seven_billion_weights_take_112_gb() -> None:
-    """16 bytes a weight: 16-bit weights and gradients, float32 masters and two moments."""
-    found = kept(7 * GIGA, "single")
-    assert found.parameters == found.gradients == 14 * GIGA
-    assert found.states == 84 * GIGA
-
-
 @pytest.mark.parametrize(
     ("system", "gigabytes"), [("ddp", 120), ("zero1", 46.4), ("zero2", 16.9), ("zero3", 1.9)]
 )
@@ -286,41 +283,44 @@ def test_activations_of_korthikanti(tp: int) -> None:
         assert found.kept("full") == 2 * sbh / tp
 
 
-def test_activations_of_llama() -> None:
-    """sbh (12 + 4g + 8 f/h), and 4 bytes per token for each head and norm."""
-    shape, b, s = find_model("llama-3-8b"), 3, 1024
+def test_groups_of_heads_over_more_ranks() -> None:
+    """8 groups of heads over 16 ranks: each has one."""
+    shape, s = find_model("llama-3-8b"), 1024
     job = Job(1 << 20, sequence=s)
-    h = shape.hidden
-    factor = 12 + 4 * shape.kv_heads / shape.heads + 8 * shape.ffn / h
-    found = activations_of(shape, job, Mesh(), b)
-    assert found.layer == s * b * h * factor + 4 * s * b * (shape.heads + 2)
-    # 8 groups of heads over 16 ranks: each has one.
     eight, sixteen = (activations_of(shape, job, Mesh(tp=t), 1).layer for t in (8, 16))
-    whole, keys = s * (8 * h + 8), 4 * s * shape.head_dim
+    whole, keys = s * (8 * shape.hidden + 8), 4 * s * shape.head_dim
     assert sixteen - whole - keys == (eight - whole - keys) / 2
 
 
 # ---- pipelines and experts
 
 
-def test_bubbles() -> None:
-    for p, m in ((2, 4), (4, 16), (8, 16)):
-        assert bubble("gpipe", p, m) == bubble("1f1b", p, m) == pytest.approx((p - 1) / (m + p - 1))
-        assert bubble("interleaved", p, m, 4) == pytest.approx((p - 1) / (4 * m + p - 1))
-        assert bubble("zbv", p, m) == pytest.approx((p - 1) / (6 * m + p - 1))
-        assert [live_micro_batches("1f1b", p, m, i) for i in range(p)] == list(range(p, 0, -1))
-        assert {live_micro_batches("gpipe", p, m, i) for i in range(p)} == {m}
-        assert {live_micro_batches("zbv", p, m, i) for i in range(p)} == {p}
-        # Narayanan et al. 2021: 1 + (p - 1) / (p v) times as much.
-        assert live_micro_batches("interleaved", p, m, 0, 2) == min(m, p + (p - 1) / 2)
-    assert live_micro_batches("1f1b", 8, 3, 0) == 3
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_are_those_of_pipelines(schedule: str) -> None:
+    """Bubbles, live micro-batches and messages are those of ringcomm.parallel.pipeline."""
+    for p, m in ((2, 4), (4, 8), (4, 16), (8, 16)):
+        timeline = pipeline.simulate(schedule, p, m)
+        assert bubble(schedule, p, m) == timeline.bubble()
+        for rank in range(p):
+            changes = [{"F": 1, "I": 0}.get(a.kind, -1) for a in timeline.of_rank(rank)]
+            most = Fraction(
+                max(accumulate(changes)), 2 if schedule in ("interleaved", "zbv") else 1
+            )
+            assert live_micro_batches(schedule, p, m, rank) == most
+    options: Any = {"dp": 1, "pp": 4, "tp": 2, "tokens": 1 << 15}
+    (found,) = plans_of("gpt2", 8, schedules=(schedule,), **options).ranked
+    candidate, m = found.candidate, found.candidate.num_micro_batches
+    assert 8 <= m <= 16
+    cut = make_plan(schedule, 4, m, None)
+    for rank in range(4):
+        own = cut.stages_of(rank)
+        beside = [t for s in own for t in (s - 1, s + 1) if t in range(cut.num_stages)]
+        sent = sum(t not in own for t in beside) * m * candidate.message_bytes
+        assert traffic_of_stage(candidate, rank).pipeline == sent
 
 
 def test_micro_batches_of_a_pipeline() -> None:
     """2p to 4p where they fit; more where memory demands it; fewer where the batch has no more."""
-    for schedule in SCHEDULES:
-        found = plans_of("gpt2", 8, schedules=(schedule,), dp=1, pp=4, tp=2, tokens=1 << 15)
-        assert [8 <= plan.candidate.num_micro_batches <= 16 for plan in found.ranked] == [True]
     options: Any = {"pp": 8, "tp": 8, "schedules": ("1f1b",), "systems": ("ddp",)}
     tight = plans_of("llama-3-70b", 64, tokens=1 << 23, **options)
     assert tight.ranked[0].candidate.num_micro_batches > 32
@@ -329,11 +329,7 @@ def test_micro_batches_of_a_pipeline() -> None:
     assert any("less than 2p: the batch has no more" in reason for reason in few.ranked[0].reasons)
 
 
-def test_traffic_of_pipelines_and_experts_by_hand() -> None:
-    options: Any = {"systems": ("ddp",), "checkpointings": ("full",), "sequence": 1024}
-    found = plans_of(pp=8, tp=1, dp=1, schedules=("1f1b",), **options).ranked[0]
-    # A stage in the middle: every micro-batch forward to one side, its gradient to the other.
-    assert found.traffic.pipeline == 2 * 2 * (1 << 20) * 4096
+def test_traffic_of_experts_by_hand() -> None:
     job = Job(1 << 17, 1024, systems=("ddp",), checkpointings=("none",), tp=1, pp=1, ep=4)
     moe = plan("mixtral-8x7b", Cluster(8, memory_bytes=10**13), job).ranked[0]
     assert moe.traffic.expert == 4 * 32 * 2 * ((1 << 17) // 8) * 2 * 4096 * 3 // 4

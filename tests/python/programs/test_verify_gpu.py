@@ -94,19 +94,6 @@ def test_a_run_keeps_what_it_has_and_the_next_goes_on(
     left, found = run(rows, 4)
     assert left == ["cut", "short"]
     assert found == {"build": "passed", "one": "passed", "cut": "stopped", "short": late}
-    # One at least is begun, and what has had all of a command does not get another.
-    assert run([rows[0], rows[2]], 1) == ([], {"build": "passed", "cut": "stopped"})
-
-
-def test_which_rows_are_chosen() -> None:
-    def names(*argv: str) -> list[str]:
-        return [row.name for row in verify_gpu.parse([*argv]).rows]
-
-    assert names() == [row.name for row in verify_gpu.read_rows()]
-    assert names("--only", "models,faults") == ["faults", "models"]
-    for wrong in (["--only", "no_such"], ["--layout", "no_such"]):
-        with pytest.raises(SystemExit):
-            verify_gpu.parse(wrong)
 
 
 def test_without_a_gpu_nothing_runs(
