@@ -71,27 +71,17 @@ SYSTEMS = {system.name: system for system in _KNOWN}
 
 @dataclass(frozen=True)
 class Job:
-    """A step of training, and restrictions of the search.
-
-    Attributes:
-        tokens: of a step, over all ranks.
-        sequence: tokens of a sequence; 0 for the model's context, or the tokens if they are fewer.
-        precision: "bf16" for 16-bit weights and gradients beside float32 masters, or "fp32".
-        optimizer: "adamw", or "sgd" with momentum.
-        is_sequence_split: whether tensor-parallel ranks share the tokens between layers; None where
-            they can.
-        dp, pp, tp, ep: sizes to look at; 0 for all.
-        systems, schedules, checkpointings: names to look at; empty for all.
+    """A step of training, and restrictions of the search; empty and 0 look at all.
 
     Raises:
         ValueError: a value is out of its range, or not known.
     """
 
-    tokens: int
-    sequence: int = 0
-    precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
-    is_sequence_split: bool | None = None
+    tokens: int  # of a step, over all ranks
+    sequence: int = 0  # of a sequence; 0 for the model's context, or all tokens if they are fewer
+    precision: Precision = "bf16"  # with float32 masters
+    optimizer: Optimizer = "adamw"  # "sgd" has momentum
+    is_sequence_split: bool | None = None  # Mesh.is_sequence_split; None where it goes
     dp: int = 0
     pp: int = 0
     tp: int = 0
@@ -144,20 +134,13 @@ class Mesh:
 
     Ranks are numbered with tensor parallelism innermost, then data, then pipeline parallelism, so
     that what communicates most stays inside a host.
-
-    Attributes:
-        dp: data-parallel replicas, or shards of them.
-        pp: stages of a pipeline.
-        tp: ranks that share every layer.
-        ep: ranks of the data-parallel ones that share experts.
-        is_sequence_split: whether tensor-parallel ranks share the tokens between layers.
     """
 
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    ep: int = 1
-    is_sequence_split: bool = False
+    dp: int = 1  # replicas, or shards of them
+    pp: int = 1  # stages of a pipeline
+    tp: int = 1  # ranks that share every layer
+    ep: int = 1  # ranks of the data-parallel ones that share experts
+    is_sequence_split: bool = False  # tensor-parallel ranks share the tokens between layers
 
     @property
     def num_ranks(self) -> int:

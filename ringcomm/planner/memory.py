@@ -74,20 +74,13 @@ def _ffn_bytes(shape: ModelShape, job: Job, tp: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the rank that needs most.
-
-    Attributes:
-        parameters, gradients, states, activations, buffers: on the device. Activations are those
-            of all live micro-batches; buffers what gathers, reductions, recomputation, the logits'
-            gradient and messages go through.
-        host, disk: what is offloaded there.
-    """
+    """Bytes of the rank that needs most; host and disk are what is offloaded there."""
 
     parameters: int
     gradients: int
     states: int
-    activations: int
-    buffers: int
+    activations: int  # of all live micro-batches
+    buffers: int  # of gathers, reductions, recomputation, the logits' gradient and messages
     host: int = 0
     disk: int = 0
 

@@ -33,19 +33,12 @@ DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One way to train, and what it takes.
+    """One way to train, and what it takes."""
 
-    Attributes:
-        candidate: system, mesh, schedule, recomputation and micro-batches.
-        memory: bytes of the fullest rank, by part.
-        traffic: bytes that a rank sends in a step, by what for.
-        time: seconds of a step, by part.
-    """
-
-    candidate: Candidate
-    memory: RankMemory
-    traffic: Traffic
-    time: StepTime
+    candidate: Candidate  # system, mesh, schedule, recomputation and micro-batches
+    memory: RankMemory  # bytes of the fullest rank
+    traffic: Traffic  # bytes that a rank sends in a step
+    time: StepTime  # seconds of a step
 
     @property
     def tokens_per_s(self) -> float:
@@ -89,11 +82,8 @@ class Refusal:
 class Plans:
     """What plan() found.
 
-    Attributes:
-        shape, cluster, job: what was asked.
-        ranked: those that fit, the fastest first; among those within 2 % of the fastest, simple
-            systems and little traffic first. Tensor parallelism over hosts comes last.
-        refused: the others.
+    What fits is ranked, the fastest first; among those within 2 % of the fastest, simple systems
+    and little traffic first. Tensor parallelism over hosts comes last.
     """
 
     shape: ModelShape

@@ -15,21 +15,13 @@ _STATS_BYTES = 24  # of a token in the vocabulary-parallel loss: ringcomm.ops.cr
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank and step.
+    """Bytes of one rank and step."""
 
-    Attributes:
-        data: weights and gradients among data-parallel ranks.
-        tensor: activations among tensor-parallel ranks, the loss's sums, norms' gradients.
-        pipeline: activations and their gradients to the neighbours.
-        expert: tokens to and from the experts of other ranks.
-        offloaded: to and from host memory or disks.
-    """
-
-    data: int = 0
-    tensor: int = 0
-    pipeline: int = 0
-    expert: int = 0
-    offloaded: int = 0
+    data: int = 0  # weights and gradients
+    tensor: int = 0  # activations, the loss's sums, norms' gradients
+    pipeline: int = 0  # activations and their gradients to the neighbours
+    expert: int = 0  # tokens to and from the experts of other ranks
+    offloaded: int = 0  # to and from host memory or disks
 
     @property
     def sent(self) -> int:
@@ -130,28 +122,17 @@ def _messages(candidate: Candidate, stage: int) -> int:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step. Activations' communication is not hidden, but between micro-batches."""
 
-    Attributes:
-        compute: forward, backward and recomputation.
-        tensor, expert, pipeline: communication of activations, which is not hidden but for a
-            pipeline's between its first and last micro-batch.
-        data: communication of weights and gradients that computing does not hide.
-        data_hidden: what it does hide; no part of the step.
-        offload: to and from host memory or disks, which takes turns with computing.
-        update: of weights and states, by the device's memory.
-        bubble: in which a rank of a pipeline waits.
-    """
-
-    compute: float
+    compute: float  # forward, backward and recomputation
     tensor: float
     expert: float
     pipeline: float
-    data: float
-    data_hidden: float
-    offload: float
-    update: float
-    bubble: float
+    data: float  # of weights and gradients, that computing does not hide
+    data_hidden: float  # what it does hide; no part of the step
+    offload: float  # takes turns with computing
+    update: float  # of weights and states, by the device's memory
+    bubble: float  # in which a rank of a pipeline waits
 
     @property
     def parts(self) -> dict[str, float]:
