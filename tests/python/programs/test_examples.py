@@ -75,12 +75,6 @@ def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
         assert found[-1] < found[0]
 
 
-def test_the_oracle_sees_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
-    """A negative control: with half of the rows losses are others."""
-    (all_rows,), (half,) = losses(1, "zero", tmp_path), losses(1, "zero --rows 2", tmp_path)
-    assert all_rows != pytest.approx(half, rel=2e-5)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "line"),
     [
