@@ -9,6 +9,7 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import psutil
@@ -29,7 +30,7 @@ from ringcomm.measure.machine import (
 )
 from ringcomm.measure.ranks import RankError, Team, run_ranks
 from ringcomm.measure.screen import byte_count
-from ringcomm.measure.timing import Contender, measure, median, open_default_group
+from ringcomm.measure.timing import Contender, measure, open_default_group
 
 MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
