@@ -124,8 +124,8 @@ def with_a_wrong_weight(rank: int, words: list[str], change: float) -> str:
 
 
 def test_a_loss_that_is_not_gloos_fails_the_run(tmp_path: Path) -> None:
-    words = [*SMALL.split(), "--size", "tiny", "--out", str(tmp_path)]
     for change in (1e-3, float("nan")):
+        words = [*SMALL.split(), "--size", "tiny", "--out", str(tmp_path / str(change))]
         assert run_ranks(2, with_a_wrong_weight, words, change) == ["3", "3"]
 
 
