@@ -24,19 +24,17 @@ def test_equal_probabilities_take_the_smaller_numbers() -> None:
     assert float(routing.router_z_loss.detach()) == pytest.approx(torch.tensor(6.0).log() ** 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_arguments_of_the_router() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 5}, "top_k=5 of 4 experts: choose 1 to 4 of them"),
         ({"num_experts": 0}, "num_experts is 1 or more, got 0"),
         ({"capacity_factor": 0.0}, r"capacity_factor=0.0 leaves experts no tokens: give some 1.25"),
         ({"capacity_factor": float("nan")}, "capacity_factor=nan"),
         ({"top_k": 1, "normalize_weights": True}, "the router would learn nothing"),
-    ],
-)
-def test_arguments_of_the_router(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        TopKRouter(**{"in_features": DIM, "num_experts": 4, **arguments})
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            TopKRouter(**{"in_features": DIM, "num_experts": 4, **arguments})
 
 
 def test_the_router_is_in_float32() -> None:

@@ -44,6 +44,11 @@ def kept(num_params: int, system: str, job: Job = JOB, world_size: int = 1) -> A
     return kept_by(RankPart((), ((num_params,),), 1, ()), SYSTEMS[system], job, world_size)
 
 
+def odd(**change: Any) -> ModelShape:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 128}
+    return ModelShape("odd", **{**sizes, "vocab": 100, **change})
+
+
 # ---- what does not go
 
 
@@ -64,8 +69,8 @@ def kept(num_params: int, system: str, job: Job = JOB, world_size: int = 1) -> A
     ],
 )
 def test_meshes(model: str, mesh: Mesh, reason: str | None) -> None:
-    odd = ModelShape("odd", 2, 48, 12, 6, 96, 100)
-    found = mesh_fault(odd if model == "odd" else find_model(model), mesh, 2050)
+    shape = odd(hidden=48, heads=12, kv_heads=6) if model == "odd" else find_model(model)
+    found = mesh_fault(shape, mesh, 2050)
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
 
@@ -93,6 +98,10 @@ def test_refusals_say_why() -> None:
         (lambda: Job(0), "tokens are positive"),
         (lambda: Job(8, precision="fp8"), "precision: known are bf16, fp32, got 'fp8'"),  # type: ignore[arg-type]
         (lambda: Job(8, systems=("zero4",)), "systems: known are single, ddp, .*got 'zero4'"),
+        (lambda: odd(layers=0), "layers is a positive whole number"),
+        (lambda: odd(heads=5), "4 heads of keys do not divide 5"),
+        (lambda: odd(heads=12), "12 heads do not divide a width of 64"),
+        (lambda: odd(experts=2, top_k=3), "takes 1 to 2 experts"),
         (lambda: plans_of(tp=3), "dp any, pp any, tp 3 do not make 8 gpus"),
         (lambda: plans_of(dp=2, tp=2, pp=1), "dp 2, pp 1, tp 2 do not make 8 gpus"),
     ],
@@ -108,19 +117,28 @@ def test_hardware_files(tmp_path: Path) -> None:
     found = Cluster(8, path).hardware
     assert (found.name, found.memory_bytes) == ("mine", 40 << 30)
     assert found.inside_rate == HARDWARE["a100"].inside_rate
-    for content, message in (
-        ("{", "not JSON"),
-        ("[]", "wants an object"),
-        ('{"like": "b100"}', "like is one of"),
-        ('{"like": "a100", "speed": 1}', "speed"),
-        ('{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive number, got -1"),
-        ('{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
-        ('{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
-        ('{"memory_bytes": 1}', "missing"),
-    ):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            find_hardware(str(path))
+
+
+@pytest.mark.parametrize(
+    ("find", "content", "message"),
+    [
+        (find_hardware, "{", "not JSON"),
+        (find_hardware, "[]", "wants an object"),
+        (find_hardware, '{"like": "b100"}', "like is one of"),
+        (find_hardware, '{"like": "a100", "speed": 1}', "speed"),
+        (find_hardware, '{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive"),
+        (find_hardware, '{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
+        (find_hardware, '{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
+        (find_hardware, '{"memory_bytes": 1}', "missing"),
+        (find_model, '{"model_type": "bert"}', "model_type is one of gpt2, llama, .*got 'bert'"),
+        (find_model, '{"model_type": "llama"}', "has no field 'num_hidden_layers'"),
+    ],
+)
+def test_wrong_files(find: Any, content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        find(str(path))
 
 
 # ---- what is ranked
@@ -400,28 +418,3 @@ def test_shapes_are_those_of_transformers(
     if kind == "mistral":
         layer = [tuple(param.shape) for param in model.model.layers[0].parameters()]
         assert layer == [weight.shape for weight in shape.layer]
-
-
-def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'llama-8b' is no model .*known are llama-7b, "):
-        find_model("llama-8b")
-    path = tmp_path / "config.json"
-    for content, message in (
-        ("{", "not JSON"),
-        ("[]", "wants an object"),
-        (json.dumps({"model_type": "bert"}), "model_type is one of gpt2, llama, .*got 'bert'"),
-        (json.dumps({"model_type": "llama"}), "has no field 'num_hidden_layers'"),
-    ):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            find_model(str(path))
-    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4}
-    sizes |= {"ffn": 128, "vocab": 100}
-    for change, message in (
-        ({"layers": 0}, "layers is a positive whole number"),
-        ({"heads": 5}, "4 heads of keys do not divide 5"),
-        ({"heads": 12, "kv_heads": 4}, "12 heads do not divide a width of 64"),
-        ({"experts": 2, "top_k": 3}, "takes 1 to 2 experts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ModelShape("odd", **{**sizes, **change})
