@@ -192,15 +192,7 @@ def _group_notes(group: dict[str, Any]) -> Iterator[str]:
 
 
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
-    """Examines the machine and a group of that many ranks.
-
-    Args:
-        world_size: ranks that are started, 1 to 64.
-        seconds: per size of all_reduce that is timed.
-
-    Returns:
-        What --json prints; `group.errors` are there when the group could not be made.
-    """
+    """What --json prints; with `group.errors` if the group of that many ranks cannot be made."""
     limits, machine, memory = read_limits(), identity(), psutil.virtual_memory()
     set_variables = variables("RINGCOMM_")
     num_cores = min(psutil.cpu_count(logical=False) or machine["cores"], machine["cores"])
