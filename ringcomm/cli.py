@@ -98,7 +98,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """Examines this machine and a group of ringcomm on it, and says what deserves attention.
 
-    Cores and caches, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
+    Cores, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
     makes a group, and measures all_reduce, messages between each pair of ranks, and memory. The
     status is 1 when the group cannot be made.
     """
