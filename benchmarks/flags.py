@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import quantile
+from ringcomm.measure.timing import percentiles
 
 # Between what was measured on either side of that: 0.04-0.1 µs where two cores share an L3, 0.4-0.5
 # where not.
@@ -91,7 +91,7 @@ class FlagProbe:
         team.share(None)
         times = self._measure(team.rank, cpus) if team.rank < 2 else []
         enough = len(times) >= MIN_FLAG_BATCHES
-        us = quantile(sorted(times), 0.1) / FLAG_ROUND_TRIPS / 2 / 1000 if enough else None
+        us = percentiles(times, "ns")["p10_ns"] / FLAG_ROUND_TRIPS / 2 / 1000 if enough else None
         latency: float | None = team.share(us)[0]
         return latency
 

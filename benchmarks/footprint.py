@@ -19,6 +19,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # isort: off
@@ -34,7 +35,7 @@ from weather import WeatherWatch
 from ringcomm.measure.machine import mapped_memory
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import as_option, byte_count, words
-from ringcomm.measure.timing import median, open_default_group
+from ringcomm.measure.timing import open_default_group
 
 SMALL_BYTES = 1024
 # Touches whatever a group touches: each algorithm of all_reduce, and messages.

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 # isort: off
@@ -43,7 +44,7 @@ from weather import Weather
 from ringcomm import ops
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import run_main
-from ringcomm.measure.timing import median, percentiles
+from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
 

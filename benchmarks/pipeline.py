@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 # isort: off
@@ -34,7 +35,7 @@ from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team, run_main
 from ringcomm.measure.screen import as_option, words
-from ringcomm.measure.timing import median, open_default_group, percentiles
+from ringcomm.measure.timing import open_default_group, percentiles
 from ringcomm.parallel import pipeline
 
 MIN_STEPS = 5

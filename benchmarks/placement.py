@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import median
 
 # "all": rank i on device i mod their number; "one": all ranks on the first.
 LAYOUTS = ("all", "one")

@@ -136,7 +136,6 @@ class Oracle:
             self.systems.num_tokens,
             self.systems.tokens,
             "fp32",
-            fused_norms=False,
             systems=(case.system,),
             schedules=("1f1b",),
             checkpointings=("none",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from report import records_of
 from weather import WeatherWatch
 
 from ringcomm.measure.ranks import Team
-from ringcomm.measure.timing import Timings, measure, median
+from ringcomm.measure.timing import Timings, measure
 
 GB = 1e9
 FLOOR_SECONDS = 0.05

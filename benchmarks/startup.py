@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from statistics import median
 from typing import Any
 
 # isort: off
@@ -29,7 +30,7 @@ from weather import Weather
 
 from ringcomm.measure.machine import OthersWatch
 from ringcomm.measure.ranks import Team, run_main
-from ringcomm.measure.timing import median, open_default_group, percentiles
+from ringcomm.measure.timing import open_default_group, percentiles
 
 # Printed by a fresh interpreter: seconds for torch, and for ringcomm after it.
 IMPORT = (

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flags import FlagProbe
 
-from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch, cores
+from ringcomm.measure.machine import MAX_OTHERS_PERCENT, OthersWatch
 from ringcomm.measure.ranks import Team
 
 Found = TypeVar("Found")
@@ -62,13 +63,22 @@ def worst(parts: Sequence[Weather]) -> Weather:
     )
 
 
+def one_cpu_of_each_core() -> list[int]:
+    """Of the CPUs that this process may use; all where the kernel does not tell their cores."""
+    found: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list")
+        found.setdefault(path.read_text() if path.exists() else str(cpu), cpu)
+    return sorted(found.values())
+
+
 class WeatherWatch:
     """Looks at the machine before and after a measurement. Collective to make and to use."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
         self._probe = FlagProbe(team)
-        cpus = [core[0] for core in cores()]
+        cpus = one_cpu_of_each_core()
         self._cpus = cpus[0], cpus[min(1, len(cpus) - 1)]
         self._own_pids = [os.getppid(), *team.share(os.getpid())]
 

@@ -26,8 +26,6 @@ _STATISTICS = (
 
 _EFFICIENCY = "it was removed; docs/systems.md has the formula, and `ringcomm plan` computes it"
 
-_PRIVATE = "it is private now"
-
 _STATES = {
     "full_state_dict": "it was removed; use ringcomm.parallel.get_state_dict(full=True)",
     "load_full_state_dict": "it was removed; use ringcomm.parallel.set_state_dict(), which takes"
@@ -58,30 +56,17 @@ _GONE = {
         "join_weight": "it was removed; the fp32 weight is ((weight.view(torch.int16).int() << 16)"
         " + low).view(torch.float32)",
     },
-    "ringcomm.nn": {
-        "Routing": _PRIVATE,
-        "TopKRouter": "it is private now: MixtureOfExperts makes one, its `router`",
-    },
-    "ringcomm.parallel": {"find_shards": _PRIVATE},
     "ringcomm.parallel.tensor": {
         "enter": "it is copy_to_tp now",
         "join": "it is gather_from_tp now",
         "leave": "it is reduce_from_tp now",
         "sum_gradients": "it is all_reduce_grad_ now",
         "whole_of": _STATES["full_state_dict"],
-        **dict.fromkeys(("HeadShares", "Split", "SplitModule", "split_params"), _PRIVATE),
-        "summed_over": _PRIVATE,
         **_STATES,
     },
-    "ringcomm.parallel.expert": {
-        **dict.fromkeys(("DispatchPlan", "LocalExperts", "combine", "plan_dispatch"), _PRIVATE),
-        **dict.fromkeys(("rows_of_tokens", "split_experts", "sums_of_rows"), _PRIVATE),
-        **_STATES,
-    },
+    "ringcomm.parallel.expert": _STATES,
     "ringcomm.integrations.transformers": {
         "apply": "it is patch_loss now",
-        "causal_lm_loss": _PRIVATE,
-        "pipeline_blocks": "it is private now: ringcomm.parallel.parallelize() calls it",
     },
     "ringcomm.optim": {
         "ClipProposal": _CLIP_MODE,
@@ -107,15 +92,11 @@ _GONE = {
         "replay": _SNAPSHOT,
     },
     "ringcomm.parallel.pipeline": {
-        "Action": "it is private now: Timeline.actions has them",
-        "Plan": "it is private now: Pipeline.plan is one",
-        "Work": "it is private now: Pipeline.plan.orders has them",
         "draw": "it was removed; use timeline.export_chrome_trace(path), and"
         " torch.distributed.pipelining._schedule_visualizer for a schedule",
     },
     "ringcomm.parallel.zero": {
         "Explanation": _EXPLAIN,
-        "Memory": "it is private now: predict_memory() returns one",
         "Statistics": _STATISTICS,
         "ZeroAdamW": _SHARDED,
         "ZeroSGD": _SHARDED,
@@ -127,7 +108,6 @@ _GONE = {
         "efficiency": _EFFICIENCY,
         "optimizer_intensity": _EFFICIENCY,
         "weight_intensity": _EFFICIENCY,
-        "Transfer": "it is private; FileStore.put() and get() return it",
         "TiledLinear": "it was removed; write a layer larger than memory as several nn.Linear,"
         " each of which is a unit of zero.shard(units=...)",
     },

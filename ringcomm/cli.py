@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -99,7 +98,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _add_doctor(parser: argparse.ArgumentParser) -> Run:
     """Examines this machine and a group of ringcomm on it, and says what deserves attention.
 
-    Cores and caches, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
+    Cores, limits of the container, versions, RINGCOMM_* variables; then it starts ranks,
     makes a group, and measures all_reduce, messages between each pair of ranks, and memory. The
     status is 1 when the group cannot be made.
     """
@@ -152,9 +151,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     add("--hardware", default="h100", help="a name of the table, or a JSON file (default: h100)")
     add("--tuning", type=Path, metavar="FILE", help="alpha and beta as `ringcomm tune` wrote them")
     add("--memory", help="of a device: 80GiB, 80GB (default: the hardware's)")
-    add("--host-memory", help="of a host (default: the hardware's)")
     add("--per-host", type=int, default=0, help="devices of a host (default: the hardware's)")
-    add("--utilisation", type=float, help="share of the peak (default: the hardware's)")
     add = parser.add_argument_group("what to look at").add_argument
     for name, what in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
         add(f"--{name}", type=int, default=0, help=f"size of {what} parallelism (default: all)")
@@ -167,7 +164,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     is_split: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     is_split["help"] = "among tensor-parallel ranks (default: where they divide sequences)"
     add("--sequence-parallel", **is_split)
-    add("--virtual-stages", type=int, default=2, help="of interleaved ranks")
     return _plan
 
 
@@ -197,19 +193,14 @@ def _plans(options: argparse.Namespace) -> Plans:
         options.hardware,
         memory_bytes=amount(options.memory) if options.memory else 0,
         per_host=options.per_host,
-        host_memory_bytes=amount(options.host_memory) if options.host_memory else 0,
     )
-    if options.utilisation is not None:
-        hardware = replace(cluster.hardware, utilisation=options.utilisation)
-        cluster = replace(cluster, hardware=hardware)
     if options.tuning is not None:
         cluster = cluster.tuned(tuning.load(options.tuning).worlds)
-    names = ("precision", "optimizer", "dp", "pp", "tp", "ep", "virtual_stages")
+    names = ("precision", "optimizer", "dp", "pp", "tp", "ep")
     job = Job(
         tokens=amount(options.tokens),
         sequence=0 if options.sequence == "0" else amount(options.sequence),
         is_sequence_split=options.sequence_parallel,
-        fused_norms=not cluster.hardware.is_host,
         systems=tuple(options.systems),
         schedules=tuple(options.schedules),
         checkpointings=tuple(options.checkpointing),

@@ -1,8 +1,5 @@
 """Modules over ringcomm's operators."""
 
-from typing import TYPE_CHECKING
-
-from ringcomm._renamed import getattr_of
 from ringcomm.ops.losses.modules import CrossEntropyLoss, LinearCrossEntropyLoss
 from ringcomm.parallel.expert.layer import MixtureOfExperts
 from ringcomm.parallel.tensor.layers import (
@@ -19,6 +16,3 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
 ]
-
-if not TYPE_CHECKING:
-    __getattr__ = getattr_of(__name__)

@@ -1,9 +1,12 @@
-"""What can be chosen when a group is made."""
+"""What can be chosen when a group is made, and the environment variables of the Python side.
 
+The C++ side reads RINGCOMM_SIMD and RINGCOMM_HOST_ID, and the build has its own;
+docs/reference/environment.md lists all.
+"""
+
+import os
 from dataclasses import dataclass, fields, replace
-from typing import Literal
-
-from ringcomm import env
+from typing import Any, Literal
 
 __all__ = ["Options"]
 
@@ -49,10 +52,30 @@ class Options:
         Raises:
             ValueError: a variable has no valid form.
         """
-        found = {
-            field.name: value
-            for field in fields(self)
-            if getattr(self, field.name) == field.default
-            and (value := env.option(field.name)) is not None
-        }
-        return replace(self, **found)  # type: ignore[arg-type]
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            name = f"RINGCOMM_{field.name.upper()}"
+            text = os.environ.get(name)
+            if not text or getattr(self, field.name) != field.default:
+                continue
+            is_number = field.name in ("num_slots", "slot_bytes")
+            if is_number and not text.isdecimal():
+                raise ValueError(
+                    f"the environment variable {name} wants a whole number, got {text!r}"
+                )
+            found[field.name] = int(text) if is_number else text
+        return replace(self, **found)
+
+
+def checks_targets() -> bool:
+    """Whether losses on a GPU wait for the answer to whether every target is a class.
+
+    Raises:
+        ValueError: the variable wants 0 or 1 and has something else.
+    """
+    text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
+    if text not in ("0", "1"):
+        raise ValueError(
+            f"the environment variable RINGCOMM_CHECK_TARGETS wants 0 or 1, got {text!r}"
+        )
+    return text == "1"

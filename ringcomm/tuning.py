@@ -44,46 +44,31 @@ class Point:
 
 @dataclass(frozen=True)
 class World:
-    """What was found for one number of ranks.
-
-    Attributes:
-        alpha_us: per hand-over.
-        beta_us_per_mib: per MiB that a rank sends, 2^20 bytes.
-        overhead_us: per call, whatever it moves: torch's share.
-        worst_fit: how far the model is from the worst measured median, as a factor.
-        quiet: whether other programs left the machine alone at every size.
-        one_shot_max_bytes: the largest all_reduce for which one_shot is chosen, at least 1.
-    """
+    """What was found for one number of ranks."""
 
     world_size: int
-    alpha_us: float
-    beta_us_per_mib: float
-    overhead_us: float
-    worst_fit: float
-    quiet: bool
-    one_shot_max_bytes: int
+    alpha_us: float  # per hand-over
+    beta_us_per_mib: float  # per MiB that a rank sends, 2^20 bytes
+    overhead_us: float  # per call, whatever it moves: torch's share
+    worst_fit: float  # how far the model is from the worst measured median, as a factor
+    quiet: bool  # whether other programs left the machine alone at every size
+    one_shot_max_bytes: int  # the largest all_reduce for which one_shot is chosen, at least 1
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """A file of `ringcomm tune`.
-
-    Attributes:
-        machine: "cpu", "cores" and "kernel" of the machine that was measured.
-        worlds: by ascending number of ranks.
-    """
+    """A file of `ringcomm tune`."""
 
     date: str
-    machine: Mapping[str, Any]
+    machine: Mapping[str, Any]  # "cpu", "cores" and "kernel" of the one that was measured
     torch: str
     ringcomm: str
-    worlds: tuple[World, ...]
+    worlds: tuple[World, ...]  # by ascending number of ranks
 
     def one_shot_max_bytes(self, world_size: int) -> int | None:
         """The largest all_reduce that takes one_shot; None when that many were not measured."""
-        found = {world.world_size: world.one_shot_max_bytes for world in self.worlds}
-        return found.get(world_size)
+        return {world.world_size: world.one_shot_max_bytes for world in self.worlds}.get(world_size)
 
     def differences(self, machine: Mapping[str, Any]) -> list[str]:
         """How `machine`, of the same fields, differs from what was measured."""

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,14 +27,13 @@ def run(*command: str) -> bool:
     return subprocess.call([tool, *command[1:]], cwd=ROOT) == 0
 
 
-def cpp_batches() -> list[list[str]]:
-    """Our C++ and CUDA files, a list for each core; third_party is left as it came."""
-    folders = [ROOT / name for name in ("csrc", "tests/cpp", "tests/emulator")]
-    paths = [path for folder in folders for path in folder.rglob("*.*")]
+def cpp_files() -> list[str]:
+    """Our C++ and CUDA files; third_party is left as it came."""
+    paths = [
+        p for name in ("csrc", "tests/cpp", "tests/emulator") for p in (ROOT / name).rglob("*")
+    ]
     kinds = (".h", ".cc", ".cu", ".cuh")
-    ours = [str(p) for p in paths if p.suffix in kinds and "third_party" not in p.parts]
-    num_jobs = len(os.sched_getaffinity(0))
-    return [ours[i::num_jobs] for i in range(num_jobs)]
+    return [str(p) for p in paths if p.suffix in kinds and "third_party" not in p.parts]
 
 
 def main() -> int:
@@ -51,8 +49,7 @@ def main() -> int:
         results = [run("ruff", "check", *["--fix"] * options.fix, ".")]
         results.append(run("ruff", "format", "-q", *["--check"] * (not options.fix), "."))
         how = ["-i"] if options.fix else ["--dry-run", "-Werror", "-ferror-limit=1"]
-        with ThreadPoolExecutor() as pool:
-            results += pool.map(lambda files: run("clang-format", *how, *files), cpp_batches())
+        results.append(run("clang-format", *how, *cpp_files()))
     return int(not all(results))
 
 

@@ -149,17 +149,10 @@ def terms(algorithm: str, num_bytes: int, world_size: int) -> tuple[float, float
 
 
 def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
-    """The model with the least sum of squared relative errors of the medians.
+    """The coefficients of a World: least squares of relative errors, none of them negative.
 
-    Of the models that leave out some coefficients, that with the least error among those without a
-    negative one: with three coefficients that is the non-negative least-squares solution.
-
-    Returns:
-        ``alpha_us`` per hand-over, ``beta_us_per_mib`` sent, ``overhead_us`` per call, and
-        ``worst_fit``, the largest factor between a measured time and the model's, at least 1.
-
-    Raises:
-        ValueError: there are fewer than three measurements.
+    Of the models that leave out some coefficients, the best one without a negative coefficient is
+    the non-negative least-squares solution. Raises ValueError for fewer than three measurements.
     """
     if len(points) < 3:
         raise ValueError(f"three measurements at least make a model, got {len(points)}")
@@ -186,16 +179,10 @@ def fit_cost(points: Sequence[Point], world_size: int) -> dict[str, float]:
 def cross_over_bytes(ratios: dict[int, float]) -> int:
     """The largest size for which one_shot should be chosen.
 
-    Where noise makes the ratio cross 1 several times, that split of the sizes counts with which the
-    chosen times are least in all, as factors; between its two sizes the ratio is interpolated over
-    the sizes' logarithms.
-
-    Args:
-        ratios: the time of two_shot over that of one_shot, by bytes; at least one.
-
-    Returns:
-        ``NEVER_BYTES`` where two_shot wins from the smallest size on; the largest size where
-        one_shot wins everywhere, since nobody knows about more.
+    ``ratios`` are times of two_shot over one_shot, by bytes. Where noise makes them cross 1 several
+    times, the split with the least chosen times in all counts, as factors; between its two sizes
+    the ratio is interpolated over their logarithms. ``NEVER_BYTES`` if two_shot always wins, the
+    largest size if one_shot does, since no larger one was measured.
     """
     sizes = sorted(ratios)
     gains = [math.log(ratios[size]) for size in sizes]  # of one_shot

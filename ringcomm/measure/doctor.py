@@ -9,8 +9,10 @@ from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -19,11 +21,8 @@ from ringcomm import _C, tuning
 from ringcomm.measure.machine import (
     MAX_OTHERS_PERCENT,
     OthersWatch,
-    cores,
     identity,
     mapped_memory,
-    memory_and_load,
-    missing_features,
     read_limits,
     rounded,
     variables,
@@ -31,7 +30,7 @@ from ringcomm.measure.machine import (
 )
 from ringcomm.measure.ranks import RankError, Team, run_ranks
 from ringcomm.measure.screen import byte_count
-from ringcomm.measure.timing import Contender, measure, median, open_default_group
+from ringcomm.measure.timing import Contender, measure, open_default_group
 
 MIB = 1 << 20
 INIT_TIMEOUT = timedelta(seconds=30)
@@ -156,21 +155,6 @@ def _run_rank(team: Team, seconds: float) -> None:
     dist.destroy_process_group()
 
 
-def examine_group(world_size: int, seconds: float) -> dict[str, Any]:
-    """Starts the ranks and gathers what they find: parts by name, `errors` where it failed.
-
-    Args:
-        world_size: ranks to start.
-        seconds: per size of all_reduce.
-    """
-    found: dict[str, Any] = {}
-    try:
-        run_ranks(world_size, lambda team: _run_rank(team, seconds), found.update)
-    except RankError as error:
-        found["errors"] = [str(error)]
-    return found
-
-
 # ---- notes
 
 
@@ -208,32 +192,36 @@ def _group_notes(group: dict[str, Any]) -> Iterator[str]:
 
 
 def examine(world_size: int, seconds: float) -> dict[str, Any]:
-    """Examines the machine and a group of that many ranks.
-
-    Args:
-        world_size: ranks that are started, 1 to 64.
-        seconds: per size of all_reduce that is timed.
-
-    Returns:
-        What --json prints; `group.errors` are there when the group could not be made.
-    """
-    by_core, limits, machine = cores(), read_limits(), identity()
+    """What --json prints; with `group.errors` if the group of that many ranks cannot be made."""
+    limits, machine, memory = read_limits(), identity(), psutil.virtual_memory()
     set_variables = variables("RINGCOMM_")
-    missing = missing_features()
-    group = examine_group(world_size, seconds)
+    num_cores = min(psutil.cpu_count(logical=False) or machine["cores"], machine["cores"])
+    group: dict[str, Any] = {}
+    try:
+        run_ranks(world_size, lambda team: _run_rank(team, seconds), group.update)
+    except RankError as error:
+        group["errors"] = [str(error)]
     unknown = sorted(set_variables.keys() - known_variables())
     notes = [
-        *(f"the kernel refuses {text}" for text in missing),
         *_group_notes(group),
-        *_limit_notes(len(by_core), limits, world_size),
+        *_limit_notes(num_cores, limits, world_size),
         *(f"{name} is set, but ringcomm reads no such variable" for name in unknown),
         *_tuning_notes(set_variables.get("RINGCOMM_TUNING"), machine, world_size),
     ]
     report = {
         "versions": versions(),
-        "machine": {**machine, **memory_and_load()},
-        "cpus": {"num_online": os.cpu_count(), "cores": by_core},
-        "limits": {**limits, "missing_features": missing},
+        "machine": {
+            **machine,
+            "total_bytes": memory.total,
+            "available_bytes": memory.available,
+            "load": psutil.getloadavg(),
+        },
+        "cpus": {
+            "num_online": os.cpu_count(),
+            "num_cores": psutil.cpu_count(logical=False),
+            "usable": sorted(os.sched_getaffinity(0)),
+        },
+        "limits": limits,
         "environment": set_variables,
         "world_size": world_size,
         "group": group,

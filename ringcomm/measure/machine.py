@@ -8,7 +8,7 @@ import platform
 import re
 import resource
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils import collect_env
 import ringcomm
 from ringcomm import _C
 
-SYSFS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
 MAPPED = "/memfd:ringcomm"
 # Above this share of all cores a measured ratio says more about other programs than about us.
@@ -109,25 +108,6 @@ class OthersWatch:
         return 100 * min(1.0, max(0.0, (busy_s - self._start[1]) / elapsed_s))
 
 
-def cores(usable: Collection[int] | None = None, sysfs: Path = SYSFS) -> list[tuple[int, ...]]:
-    """The CPUs in `usable`, or those that this process may use, by physical core."""
-    cpus = os.sched_getaffinity(0) if usable is None else usable
-    return sorted({tuple(c for c in _siblings(cpu, sysfs) if c in cpus) for cpu in cpus})
-
-
-def _siblings(cpu: int, sysfs: Path) -> list[int]:
-    """The hardware threads of a CPU's core, as the kernel lists them: `0-2,5`."""
-    numbers: list[int] = []
-    try:
-        text = (sysfs / f"cpu{cpu}/topology/core_cpus_list").read_text()
-        for part in text.strip().split(","):
-            first, _, last = part.partition("-")
-            numbers += range(int(first), int(last or first) + 1)
-    except (OSError, ValueError):  # containers and some hypervisors show a part of it
-        return [cpu]
-    return numbers
-
-
 def read_limits(proc: Path = Path("/proc/self"), cgroups: Path = CGROUPS) -> dict[str, Any]:
     """The least limits of this process's cgroup (v2) and its ancestors.
 
@@ -160,30 +140,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:  # the root of the hierarchy has no limits
         return ""
-
-
-def missing_features() -> list[str]:
-    """System calls that ringcomm needs and the kernel or a seccomp filter refuses, and why."""
-    missing = []
-    for name, probe in (
-        ("memfd_create", lambda: os.memfd_create("ringcomm-doctor")),
-        ("pidfd_open", lambda: os.pidfd_open(os.getpid())),
-    ):
-        try:
-            os.close(probe())
-        except (OSError, AttributeError) as error:
-            missing.append(f"{name}: {error}")
-    return missing
-
-
-def memory_and_load() -> dict[str, Any]:
-    """Of the whole machine, whatever the container is allowed: bytes, and runnable tasks."""
-    memory = psutil.virtual_memory()
-    return {
-        "total_bytes": memory.total,
-        "available_bytes": memory.available,
-        "load": list(psutil.getloadavg()),
-    }
 
 
 def versions() -> dict[str, Any]:

@@ -76,10 +76,7 @@ class Team:
         report: Callable[[Any], None],
         open_store: Callable[[str], dist.Store],
     ) -> None:
-        """``peers``: on rank 0 one channel per other rank, in order; elsewhere that to rank 0.
-
-        A channel has ``send``, ``poll`` and ``recv``, as multiprocessing's connections do.
-        """
+        """``peers``: connections; on rank 0 to each other rank, in order; elsewhere to rank 0."""
         self.rank = rank
         self.world_size = world_size
         self.open_store = open_store

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -30,30 +31,16 @@ WARMUP_SECONDS = 0.05
 WARMUP_CALLS = (3, 500)  # at least, at most
 GROUP_TIMEOUT = timedelta(seconds=120)
 US = 1e6
-# The fractions behind p10, p50, p90 and p99.
-FRACTIONS = (0.1, 0.5, 0.9, 0.99)
-
-
-def quantile(ordered: Sequence[float], fraction: float) -> float:
-    """The value below which ``fraction`` of the ascending ``ordered`` is, interpolated.
-
-    In plain Python: torch's own needs tensors, and a process that forks ranks computes none.
-    """
-    position = fraction * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def median(values: Iterable[float]) -> float:
-    """The median of at least one value, in any order."""
-    return quantile(sorted(values), 0.5)
 
 
 def percentiles(values: Iterable[float], unit: str) -> dict[str, float]:
-    """``{"p10_us": ..., "p50_us": ..., "p90_us": ..., "p99_us": ...}`` for the unit "us"."""
-    ordered = sorted(values)
-    return {f"p{round(f * 100)}_{unit}": quantile(ordered, f) for f in FRACTIONS}
+    """``{"p10_us": ..., "p50_us": ..., "p90_us": ..., "p99_us": ...}`` for the unit "us".
+
+    In plain Python: torch's own needs tensors, and a process that forks ranks computes none.
+    """
+    found = list(values)
+    cuts = quantiles(found if len(found) > 1 else 2 * found, n=100, method="inclusive")
+    return {f"p{percent}_{unit}": cuts[percent - 1] for percent in (10, 50, 90, 99)}
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,17 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is predicted, and compared.
-
-    Attributes:
-        shape, cluster, job: what was asked.
-        system: how data-parallel ranks keep the model.
-        mesh: how ranks are arranged.
-        schedule: of the pipeline; "" where there is none.
-        checkpointing: "none", or "full" for layers that are recomputed.
-        num_micro_batches: of a step on a replica.
-        micro_batch: sequences of each.
-    """
+    """What is predicted, and compared."""
 
     shape: ModelShape
     cluster: Cluster
     job: Job
     system: System
     mesh: Mesh
-    schedule: str
-    checkpointing: str
-    num_micro_batches: int
-    micro_batch: int
+    schedule: str  # of the pipeline; "" where there is none
+    checkpointing: str  # "none", or "full" for layers that are recomputed
+    num_micro_batches: int  # of a step on a replica
+    micro_batch: int  # sequences of each
 
     @property
     def name(self) -> str:
@@ -61,8 +51,7 @@ class Candidate:
     @property
     def bubble(self) -> float:
         """The share of a step in which a rank of the pipeline waits."""
-        virtual = self.job.virtual_stages
-        return float(bubble(self.schedule, self.mesh.pp, self.num_micro_batches, virtual))
+        return float(bubble(self.schedule, self.mesh.pp, self.num_micro_batches))
 
     @property
     def head_stage(self) -> int:

@@ -23,46 +23,28 @@ MIB = 1 << 20
 class Hardware:
     """A device and what is around it. Rates are per device, bytes per second in one direction.
 
-    Attributes:
-        name: for people.
-        peak_flops: per second, by precision.
-        memory_bytes, memory_rate: of the device's memory.
-        reserved_bytes: of the memory, for the driver and its libraries.
-        new_memory_rate: at which new pages of the system are written; 0 with a caching allocator.
-        inside_rate, outside_rate: between devices of a host, and of different hosts.
-        inside_alpha_s, outside_alpha_s: latency of a hop.
-        host_rate: to host memory.
-        disk_rate: to all disks of a host together.
-        per_host: devices of a host.
-        host_memory_bytes: of a host.
-        utilisation: the share of the peak that layers reach.
-        overlap: the share of communication that may run beside computing; 0 where the processor
-            moves the bytes itself.
-        call_s: latency of a collective, besides its hops.
-        is_host: whether the device's memory is the host's.
-
     Raises:
         ValueError: a number is out of its range.
     """
 
-    name: str
-    peak_flops: Mapping[str, float]
+    name: str  # for people
+    peak_flops: Mapping[str, float]  # per second, by precision
     memory_bytes: int
     memory_rate: float
-    inside_rate: float
-    outside_rate: float
-    host_rate: float
-    inside_alpha_s: float
+    inside_rate: float  # between devices of a host
+    outside_rate: float  # between devices of different hosts
+    host_rate: float  # to host memory
+    inside_alpha_s: float  # latency of a hop
     outside_alpha_s: float
-    disk_rate: float = 5e9
-    per_host: int = 8
+    disk_rate: float = 5e9  # to all disks of a host together
+    per_host: int = 8  # devices of a host
     host_memory_bytes: int = 2 << 40
-    reserved_bytes: int = 1 << 30
-    utilisation: float = 0.45
-    overlap: float = 1.0
-    call_s: float = 0.0
-    is_host: bool = False
-    new_memory_rate: float = 0.0
+    reserved_bytes: int = 1 << 30  # of memory_bytes, for the driver and its libraries
+    utilisation: float = 0.45  # the share of the peak that layers reach
+    overlap: float = 1.0  # share of communication beside computing; 0 if the processor moves bytes
+    call_s: float = 0.0  # latency of a collective, besides its hops
+    is_host: bool = False  # whether the device's memory is the host's
+    new_memory_rate: float = 0.0  # of writing new pages; 0 with a caching allocator
 
     def __post_init__(self) -> None:
         peaks = self.peak_flops
@@ -255,27 +237,18 @@ class Group:
 class Cluster:
     """Devices of one kind.
 
-    Attributes:
-        num_gpus: devices of all hosts; whole hosts, or less than one.
-        hardware: of each: a name such as "h100", "a100", "4090", "l4" or "cpu-core", the path of a
-            JSON file (see find_hardware()), or a Hardware.
-        memory_bytes: of a device; 0 for the hardware's.
-        per_host: devices of a host; 0 for the hardware's, or fewer if there are fewer.
-        host_memory_bytes: of a host; 0 for the hardware's.
-
     Raises:
         ValueError: a number is out of its range, devices do not fill hosts, or the hardware is not
             known.
     """
 
-    num_gpus: int
-    hardware: Any = "h100"  # a Hardware once it is made
-    memory_bytes: int = 0
-    per_host: int = 0
-    host_memory_bytes: int = 0
+    num_gpus: int  # of all hosts; whole hosts, or less than one
+    hardware: Any = "h100"  # a name of HARDWARE, a JSON file's, or a Hardware, which it becomes
+    memory_bytes: int = 0  # of a device; 0 for the hardware's
+    per_host: int = 0  # devices of a host; 0 for the hardware's, or fewer if there are fewer
 
     def __post_init__(self) -> None:
-        if self.num_gpus < 1 or min(self.memory_bytes, self.per_host, self.host_memory_bytes) < 0:
+        if self.num_gpus < 1 or min(self.memory_bytes, self.per_host) < 0:
             raise ValueError("gpus, memory and gpus per host are positive")
         hardware = self.hardware
         if not isinstance(hardware, Hardware):
@@ -284,7 +257,6 @@ class Cluster:
             "hardware": hardware,
             "memory_bytes": self.memory_bytes or hardware.memory_bytes,
             "per_host": self.per_host or min(hardware.per_host, self.num_gpus),
-            "host_memory_bytes": self.host_memory_bytes or hardware.host_memory_bytes,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 from ringcomm.planner.hardware import Precision
 from ringcomm.planner.models import ModelShape
 
+# Stages of a rank, where it has more than one.
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}
 CHECKPOINTINGS = ("none", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 Tier = Literal["device", "host", "disk"]
@@ -69,31 +71,17 @@ SYSTEMS = {system.name: system for system in _KNOWN}
 
 @dataclass(frozen=True)
 class Job:
-    """A step of training, and restrictions of the search.
-
-    Attributes:
-        tokens: of a step, over all ranks.
-        sequence: tokens of a sequence; 0 for the model's context, or the tokens if they are fewer.
-        precision: "bf16" for 16-bit weights and gradients beside float32 masters, or "fp32".
-        optimizer: "adamw", or "sgd" with momentum.
-        is_sequence_split: whether tensor-parallel ranks share the tokens between layers; None where
-            they can.
-        fused_norms: whether a norm keeps its input alone; torch's operators for CPUs keep two
-            float32 numbers per element.
-        dp, pp, tp, ep: sizes to look at; 0 for all.
-        systems, schedules, checkpointings: names to look at; empty for all.
-        virtual_stages: parts of the model on a rank with the interleaved schedule.
+    """A step of training, and restrictions of the search; empty and 0 look at all.
 
     Raises:
         ValueError: a value is out of its range, or not known.
     """
 
-    tokens: int
-    sequence: int = 0
-    precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
-    is_sequence_split: bool | None = None
-    fused_norms: bool = True
+    tokens: int  # of a step, over all ranks
+    sequence: int = 0  # of a sequence; 0 for the model's context, or all tokens if they are fewer
+    precision: Precision = "bf16"  # with float32 masters
+    optimizer: Optimizer = "adamw"  # "sgd" has momentum
+    is_sequence_split: bool | None = None  # Mesh.is_sequence_split; None where it goes
     dp: int = 0
     pp: int = 0
     tp: int = 0
@@ -101,7 +89,6 @@ class Job:
     systems: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     checkpointings: tuple[str, ...] = ()
-    virtual_stages: int = 2
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequence < 0:
@@ -110,8 +97,6 @@ class Job:
             raise ValueError(
                 f"{self.tokens} tokens are no whole number of sequences of {self.sequence}"
             )
-        if self.virtual_stages < 2:
-            raise ValueError(f"interleaved ranks have 2 stages or more, got {self.virtual_stages}")
         known: dict[str, tuple[str, ...]] = {
             "precision": get_args(Precision),
             "optimizer": get_args(Optimizer),
@@ -149,20 +134,13 @@ class Mesh:
 
     Ranks are numbered with tensor parallelism innermost, then data, then pipeline parallelism, so
     that what communicates most stays inside a host.
-
-    Attributes:
-        dp: data-parallel replicas, or shards of them.
-        pp: stages of a pipeline.
-        tp: ranks that share every layer.
-        ep: ranks of the data-parallel ones that share experts.
-        is_sequence_split: whether tensor-parallel ranks share the tokens between layers.
     """
 
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    ep: int = 1
-    is_sequence_split: bool = False
+    dp: int = 1  # replicas, or shards of them
+    pp: int = 1  # stages of a pipeline
+    tp: int = 1  # ranks that share every layer
+    ep: int = 1  # ranks of the data-parallel ones that share experts
+    is_sequence_split: bool = False  # tensor-parallel ranks share the tokens between layers
 
     @property
     def num_ranks(self) -> int:
@@ -209,29 +187,27 @@ def mesh_fault(shape: ModelShape, mesh: Mesh, sequence: int) -> str | None:
     return next((fault for is_fault, fault in faults if is_fault), None)
 
 
-def bubble(schedule: str, num_stages: int, num_micro_batches: int, virtual: int = 2) -> Fraction:
+def bubble(schedule: str, num_stages: int, num_micro_batches: int) -> Fraction:
     """The share of a step in which a rank waits.
 
-    (p - 1) / (m + p - 1), of an interleaved one (p - 1) / (v m + p - 1); of ZB-V, where weights'
-    gradients take what was idle, (p - 1) / (6 m + p - 1) from m = 2p on.
+    (p - 1) / (m + p - 1), interleaved (p - 1) / (2 m + p - 1); of ZB-V, where weights' gradients
+    take what was idle, (p - 1) / (6 m + p - 1) from m = 2p on.
     """
-    busy = num_micro_batches * {"interleaved": virtual, "zbv": 6}.get(schedule, 1)
+    busy = num_micro_batches * {"interleaved": 2, "zbv": 6}.get(schedule, 1)
     return Fraction(num_stages - 1, busy + num_stages - 1)
 
 
-def live_micro_batches(
-    schedule: str, num_stages: int, num_micro_batches: int, stage: int, virtual: int = 2
-) -> Fraction:
-    """How many micro-batches' activations a rank has at most, of all its layers.
+def live_micro_batches(schedule: str, num_stages: int, num: int, stage: int) -> Fraction:
+    """How many of `num` micro-batches' activations a rank has at most, of all its layers.
 
-    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / v more than that on rank 0;
+    GPipe m; 1F1B min(m, p - i) on rank i; interleaved up to (p - 1) / 2 more than that on rank 0;
     ZB-V min(m, p) on every rank.
     """
-    p, m = num_stages, Fraction(num_micro_batches)
+    p, m = num_stages, Fraction(num)
     if schedule == "gpipe":
         return m
     if schedule == "zbv":
         return min(m, Fraction(p))
     if schedule == "interleaved":
-        return min(m, Fraction((virtual - 1) * p + 2 * (p - 1 - stage) + 1, virtual))
+        return min(m, Fraction(3 * p - 2 * stage - 1, 2))
     return min(m, Fraction(p - stage))

@@ -33,14 +33,18 @@ class Activations:
         return self.boundary if checkpointing == "full" else self.layer
 
 
-def activations_of(shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int) -> Activations:
-    """Activations of so many sequences at a time; the job has a sequence length."""
+def activations_of(
+    shape: ModelShape, job: Job, mesh: Mesh, micro_batch: int, *, fused_norms: bool = True
+) -> Activations:
+    """Activations of so many sequences at a time; the job has a sequence length.
+
+    Norms keep their input alone if fused; torch's for CPUs keep two float32 numbers per element.
+    """
     e, t = job.itemsize, mesh.tp
     tokens = micro_batch * job.sequence
     outside = t if mesh.is_sequence_split else 1  # ranks that share what is between layers
     width = tokens * shape.hidden
-    # A norm keeps its input, or what torch's operators for CPUs keep in float32; and a number.
-    norm = (e if job.fused_norms else 8) * width // outside + 4 * tokens // outside
+    norm = (e if fused_norms else 8) * width // outside + 4 * tokens // outside
     normed = e * width
     masks = width // outside if shape.dropout else 0
     # Ranks that are more than groups of heads have one each.
@@ -70,20 +74,13 @@ def _ffn_bytes(shape: ModelShape, job: Job, tp: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the rank that needs most.
-
-    Attributes:
-        parameters, gradients, states, activations, buffers: on the device. Activations are those
-            of all live micro-batches; buffers what gathers, reductions, recomputation, the logits'
-            gradient and messages go through.
-        host, disk: what is offloaded there.
-    """
+    """Bytes of the rank that needs most; host and disk are what is offloaded there."""
 
     parameters: int
     gradients: int
     states: int
-    activations: int
-    buffers: int
+    activations: int  # of all live micro-batches
+    buffers: int  # of gathers, reductions, recomputation, the logits' gradient and messages
     host: int = 0
     disk: int = 0
 
@@ -103,7 +100,8 @@ def memory_of(candidate: Candidate) -> RankMemory:
 def memory_of_stage(candidate: Candidate, stage: int) -> RankMemory:
     """Memory of a rank of one stage of the pipeline."""
     kept = candidate.kept(stage)
-    acts = activations_of(candidate.shape, candidate.job, candidate.mesh, candidate.micro_batch)
+    c, is_host = candidate, candidate.cluster.hardware.is_host
+    acts = activations_of(c.shape, c.job, c.mesh, c.micro_batch, fused_norms=not is_host)
     # What comes and goes: a layer's recomputation or the logits' gradient, and messages.
     logits = acts.logits if stage == candidate.head_stage else 0
     passing = max(logits, acts.layer - acts.kept(candidate.checkpointing))
@@ -126,7 +124,7 @@ def _alive(candidate: Candidate, acts: Activations, stage: int) -> int:
     of_one = candidate.num_layers(stage) * acts.kept(candidate.checkpointing)
     of_one += acts.embedding if stage == 0 else 0
     m = candidate.num_micro_batches if pp > 1 else 1
-    live = live_micro_batches(schedule, pp, m, stage, candidate.job.virtual_stages)
+    live = live_micro_batches(schedule, pp, m, stage)
     # The head's backward pass follows its forward pass: one micro-batch's is alive, of GPipe's all.
     of_head = acts.head if stage == candidate.head_stage else 0
     if schedule == "gpipe":

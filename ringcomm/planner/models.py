@@ -36,44 +36,26 @@ Unit = tuple[Weight, ...]  # what a sharded model gathers together
 class ModelShape:
     """A decoder: embedding, layers of attention and feed-forward, norm, head.
 
-    Attributes:
-        name: for people.
-        layers: number of layers.
-        hidden: width of the residual stream.
-        heads: of queries.
-        kv_heads: of keys and values; fewer than heads for grouped queries.
-        ffn: inner width of the feed-forward layer, or of one expert.
-        vocab: rows of the embedding and of the head.
-        context: tokens of a sequence that the model was made for.
-        head_dim: 0 for hidden / heads.
-        gated: whether the feed-forward layer has a gate (SwiGLU).
-        tied: whether the head is the embedding.
-        biases: which layers have one: "qkv", "out" (behind attention), "ffn", "norm" (LayerNorm).
-        positions: rows of an embedding of positions; 0 where there is none (rotary).
-        dropout: whether the masks of dropout are kept, as in GPT.
-        experts: per layer; 0 for a dense feed-forward layer.
-        top_k: experts per token.
-
     Raises:
         ValueError: a number is not positive, or heads do not divide.
     """
 
-    name: str
+    name: str  # for people
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    context: int = 4096
-    head_dim: int = 0
-    gated: bool = True
-    tied: bool = False
-    biases: frozenset[Bias] = frozenset()
-    positions: int = 0
-    dropout: bool = False
-    experts: int = 0
-    top_k: int = 0
+    hidden: int  # width of the residual stream
+    heads: int  # of queries
+    kv_heads: int  # of keys and values; fewer than heads for grouped queries
+    ffn: int  # inner width of the feed-forward layer, or of one expert
+    vocab: int  # rows of the embedding and of the head
+    context: int = 4096  # tokens of a sequence that the model was made for
+    head_dim: int = 0  # 0 for hidden / heads
+    gated: bool = True  # whether the feed-forward layer has a gate (SwiGLU)
+    tied: bool = False  # whether the head is the embedding
+    biases: frozenset[Bias] = frozenset()  # what has one; "out" is behind attention
+    positions: int = 0  # rows of an embedding of positions; 0 where there is none (rotary)
+    dropout: bool = False  # whether the masks of dropout are kept, as in GPT
+    experts: int = 0  # per layer; 0 for a dense feed-forward layer
+    top_k: int = 0  # experts per token
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context"):

@@ -11,7 +11,16 @@ from typing import Any
 from ringcomm.measure.screen import columns, in_gb, in_seconds
 from ringcomm.planner.candidate import Candidate
 from ringcomm.planner.hardware import Cluster
-from ringcomm.planner.job import CHECKPOINTINGS, SCHEDULES, SYSTEMS, Job, Mesh, System, mesh_fault
+from ringcomm.planner.job import (
+    CHECKPOINTINGS,
+    SCHEDULES,
+    STAGES_PER_RANK,
+    SYSTEMS,
+    Job,
+    Mesh,
+    System,
+    mesh_fault,
+)
 from ringcomm.planner.memory import RankMemory, memory_of
 from ringcomm.planner.models import ModelShape, find_model
 from ringcomm.planner.step_time import StepTime, Traffic, offload_rate, time_of, traffic_of
@@ -24,19 +33,12 @@ DEVICE_PARTS = ("parameters", "gradients", "states", "activations", "buffers")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One way to train, and what it takes.
+    """One way to train, and what it takes."""
 
-    Attributes:
-        candidate: system, mesh, schedule, recomputation and micro-batches.
-        memory: bytes of the fullest rank, by part.
-        traffic: bytes that a rank sends in a step, by what for.
-        time: seconds of a step, by part.
-    """
-
-    candidate: Candidate
-    memory: RankMemory
-    traffic: Traffic
-    time: StepTime
+    candidate: Candidate  # system, mesh, schedule, recomputation and micro-batches
+    memory: RankMemory  # bytes of the fullest rank
+    traffic: Traffic  # bytes that a rank sends in a step
+    time: StepTime  # seconds of a step
 
     @property
     def tokens_per_s(self) -> float:
@@ -80,11 +82,8 @@ class Refusal:
 class Plans:
     """What plan() found.
 
-    Attributes:
-        shape, cluster, job: what was asked.
-        ranked: those that fit, the fastest first; among those within 2 % of the fastest, simple
-            systems and little traffic first. Tensor parallelism over hosts comes last.
-        refused: the others.
+    What fits is ranked, the fastest first; among those within 2 % of the fastest, simple systems
+    and little traffic first. Tensor parallelism over hosts comes last.
     """
 
     shape: ModelShape
@@ -313,7 +312,7 @@ def _best(
     fault: str | None = None
     for checkpointing in job.checkpointings or CHECKPOINTINGS:
         for m, b in _micro_batches(job, system, mesh):
-            why = _schedule_fault(shape, job, mesh.pp, schedule, m)
+            why = _schedule_fault(shape, mesh.pp, schedule, m)
             if why is not None:
                 fault = why
                 continue
@@ -348,8 +347,8 @@ def _micro_batches(job: Job, system: System, mesh: Mesh) -> Iterator[tuple[int, 
     yield from ((m, sequences // m) for m in counts)
 
 
-def _schedule_fault(shape: ModelShape, job: Job, pp: int, schedule: str, m: int) -> str | None:
-    parts = pp * {"interleaved": job.virtual_stages, "zbv": 2}.get(schedule, 1)
+def _schedule_fault(shape: ModelShape, pp: int, schedule: str, m: int) -> str | None:
+    parts = pp * STAGES_PER_RANK.get(schedule, 1)
     if shape.layers < parts:
         return f"{schedule}: {shape.layers} layers make no {parts} stages"
     if schedule == "interleaved" and m % pp:
@@ -369,9 +368,9 @@ def _does_not_fit(candidate: Candidate, memory: RankMemory) -> str | None:
             f" {in_gb(parts[largest])}"
         )
     of_host = memory.host * min(cluster.per_host, candidate.mesh.num_ranks)
-    if of_host > cluster.host_memory_bytes:
+    if of_host > cluster.hardware.host_memory_bytes:
         return (
             f"needs {in_gb(of_host)} of the host's memory, which has"
-            f" {in_gb(cluster.host_memory_bytes)}"
+            f" {in_gb(cluster.hardware.host_memory_bytes)}"
         )
     return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from ringcomm.planner.candidate import Candidate, RankPart, kept_by, ring_elems, sent_of_weights
 from ringcomm.planner.hardware import Hardware
-from ringcomm.planner.job import Job, System
+from ringcomm.planner.job import STAGES_PER_RANK, Job, System
 from ringcomm.planner.models import ModelShape, Unit
 
 BUCKET_BYTES = 25 << 20  # of gradients: DDP's and zero.shard's
@@ -15,21 +15,13 @@ _STATS_BYTES = 24  # of a token in the vocabulary-parallel loss: ringcomm.ops.cr
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank and step.
+    """Bytes of one rank and step."""
 
-    Attributes:
-        data: weights and gradients among data-parallel ranks.
-        tensor: activations among tensor-parallel ranks, the loss's sums, norms' gradients.
-        pipeline: activations and their gradients to the neighbours.
-        expert: tokens to and from the experts of other ranks.
-        offloaded: to and from host memory or disks.
-    """
-
-    data: int = 0
-    tensor: int = 0
-    pipeline: int = 0
-    expert: int = 0
-    offloaded: int = 0
+    data: int = 0  # weights and gradients
+    tensor: int = 0  # activations, the loss's sums, norms' gradients
+    pipeline: int = 0  # activations and their gradients to the neighbours
+    expert: int = 0  # tokens to and from the experts of other ranks
+    offloaded: int = 0  # to and from host memory or disks
 
     @property
     def sent(self) -> int:
@@ -120,38 +112,27 @@ def _summed_elems(unit: Unit, tp: int) -> int:
 def _messages(candidate: Candidate, stage: int) -> int:
     """Of a micro-batch: forward to the next stage, and back to the one before.
 
-    Interleaved stages are a ring of v rounds; the V form has two of each.
+    Interleaved stages are a ring of two rounds; the V form has two of each.
     """
     ends = (stage == 0) + (stage == candidate.mesh.pp - 1)
     if candidate.schedule == "interleaved":
-        return 2 * candidate.job.virtual_stages - ends
+        return 4 - ends
     return 2 * (2 - ends) if candidate.schedule == "zbv" else 2 - ends
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step. Activations' communication is not hidden, but between micro-batches."""
 
-    Attributes:
-        compute: forward, backward and recomputation.
-        tensor, expert, pipeline: communication of activations, which is not hidden but for a
-            pipeline's between its first and last micro-batch.
-        data: communication of weights and gradients that computing does not hide.
-        data_hidden: what it does hide; no part of the step.
-        offload: to and from host memory or disks, which takes turns with computing.
-        update: of weights and states, by the device's memory.
-        bubble: in which a rank of a pipeline waits.
-    """
-
-    compute: float
+    compute: float  # forward, backward and recomputation
     tensor: float
     expert: float
     pipeline: float
-    data: float
-    data_hidden: float
-    offload: float
-    update: float
-    bubble: float
+    data: float  # of weights and gradients, that computing does not hide
+    data_hidden: float  # what it does hide; no part of the step
+    offload: float  # takes turns with computing
+    update: float  # of weights and states, by the device's memory
+    bubble: float  # in which a rank of a pipeline waits
 
     @property
     def parts(self) -> dict[str, float]:
@@ -215,11 +196,11 @@ def _tensor_seconds(candidate: Candidate) -> float:
 
 def _pipeline_seconds(candidate: Candidate) -> float:
     """The way through all stages and back; what micro-batches send between may be hidden."""
-    pp, job = candidate.mesh.pp, candidate.job
+    pp = candidate.mesh.pp
     if pp == 1:
         return 0.0
     hop = candidate.group("pp").hop(candidate.message_bytes)
-    rounds = {"interleaved": job.virtual_stages, "zbv": 2}.get(candidate.schedule, 1)
+    rounds = STAGES_PER_RANK.get(candidate.schedule, 1)
     between = 2 * rounds * (candidate.num_micro_batches - 1)
     overlap = candidate.cluster.hardware.overlap
     return hop * (2 * (pp * rounds - 1) + (1 - overlap) * between)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringcomm import _C, env
+from ringcomm import _C
 from ringcomm.ops.triton_kernels import (
     COUNT_BLOCK,
     TOKEN_BLOCK,
@@ -27,6 +27,7 @@ from ringcomm.ops.triton_kernels import (
     stats_plan,
     twice_plan,
 )
+from ringcomm.options import checks_targets
 
 _NUM_STATS = 6
 # In place of the number of classes, where shards do not fit together; as kernels/token_losses.py.
@@ -246,7 +247,7 @@ def cross_entropy_loss(
     if weight is not None and vocab_size < 0:
         vocab_size = weight.numel()
     weight = _checked_weight(weight, vocab_size)
-    if env.checks_targets():
+    if checks_targets():
         _check_classes(target, _checked_shards(stats, vocab_size), ignore_index)
     denominator = _denominator_of(target, weight, num_items, ignore_index, terms[-1])
     return _losses_of(stats, target, weight, denominator, vocab_size, ignore_index, *terms)
@@ -318,7 +319,7 @@ def cross_entropy_and_grad_(
     """The loss of all classes' logits, which become their gradient."""
     ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
-    if env.checks_targets():
+    if checks_targets():
         _check_classes(rows.target, vocab_size, ignore_index)
     denominator = _denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
     stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ringcomm.backend import resolve_group
-from ringcomm.env import checks_targets
 from ringcomm.ops import shard_range
+from ringcomm.options import checks_targets
 from ringcomm.parallel.tensor.regions import (
     all_reduce_grad_,
     copy_to_tp,

@@ -29,20 +29,6 @@ def lines(num_bytes: int) -> int:
 # ---- what comes back, and where it was
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_same_bits_in_one_block(reentrant: bool) -> None:
-    blocks = make(dropout=0.1)
-    expected = backward(run(blocks, reentrant), blocks)
-    arena = activations.arena(PLAN)
-    for _ in range(3):
-        with arena:
-            out = run(blocks, reentrant)
-        assert arena.used_bytes == PLAN
-        assert_equal(backward(out, blocks), expected)
-        assert arena.used_bytes == 0  # places are free after the backward pass
-    assert (arena.num_blocks, arena.reserved_bytes) == (1, PLAN)
-
-
 def test_a_full_arena_grows_once_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     blocks = make()
     expected = backward(run(blocks), blocks)
@@ -169,17 +155,16 @@ def test_retain_graph_and_double_backward() -> None:
     assert_equal(second_order(activations.arena(1 << 20)), expected)
 
 
-@pytest.mark.parametrize("kind", ["saved", "its view", "parameter"])
-def test_written_after_it_was_saved(kind: str) -> None:
+@pytest.mark.parametrize("is_view", [False, True])
+def test_written_after_it_was_saved(is_view: bool) -> None:
     def step(context: contextlib.AbstractContextManager[Any]) -> None:
-        weight = nn.Parameter(torch.randn(20))
         x = torch.randn(6, 20, requires_grad=True).mul(1)
         view = x.view(-1)
         with context:
-            out = (x * x * weight).sum()
+            out = (x * x).sum()
         with torch.no_grad():
-            {"saved": x, "its view": view, "parameter": weight}[kind].add_(1)
-        if kind == "its view":
+            (view if is_view else x).add_(1)
+        if is_view:
             del x  # the tensor is gone, its memory is not
         out.backward()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from allocations import peak_bytes, record_allocations
-from ranks import RankFailure, in_ranks, run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -169,12 +169,3 @@ def test_edges(rank: int) -> None:
     all_reduce_mean_([good, good[:2].clone()], None, 8, mesh=mesh)  # calls of 2, 1 and 2 elements
     assert calls() == before + 3
     assert bool((good == 0.5).all())
-
-
-def check_other_tensors(rank: int) -> None:
-    all_reduce_mean_([torch.ones(5 + rank)])
-
-
-def test_other_tensors_on_a_rank_are_an_error() -> None:
-    with pytest.raises(RankFailure, match="MismatchError"):
-        run_ranks(2, check_other_tensors, fresh=True)

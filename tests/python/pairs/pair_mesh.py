@@ -247,6 +247,7 @@ class MeshTraining(Training):
         self.pipe = pipeline.Pipeline(
             blocks,
             loss_of,
+            "zero-bubble" if self.case["trained by"] in ZERO else "1f1b",
             num_microbatches=2,
             group=group,
             recompute=self.case["recompute"] == "yes",

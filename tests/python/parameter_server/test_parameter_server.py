@@ -18,11 +18,6 @@ import ringcomm
 from ringcomm.parallel import ParameterServer
 
 
-def train(rank: int, *args: Any) -> dict[str, Any]:
-    """ps_runs.train on the ranks of this file, which other cases use as well."""
-    return ps_runs.train(rank, *args)
-
-
 @pytest.mark.parametrize(
     ("world_size", "layout", "options", "model_options", "num_micro_batches"),
     [
@@ -48,7 +43,7 @@ def test_steps_are_those_of_one_process(
     p2p = ringcomm.Options(transport="p2p") if options.get("p2p") else None
     options = {name: value for name, value in options.items() if name != "p2p"}
     args = (device, world_size, layout, options, model_options, num_micro_batches)
-    results = run_ranks(world_size, train, *args, pg_options=p2p)
+    results = run_ranks(world_size, ps_runs.train, *args, pg_options=p2p)
     workers, is_narrow = workers_of(layout, world_size), "wire_dtype" in options
     expected = train_alone("momentum", None, num_micro_batches, **model_options)
     atol = 5e-3 if is_narrow else 1e-6 if device == "cpu" else 1e-4

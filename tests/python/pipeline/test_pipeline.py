@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import ranks
 import torch
-from curves import Run, assert_weights, batch, sgd
+import torch.distributed as dist
+from curves import Run, assert_weights, sgd
 from full_states import full_weights
 from pipeline_models import CLIP_NORM, STEPS, Case, M, alone, make_deep, mse
-from ranks import RankFailure, run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ringcomm.parallel import clip_grad_norm_, pipeline, zero
+from ringcomm.parallel import clip_grad_norm_, pipeline
 from ringcomm.parallel.pipeline import pipeline as pipeline_module
 
 
@@ -143,39 +142,10 @@ def test_many_lengths() -> None:
     run_ranks(2, train_lengths)
 
 
-# ---- beside data parallelism
-
-
-def train_on_mesh(rank: int, way: str, schedule: str) -> Run:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    dp_group = mesh.get_group("dp")
-    wrap = None
-    if way == "ddp":
-        wrap = lambda stage: DistributedDataParallel(stage, process_group=dp_group)  # noqa: E731
-    pipe = pipeline.Pipeline(make_deep(), mse, schedule, M // 2, mesh=mesh["pp"], wrap=wrap)
-    optimizer: torch.optim.Optimizer = sgd(pipe.parameters())
-    if way == "zero":
-        optimizer = zero.shard(pipe.module, optimizer, 1, group=dp_group)
-    losses = []
-    for step in range(STEPS):
-        losses.append(float(pipe.step(*batch(step, mesh.get_local_rank("dp"), 2))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Run(losses, full_weights(pipe))
-
-
-@pytest.mark.parametrize(("way", "schedule"), [("ddp", "interleaved"), ("zero", "zero-bubble")])
-def test_two_pipelines_of_two_stages(way: str, schedule: str) -> None:
-    """Ranks 0 and 1 see one half of the rows, ranks 2 and 3 the other."""
-    expected, _ = alone(Case("gpipe", 1))
-    results: list[Any] = run_ranks(4, train_on_mesh, way, schedule)
-    means = [(a + b) / 2 for a, b in zip(results[0].losses, results[2].losses, strict=True)]
-    assert means == pytest.approx(expected.losses, rel=0, abs=1e-6)
-    assert results[0].losses != results[2].losses
-    for run in results:
-        assert_weights(run.weights, expected.weights, atol=1e-6)
-
-
-def test_ddp_does_not_see_backwards_in_halves() -> None:
-    with pytest.raises(RankFailure, match="DistributedDataParallel does not see the grad"):
-        run_ranks(4, train_on_mesh, "ddp", "zero-bubble")
+@in_ranks(2)
+def test_ddp_does_not_see_backwards_in_halves(rank: int) -> None:
+    """Other systems beside a pipeline: tests/python/pairs, the table of meshes."""
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    wrap = lambda stage: DistributedDataParallel(stage, process_group=alone)  # noqa: E731
+    with pytest.raises(ValueError, match="DistributedDataParallel does not see the grad"):
+        pipeline.Pipeline(make_deep(), mse, "zero-bubble", M, wrap=wrap)

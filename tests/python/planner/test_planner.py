@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringcomm.parallel import pipeline
+from ringcomm.parallel.pipeline.schedules import make_plan
 from ringcomm.planner import Cluster, Hardware, Job, ModelShape, Plan, Plans, plan
 from ringcomm.planner.candidate import RankPart, kept_by
 from ringcomm.planner.hardware import HARDWARE, Group, Link, find_hardware
@@ -24,7 +28,7 @@ from ringcomm.planner.job import (
 from ringcomm.planner.memory import activations_of
 from ringcomm.planner.models import find_model
 from ringcomm.planner.plans import by_rank
-from ringcomm.planner.step_time import Traffic, compute_flops
+from ringcomm.planner.step_time import Traffic, compute_flops, traffic_of_stage
 from ringcomm.tuning import World
 
 GIGA = 10**9
@@ -38,6 +42,11 @@ def plans_of(model: str = "llama-7b", num_gpus: int = 8, **options: Any) -> Plan
 def kept(num_params: int, system: str, job: Job = JOB, world_size: int = 1) -> Any:
     """Of so many weights in one piece."""
     return kept_by(RankPart((), ((num_params,),), 1, ()), SYSTEMS[system], job, world_size)
+
+
+def odd(**change: Any) -> ModelShape:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 128}
+    return ModelShape("odd", **{**sizes, "vocab": 100, **change})
 
 
 # ---- what does not go
@@ -60,8 +69,8 @@ def kept(num_params: int, system: str, job: Job = JOB, world_size: int = 1) -> A
     ],
 )
 def test_meshes(model: str, mesh: Mesh, reason: str | None) -> None:
-    odd = ModelShape("odd", 2, 48, 12, 6, 96, 100)
-    found = mesh_fault(odd if model == "odd" else find_model(model), mesh, 2050)
+    shape = odd(hidden=48, heads=12, kv_heads=6) if model == "odd" else find_model(model)
+    found = mesh_fault(shape, mesh, 2050)
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
 
@@ -72,7 +81,7 @@ def test_refusals_say_why() -> None:
     sp = plans_of(is_sequence_split=True, tp=1)
     assert not sp.ranked
     assert {"it needs tp > 1" in refusal.reason for refusal in sp.refused} == {True}
-    little = Cluster(8, host_memory_bytes=50 * GIGA)
+    little = Cluster(8, dataclasses.replace(HARDWARE["h100"], host_memory_bytes=50 * GIGA))
     offloaded = plan("llama-7b", little, Job(1 << 20, systems=("offload-cpu",), tp=1, pp=1))
     assert "of the host's memory" in offloaded.refused[0].reason  # 8 ranks have 10 GB each
     core = plan("llama-7b", Cluster(2, "cpu-core"), JOB)
@@ -89,6 +98,10 @@ def test_refusals_say_why() -> None:
         (lambda: Job(0), "tokens are positive"),
         (lambda: Job(8, precision="fp8"), "precision: known are bf16, fp32, got 'fp8'"),  # type: ignore[arg-type]
         (lambda: Job(8, systems=("zero4",)), "systems: known are single, ddp, .*got 'zero4'"),
+        (lambda: odd(layers=0), "layers is a positive whole number"),
+        (lambda: odd(heads=5), "4 heads of keys do not divide 5"),
+        (lambda: odd(heads=12), "12 heads do not divide a width of 64"),
+        (lambda: odd(experts=2, top_k=3), "takes 1 to 2 experts"),
         (lambda: plans_of(tp=3), "dp any, pp any, tp 3 do not make 8 gpus"),
         (lambda: plans_of(dp=2, tp=2, pp=1), "dp 2, pp 1, tp 2 do not make 8 gpus"),
     ],
@@ -104,19 +117,28 @@ def test_hardware_files(tmp_path: Path) -> None:
     found = Cluster(8, path).hardware
     assert (found.name, found.memory_bytes) == ("mine", 40 << 30)
     assert found.inside_rate == HARDWARE["a100"].inside_rate
-    for content, message in (
-        ("{", "not JSON"),
-        ("[]", "wants an object"),
-        ('{"like": "b100"}', "like is one of"),
-        ('{"like": "a100", "speed": 1}', "speed"),
-        ('{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive number, got -1"),
-        ('{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
-        ('{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
-        ('{"memory_bytes": 1}', "missing"),
-    ):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            find_hardware(str(path))
+
+
+@pytest.mark.parametrize(
+    ("find", "content", "message"),
+    [
+        (find_hardware, "{", "not JSON"),
+        (find_hardware, "[]", "wants an object"),
+        (find_hardware, '{"like": "b100"}', "like is one of"),
+        (find_hardware, '{"like": "a100", "speed": 1}', "speed"),
+        (find_hardware, '{"like": "a100", "memory_bytes": -1}', "memory_bytes is a positive"),
+        (find_hardware, '{"like": "a100", "utilisation": 2}', "utilisation and overlap are shares"),
+        (find_hardware, '{"like": "a100", "peak_flops": {"bf16": 1}}', "bf16 and fp32"),
+        (find_hardware, '{"memory_bytes": 1}', "missing"),
+        (find_model, '{"model_type": "bert"}', "model_type is one of gpt2, llama, .*got 'bert'"),
+        (find_model, '{"model_type": "llama"}', "has no field 'num_hidden_layers'"),
+    ],
+)
+def test_wrong_files(find: Any, content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        find(str(path))
 
 
 # ---- what is ranked
@@ -211,13 +233,6 @@ def test_dominating_parts() -> None:
 # ---- weights, gradients, states
 
 
-def test_seven_billion_weights_take_112_gb() -> None:
-    """16 bytes a weight: 16-bit weights and gradients, float32 masters and two moments."""
-    found = kept(7 * GIGA, "single")
-    assert found.parameters == found.gradients == 14 * GIGA
-    assert found.states == 84 * GIGA
-
-
 @pytest.mark.parametrize(
     ("system", "gigabytes"), [("ddp", 120), ("zero1", 46.4), ("zero2", 16.9), ("zero3", 1.9)]
 )
@@ -286,41 +301,44 @@ def test_activations_of_korthikanti(tp: int) -> None:
         assert found.kept("full") == 2 * sbh / tp
 
 
-def test_activations_of_llama() -> None:
-    """sbh (12 + 4g + 8 f/h), and 4 bytes per token for each head and norm."""
-    shape, b, s = find_model("llama-3-8b"), 3, 1024
+def test_groups_of_heads_over_more_ranks() -> None:
+    """8 groups of heads over 16 ranks: each has one."""
+    shape, s = find_model("llama-3-8b"), 1024
     job = Job(1 << 20, sequence=s)
-    h = shape.hidden
-    factor = 12 + 4 * shape.kv_heads / shape.heads + 8 * shape.ffn / h
-    found = activations_of(shape, job, Mesh(), b)
-    assert found.layer == s * b * h * factor + 4 * s * b * (shape.heads + 2)
-    # 8 groups of heads over 16 ranks: each has one.
     eight, sixteen = (activations_of(shape, job, Mesh(tp=t), 1).layer for t in (8, 16))
-    whole, keys = s * (8 * h + 8), 4 * s * shape.head_dim
+    whole, keys = s * (8 * shape.hidden + 8), 4 * s * shape.head_dim
     assert sixteen - whole - keys == (eight - whole - keys) / 2
 
 
 # ---- pipelines and experts
 
 
-def test_bubbles() -> None:
-    for p, m in ((2, 4), (4, 16), (8, 16)):
-        assert bubble("gpipe", p, m) == bubble("1f1b", p, m) == pytest.approx((p - 1) / (m + p - 1))
-        assert bubble("interleaved", p, m, 4) == pytest.approx((p - 1) / (4 * m + p - 1))
-        assert bubble("zbv", p, m) == pytest.approx((p - 1) / (6 * m + p - 1))
-        assert [live_micro_batches("1f1b", p, m, i) for i in range(p)] == list(range(p, 0, -1))
-        assert {live_micro_batches("gpipe", p, m, i) for i in range(p)} == {m}
-        assert {live_micro_batches("zbv", p, m, i) for i in range(p)} == {p}
-        # Narayanan et al. 2021: 1 + (p - 1) / (p v) times as much.
-        assert live_micro_batches("interleaved", p, m, 0, 2) == min(m, p + (p - 1) / 2)
-    assert live_micro_batches("1f1b", 8, 3, 0) == 3
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_are_those_of_pipelines(schedule: str) -> None:
+    """Bubbles, live micro-batches and messages are those of ringcomm.parallel.pipeline."""
+    for p, m in ((2, 4), (4, 8), (4, 16), (8, 16)):
+        timeline = pipeline.simulate(schedule, p, m)
+        assert bubble(schedule, p, m) == timeline.bubble()
+        for rank in range(p):
+            changes = [{"F": 1, "I": 0}.get(a.kind, -1) for a in timeline.of_rank(rank)]
+            most = Fraction(
+                max(accumulate(changes)), 2 if schedule in ("interleaved", "zbv") else 1
+            )
+            assert live_micro_batches(schedule, p, m, rank) == most
+    options: Any = {"dp": 1, "pp": 4, "tp": 2, "tokens": 1 << 15}
+    (found,) = plans_of("gpt2", 8, schedules=(schedule,), **options).ranked
+    candidate, m = found.candidate, found.candidate.num_micro_batches
+    assert 8 <= m <= 16
+    cut = make_plan(schedule, 4, m, None)
+    for rank in range(4):
+        own = cut.stages_of(rank)
+        beside = [t for s in own for t in (s - 1, s + 1) if t in range(cut.num_stages)]
+        sent = sum(t not in own for t in beside) * m * candidate.message_bytes
+        assert traffic_of_stage(candidate, rank).pipeline == sent
 
 
 def test_micro_batches_of_a_pipeline() -> None:
     """2p to 4p where they fit; more where memory demands it; fewer where the batch has no more."""
-    for schedule in SCHEDULES:
-        found = plans_of("gpt2", 8, schedules=(schedule,), dp=1, pp=4, tp=2, tokens=1 << 15)
-        assert [8 <= plan.candidate.num_micro_batches <= 16 for plan in found.ranked] == [True]
     options: Any = {"pp": 8, "tp": 8, "schedules": ("1f1b",), "systems": ("ddp",)}
     tight = plans_of("llama-3-70b", 64, tokens=1 << 23, **options)
     assert tight.ranked[0].candidate.num_micro_batches > 32
@@ -329,11 +347,7 @@ def test_micro_batches_of_a_pipeline() -> None:
     assert any("less than 2p: the batch has no more" in reason for reason in few.ranked[0].reasons)
 
 
-def test_traffic_of_pipelines_and_experts_by_hand() -> None:
-    options: Any = {"systems": ("ddp",), "checkpointings": ("full",), "sequence": 1024}
-    found = plans_of(pp=8, tp=1, dp=1, schedules=("1f1b",), **options).ranked[0]
-    # A stage in the middle: every micro-batch forward to one side, its gradient to the other.
-    assert found.traffic.pipeline == 2 * 2 * (1 << 20) * 4096
+def test_traffic_of_experts_by_hand() -> None:
     job = Job(1 << 17, 1024, systems=("ddp",), checkpointings=("none",), tp=1, pp=1, ep=4)
     moe = plan("mixtral-8x7b", Cluster(8, memory_bytes=10**13), job).ranked[0]
     assert moe.traffic.expert == 4 * 32 * 2 * ((1 << 17) // 8) * 2 * 4096 * 3 // 4
@@ -404,28 +418,3 @@ def test_shapes_are_those_of_transformers(
     if kind == "mistral":
         layer = [tuple(param.shape) for param in model.model.layers[0].parameters()]
         assert layer == [weight.shape for weight in shape.layer]
-
-
-def test_what_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'llama-8b' is no model .*known are llama-7b, "):
-        find_model("llama-8b")
-    path = tmp_path / "config.json"
-    for content, message in (
-        ("{", "not JSON"),
-        ("[]", "wants an object"),
-        (json.dumps({"model_type": "bert"}), "model_type is one of gpt2, llama, .*got 'bert'"),
-        (json.dumps({"model_type": "llama"}), "has no field 'num_hidden_layers'"),
-    ):
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            find_model(str(path))
-    sizes: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4}
-    sizes |= {"ffn": 128, "vocab": 100}
-    for change, message in (
-        ({"layers": 0}, "layers is a positive whole number"),
-        ({"heads": 5}, "4 heads of keys do not divide 5"),
-        ({"heads": 12, "kv_heads": 4}, "12 heads do not divide a width of 64"),
-        ({"experts": 2, "top_k": 3}, "takes 1 to 2 experts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ModelShape("odd", **{**sizes, **change})

@@ -32,52 +32,20 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> 
 
 def test_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, *LLAMA, "--top", "3")
-    assert "6,738,415,616 parameters" in out
-    assert "8 × h100 with 85.9 GB" in out
-    for word in ("params", "grads", "states", "acts", "buffers", "host", "sent GB", "bubble"):
-        assert word in out
-    assert "dominates with" in out
-    assert "ddp, dp 8: needs " in out
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--systems", "zero3", "--pp", "1", "--utilisation", "0.5", "--checkpointing", "none"]
+    for text in ("6,738,415,616 parameters", "8 × h100 with 85.9 GB", "ddp, dp 8: needs "):
+        assert text in out
+    out = printed(capsys, *LLAMA, "--systems", "ddp", "--tp", "1", "--pp", "1", status=1)
+    assert "0 plans fit" in out
+    options = ["--systems", "zero3", "--pp", "1", "--checkpointing", "none"]
     found = json.loads(printed(capsys, *LLAMA, "--json", *options))
-    assert found["model"]["num_params"] == 6_738_415_616
     assert found["cluster"]["memory_bytes"] == 80 << 30
-    assert found["cluster"]["hardware"]["utilisation"] == 0.5
     assert found["job"]["tokens"] == 1 << 20
     plan = found["plans"][0]
     assert plan["system"] == "zero3"
-    assert plan["reasons"]
     sent = plan["traffic_bytes"]
     assert sent["sent"] == sum(sent[part] for part in ("data", "tensor", "pipeline", "expert"))
     seconds = plan["seconds"]
     assert sum(seconds.values()) == pytest.approx(2 * seconds["step"] + seconds["data_hidden"])
-
-
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, *LLAMA, "--systems", "ddp", "--tp", "1", "--pp", "1", status=1)
-    assert "0 plans fit" in out
-    assert "needs " in out
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "llama-8b", "--gpus", "8"], "known are llama-7b, llama-13b"),
-        (["--gpus", "8"], "--model and --gpus are wanted"),
-        (["--model", "gpt2", "--gpus", "8", "--memory", "80"], "less than the driver's 1.07 GB"),
-        (["--model", "gpt2", "--gpus", "8", "--tokens", "much"], "'much' is no amount"),
-        (["--model", "gpt2", "--gpus", "8", "--tuning", "no.json"], "no tuning file"),
-        (["--model", "gpt2", "--gpus", "8", "--top", "-1"], "--top is not negative"),
-    ],
-)
-def test_bad_input(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        cli.run(["plan", *argv])
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -5,20 +5,17 @@ No test here asserts a time.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import operations
 import pytest
 import table
 import torch
 import torch.distributed as dist
-import weather
+from report import read_records
 
 from ringcomm import cli
 from ringcomm.measure import machine, ranks
@@ -36,14 +33,10 @@ def run(path: Path, *argv: str, op: str = "all_reduce") -> int:
     return cli.run(["bench", op, *quick, *argv])
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_records_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "records" / "sweep.jsonl"
     assert run(path, "--sizes", "1024,1000000") == ranks.EXIT_OK
-    records = lines_of(path)
+    records = read_records([path])
     points = [(r["op"], r["bytes"], r["backend"]) for r in records]
     assert points == [("all_reduce", b, name) for b in (1024, 1000000) for name in BACKENDS]
     facts = {"commit", "dirty", "ringcomm", "python", "torch", "date", "machine"}
@@ -78,7 +71,7 @@ def test_every_operation_is_right(tmp_path: Path) -> None:
     # Not a multiple of the ranks: collectives that divide the buffer round down.
     argv = ["--sizes", "1004", "--dtype", "bfloat16", "--peers", "none"]
     assert run(path, *argv, op=ops) == ranks.EXIT_OK
-    records = lines_of(path)
+    records = read_records([path])
     assert [r["op"] for r in records] == list(operations.OPERATIONS)
     assert all(record["verified"] for record in records)
     assert records[-1]["bytes"] == 0  # barrier
@@ -93,11 +86,11 @@ def spoil_one_element(buffers: operations.Buffers, group: dist.ProcessGroup) -> 
 def test_one_wrong_element_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    broken = dataclasses.replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
+    broken = replace(operations.OPERATIONS["all_reduce"], call=spoil_one_element)
     monkeypatch.setitem(operations.OPERATIONS, "all_reduce", broken)
     path = tmp_path / "sweep.jsonl"
     assert run(path, "--sizes", "1024") == ranks.EXIT_WRONG_RESULTS
-    ours, gloo = lines_of(path)
+    ours, gloo = read_records([path])
     assert (ours["verified"], gloo["verified"]) == (False, True)
     assert ours["wrong_elems"] == 2  # one before the clocks ran, one after
     assert gloo["ratio"] is None
@@ -124,58 +117,32 @@ def test_calls_that_do_nothing_are_wrong() -> None:
     assert all(wrong[0].values()), wrong[0]
 
 
-@pytest.mark.parametrize("how", ["raises", "is killed"])
-def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raises", "(?s)rank 1: .*on purpose"),
+        ("is killed", "rank 1: .* terminated with signal SIGKILL"),
+        ("returns", "(?s)rank [02]: .*lost a rank that ended too early"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_ends_the_others(
+    tmp_path: Path, how: str, expected: str
+) -> None:
     def main(team: ranks.Team) -> None:
         (tmp_path / str(os.getpid())).touch()
         team.share(None)
         if team.rank == 1 and how == "raises":
             raise ValueError("on purpose")
-        if team.rank == 1:
+        if team.rank == 1 and how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        team.share(None)
+        if team.rank != 1 or how != "returns":
+            team.share(None)
 
-    expected = (
-        "(?s)rank 1: .*on purpose"
-        if how == "raises"
-        else "rank 1: .* terminated with signal SIGKILL"
-    )
     with pytest.raises(ranks.RankError, match=expected):
         ranks.run_ranks(3, main, print)
     pids = [path.name for path in tmp_path.iterdir()]
     assert len(pids) == 3
     assert not any(Path("/proc", pid).exists() for pid in pids)
-
-
-def test_a_rank_that_returns_early_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lose it at once, and do not wait for it in vain."""
-    monkeypatch.setattr(ranks, "SIDE_CHANNEL_TIMEOUT_S", 20.0)
-
-    def main(team: ranks.Team) -> None:
-        team.share(None)
-        if team.rank != 1:
-            team.share(None)
-
-    with pytest.raises(ranks.RankError, match=r"(?s)rank [02]: .*lost a rank that ended too early"):
-        ranks.run_ranks(3, main, print)
-
-
-def test_the_calmest_attempt_counts_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    percents = [50.0, 20.0, 30.0]
-    watch = SimpleNamespace(percent=lambda: percents.pop(0))
-    monkeypatch.setattr(weather, "OthersWatch", lambda own_pids: watch)
-    found: list[list[tuple[int, weather.Weather]]] = []
-
-    def main(team: ranks.Team) -> None:
-        attempts = iter(range(9))
-        both = team.share(weather.WeatherWatch(team).calmest(lambda: next(attempts), 2))
-        if team.rank == 0:
-            team.report(both)
-
-    ranks.run_ranks(2, main, found.append)
-    (first, second) = found[0]
-    assert first == second
-    assert (first[0], first[1].num_attempts) == (1, 3)
 
 
 def test_ratio_is_paired() -> None:

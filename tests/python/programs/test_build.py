@@ -11,10 +11,6 @@ import cuda_kernels
 import pytest
 
 
-def test_this_machine_is_complete() -> None:
-    buildconfig.check_all()
-
-
 @pytest.mark.parametrize(
     ("target", "value", "check", "message"),
     [
@@ -22,6 +18,7 @@ def test_this_machine_is_complete() -> None:
         ("platform.machine", lambda: "ppc64le", "check_platform", "x86_64 and aarch64; .* ppc64le"),
         ("sysconfig.get_path", lambda _: "/no", "check_python_headers", "apt-get install python3-"),
         ("CXX", "no-such-compiler", "check_compiler", r"'no-such-compiler'.*apt-get install g\+\+"),
+        ("CXX", "/bin/false", "check_compiler", r"cannot compile C\+\+20"),
         ("MAX_JOBS", "many", "num_jobs", "MAX_JOBS must be a positive integer"),
     ],
 )
@@ -35,17 +32,6 @@ def test_what_a_machine_lacks_is_named(
         monkeypatch.setattr(target, value)
     with pytest.raises(buildconfig.BuildProblem, match=message):
         getattr(buildconfig, check)()
-
-
-def test_a_compiler_without_cxx20_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old = tmp_path / "old-compiler"
-    old.write_text("#!/bin/sh\necho 'unrecognized option -std=c++20' >&2\nexit 1\n")
-    old.chmod(0o755)
-    monkeypatch.setenv("CXX", str(old))
-    with pytest.raises(buildconfig.BuildProblem, match=r"cannot compile C\+\+20"):
-        buildconfig.check_compiler()
 
 
 def test_setup_without_torch_says_what_to_do(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""The command `ringcomm` as users start it: real processes, tiny sizes, nothing left running.
-
-No test here asserts a time.
-"""
+"""The command `ringcomm` as users start it, and what doctor reads of the kernel."""
 
 from __future__ import annotations
 
@@ -13,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from collectives import AVAILABLE
+from report import read_records
 
 from ringcomm import cli, tuning
+from ringcomm.measure import doctor, machine
 from ringcomm.measure.ranks import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,10 +73,6 @@ def run(*argv: str, **env: str) -> tuple[int, str, str]:
     return finish(start(*COMMAND, *argv, **env))
 
 
-def records_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.slow
 def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     """One rank prints and writes; the flag probe finds its way between strangers' processes."""
@@ -89,7 +83,7 @@ def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     status, out, err = finish(process)
     assert status == EXIT_OK, err
     assert out.count("records: ") == 1
-    (record,) = records_of(path)
+    (record,) = read_records([path])
     assert (record["op"], record["world_size"], record["bytes"]) == ("all_gather", 2, 4096)
     assert record["verified"]
     assert record["flag_us"].keys() == {"before", "after"}
@@ -122,8 +116,7 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     report = json.loads(out)
     assert report["environment"] == env
     assert {"ringcomm", "torch", "python", "kernel", "simd"} <= report["versions"].keys()
-    cpus = sorted(cpu for core in report["cpus"]["cores"] for cpu in core)
-    assert cpus == sorted(os.sched_getaffinity(0))
+    assert report["cpus"]["usable"] == sorted(os.sched_getaffinity(0))
     assert {"cpu_cores", "memory_bytes", "max_fds"} <= report["limits"].keys()
     group = report["group"]
     assert [pair["ranks"] for pair in group["pairs"]] == [[0, 1], [0, 2], [1, 2]]
@@ -144,6 +137,7 @@ def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     ):
         assert text in notes
     assert "RINGCOMM_TUNING is set" not in notes
+    assert doctor.examine(1, 0.0)["group"]["pairs"] == []
 
 
 def test_doctor_says_why_a_group_cannot_be_made() -> None:
@@ -168,58 +162,74 @@ def test_ctrl_c_ends_all_processes() -> None:
     assert (status, err) == (EXIT_INTERRUPTED, "")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "COMMAND"),
-        (["juggle"], "invalid choice: 'juggle'"),
-        (["bench", "juggle"], "invalid choice: 'juggle'"),
-        (["bench", "all_reduce,systems"], "systems is measured alone"),
-        (["bench", "all_reduce", "--peers", "nccl"], "add --device cuda"),
-        (["bench", "all_reduce", "--sizes", "many"], "'many' is no amount: write 4096, 16k"),
-        (["bench", "all_reduce", "--peers", "carrier_pigeon"], "knows no backend 'carrier_pigeon'"),
-        (["bench", "all_reduce", "--peers", "gloo"], "built without gloo"),
-        (["bench", "sendrecv", "--world-size", "1"], "two ranks at least"),
-        (["tune", "--world-sizes", "1,2"], "2 to 64, got 1"),
-        (["tune", "--sizes", "1k,1024"], "2 different ones at least"),
-        (["tune", "--json", "/nowhere/tuning.json"], "no folder '/nowhere'"),
-        (["doctor", "--world-size", "0"], "1 to 64, got 0"),
-    ],
-)
+LLAMA = "plan --model llama-7b --gpus 8"
+OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+BAD_INPUT = [
+    ("", "COMMAND"),
+    ("juggle", "invalid choice: 'juggle'"),
+    ("bench juggle", "invalid choice: 'juggle'"),
+    ("bench all_reduce,systems", "systems is measured alone"),
+    ("bench all_reduce --peers nccl", "add --device cuda"),
+    ("bench all_reduce --sizes many", "'many' is no amount: write 4096, 16k"),
+    ("bench all_reduce --peers carrier_pigeon", "knows no backend 'carrier_pigeon'"),
+    ("bench all_reduce --peers gloo", "built without gloo"),
+    ("bench sendrecv --world-size 1", "two ranks at least"),
+    ("tune --world-sizes 1,2", "2 to 64, got 1"),
+    ("tune --sizes 1k,1024", "2 different ones at least"),
+    ("tune --json /nowhere/tuning.json", "no folder '/nowhere'"),
+    ("doctor --world-size 0", "1 to 64, got 0"),
+    ("plan --model llama-8b --gpus 8", "known are llama-7b, llama-13b"),
+    ("plan --gpus 8", "--model and --gpus are wanted"),
+    (f"{LLAMA} --memory 80", "less than the driver's 1.07 GB"),
+    (f"{LLAMA} --tokens much", "'much' is no amount"),
+    (f"{LLAMA} --tuning no.json", "no tuning file"),
+    (f"{LLAMA} --top -1", "--top is not negative"),
+    *((line, "torchrun") for line in ("bench barrier --world-size 2", "tune", "doctor")),
+    ("bench all_gather", "not in an installed wheel: clone ringcomm's repository"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_INPUT)
 def test_bad_input_is_one_line_and_status_2(
-    argv: list[str],
+    line: str,
     message: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(AVAILABLE, "gloo", lambda: False)  # as a torch built without it says
+    if message == "torchrun":
+        for name, value in OF_TORCHRUN.items():
+            monkeypatch.setenv(name, value)
+    if "wheel" in message:
+        monkeypatch.setattr(cli, "BENCHMARKS", tmp_path)
     with pytest.raises(SystemExit) as ended:
-        cli.run(argv)
+        cli.run(line.split())
     assert ended.value.code == EXIT_BAD_INPUT
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_launcher_of_another_size_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, value)
-    for argv in (["bench", "barrier", "--world-size", "2"], ["tune"], ["doctor"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.run(argv)
-        assert ended.value.code == EXIT_BAD_INPUT
-        assert "torchrun" in capsys.readouterr().err
+# ---- what doctor reads of the kernel, from trees made as the kernel does
 
 
-def test_a_wheel_says_where_the_measurements_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "BENCHMARKS", tmp_path / "benchmarks")
-    with pytest.raises(SystemExit) as ended:
-        cli.run(["bench", "all_reduce", "--sizes", "1k"])
-    assert ended.value.code == EXIT_BAD_INPUT
-    err = capsys.readouterr().err
-    assert "not in an installed wheel: clone ringcomm's repository" in err
-    assert err.count("\n") == 1
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+def test_limits_of_a_cgroup(tmp_path: Path) -> None:
+    """An ancestor may allow less; the root of the hierarchy has no such files."""
+    top = tmp_path / "cg"
+    files = {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}
+    files |= {"a/memory.max": "max", "a/b/memory.max": str(3 << 30)}
+    write(top, files)
+    found = machine.read_limits(write(tmp_path / "proc", {"cgroup": "0::/a/b"}), top)
+    assert found["cpu_cores"] == (1.5, str(top / "a/cpu.max"))
+    assert found["memory_bytes"] == (3 << 30, str(top / "a/b/memory.max"))
+    found = machine.read_limits(tmp_path / "no proc", top)
+    assert (found["cpu_cores"], found["memory_bytes"]) == (None, None)

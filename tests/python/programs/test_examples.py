@@ -75,12 +75,6 @@ def test_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
         assert found[-1] < found[0]
 
 
-def test_the_oracle_sees_a_rank_that_does_not_take_part(tmp_path: Path) -> None:
-    """A negative control: with half of the rows losses are others."""
-    (all_rows,), (half,) = losses(1, "zero", tmp_path), losses(1, "zero --rows 2", tmp_path)
-    assert all_rows != pytest.approx(half, rel=2e-5)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "line"),
     [
@@ -110,7 +104,7 @@ def test_finetune(tmp_path: Path) -> None:
 # ---- the main job: checks, checkpoints
 
 
-def with_a_wrong_weight(rank: int, words: list[str]) -> str:
+def with_a_wrong_weight(rank: int, words: list[str], change: float) -> str:
     sys.path.insert(0, str(EXAMPLES))
     import train
 
@@ -120,19 +114,19 @@ def with_a_wrong_weight(rank: int, words: list[str]) -> str:
         make(trainer, job, group)
         if group is not None and torch.distributed.get_backend(group) == "gloo":
             with torch.no_grad():
-                trainer.model.head.weight[0, 0] += 1e-3 if words[-1] == "1e-3" else float("nan")
+                trainer.model.head.weight[0, 0] += change
 
-    options = train.parser().parse_args(words[:-1])
+    options = train.parser().parse_args(words)
     changed = mock.patch.object(train.Trainer, "__init__", make_wrong)
     with changed, pytest.raises(SystemExit) as ended:
         train.main(options)
     return str(ended.value)
 
 
-@pytest.mark.parametrize("change", ["1e-3", "nan"])
-def test_a_loss_that_is_not_gloos_fails_the_run(tmp_path: Path, change: str) -> None:
-    words = [*SMALL.split(), "--size", "tiny", "--out", str(tmp_path), change]
-    assert run_ranks(2, with_a_wrong_weight, words) == ["3", "3"]
+def test_a_loss_that_is_not_gloos_fails_the_run(tmp_path: Path) -> None:
+    for change in (1e-3, float("nan")):
+        words = [*SMALL.split(), "--size", "tiny", "--out", str(tmp_path / str(change))]
+        assert run_ranks(2, with_a_wrong_weight, words, change) == ["3", "3"]
 
 
 def interrupted(rank: int, words: list[str], at: int) -> list[float]:

@@ -6,16 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks import RankFailure, run_ranks
 
 
-def raise_on_1(rank: int) -> int:
-    if rank == 1:
-        raise ZeroDivisionError("of rank one")
+def pid_of(rank: int) -> int:
     return os.getpid()
 
 
@@ -28,31 +25,13 @@ def wait_on_0(rank: int, path: str) -> None:
 def die_on_1(rank: int) -> int:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return rank
+    return os.getpid()
 
 
 def wait_for_1(rank: int) -> None:
     if rank == 1:
         raise ZeroDivisionError("while the others wait")
     dist.barrier()
-
-
-def pids(rank: int) -> Any:
-    return os.getpid()
-
-
-def test_results_and_pools() -> None:
-    first = run_ranks(2, pids)
-    assert len(set(first)) == 2
-    assert run_ranks(2, pids) == first
-    assert not set(run_ranks(2, pids, fresh=True)) & set(first)
-
-
-def test_traceback_of_the_rank() -> None:
-    before = run_ranks(2, pids)
-    with pytest.raises(RankFailure, match=r"(?s)rank 1: Traceback.*in raise_on_1.*of rank one"):
-        run_ranks(2, raise_on_1)
-    assert not set(run_ranks(2, pids)) & set(before)  # others than those of the failure
 
 
 def test_stuck_rank_is_named_and_ended(tmp_path: Path) -> None:
@@ -62,14 +41,17 @@ def test_stuck_rank_is_named_and_ended(tmp_path: Path) -> None:
         assert not Path("/proc", (tmp_path / str(rank)).read_text()).exists()
 
 
-def test_dead_rank_is_named() -> None:
+def test_dead_rank_is_named_and_its_pool_is_gone() -> None:
+    first = run_ranks(2, pid_of)
+    assert run_ranks(2, pid_of) == first
     with pytest.raises(RankFailure, match="rank 1: the process ended: SIGKILL"):
         run_ranks(2, die_on_1)
-    assert run_ranks(2, die_on_1, fresh=True, may_die=[1]) == [0, None]
+    assert not set(run_ranks(2, pid_of)) & set(first)
+    assert run_ranks(2, die_on_1, fresh=True, may_die=[1])[1] is None
 
 
-def test_first_error_ends_the_wait() -> None:
+def test_first_error_ends_the_wait_and_has_its_traceback() -> None:
     begin = time.monotonic()
-    with pytest.raises(RankFailure, match=r"(?s)while the others wait.*\[0\] did not finish"):
+    with pytest.raises(RankFailure, match=r"(?s)rank 1: Traceback.*in wait_for_1.*\[0\] did not"):
         run_ranks(2, wait_for_1)
     assert time.monotonic() - begin < 20

@@ -1,7 +1,11 @@
 """README is short and has the figures of the tables; all environment variables are listed."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
+
+from ringcomm import Options
+from ringcomm.measure import doctor
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,10 +54,11 @@ def test_the_page_lists_the_environment_variables_that_are_read() -> None:
             if path.suffix in (".cc", ".h"):
                 text = path.read_text(encoding="utf-8")
                 read |= set(re.findall(r'getenv\("(RINGCOMM_\w+)"', text))
-    for path in (ROOT / "ringcomm" / "env.py", ROOT / "_ringcomm_autoload.py"):
+    for path in (ROOT / "ringcomm" / "options.py", ROOT / "_ringcomm_autoload.py"):
         read |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
+    read |= {f"RINGCOMM_{field.name.upper()}" for field in fields(Options)}
     for path in (ROOT / "setup.py", *(ROOT / "tools").glob("*.py")):
         read_by_build |= set(re.findall(r'"(RINGCOMM_\w+)"', path.read_text(encoding="utf-8")))
     assert read
     assert read_by_build
-    assert listed == read | read_by_build
+    assert listed == read | read_by_build == doctor.known_variables()

@@ -19,7 +19,7 @@ DECLARED = {"networkx", "numpy", "torch", "typing_extensions"}
 OURS = {"_ringcomm_autoload", "kernels", "ringcomm"}
 # What imports anything else, by package. Add to it only what the tests below show to say so.
 OPTIONAL = {
-    "psutil": {"ringcomm/measure/machine.py"},
+    "psutil": {"ringcomm/measure/doctor.py", "ringcomm/measure/machine.py"},
     # Of a model of transformers.
     "transformers": {
         "ringcomm/integrations/transformers/pipeline.py",

@@ -10,7 +10,6 @@ from full_states import full_weights, load_full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
-import ringcomm
 from ringcomm.integrations.transformers import patch_loss, tensor_parallelize
 from ringcomm.parallel import clip_grad_norm_
 
@@ -215,29 +214,6 @@ def test_a_model_that_no_rank_ever_has_whole() -> None:
     expected = train(model)
     for losses in run_ranks(4, from_meta, state):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
-
-
-def sent_bytes() -> int:
-    return sum(entry["sent_bytes"] for entry in ringcomm.stats().values())
-
-
-def count_bytes(rank: int, is_sequence_split: bool) -> int:
-    model = tensor_parallelize(make("multi-head"), sequence_parallel=is_sequence_split)
-    model.requires_grad_(False)  # else sums of small gradients come to it
-    model.model.embed_tokens.weight.requires_grad_(True)
-    before = sent_bytes()
-    model(**batch(0)).loss.backward()
-    return sent_bytes() - before
-
-
-@pytest.mark.parametrize("is_sequence_split", [False, True], ids=["rows", "tokens"])
-def test_bytes_of_a_step(is_sequence_split: bool) -> None:
-    """Two collectives a layer each way, one for the embedding, one for the output layer."""
-    tokens = BATCH * LENGTH
-    activations = 4 * tokens * DIM
-    for found in run_ranks(2, count_bytes, is_sequence_split):
-        # Both ways the loss's collective: 24 bytes a token, and how many targets count.
-        assert found == 2 * (2 * LAYERS + 1) * activations + 24 * (tokens + 1)
 
 
 @in_ranks(4)
