@@ -35,8 +35,6 @@ from ringcomm.parallel.offload.transfers import (
     is_aligned,
 )
 
-__all__ = ["FileStore"]
-
 _log = logging.getLogger("ringcomm")
 
 
@@ -149,11 +147,7 @@ class FileStore:
         return key in self._index.entries
 
     def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
-        """The dtype and shape of a tensor.
-
-        Raises:
-            KeyError: the name is not known.
-        """
+        """The dtype and shape of a tensor. Raises KeyError: the name is not known."""
         entry = self._index.entries[key]
         return entry.dtype, torch.Size(entry.shape)
 
@@ -162,15 +156,10 @@ class FileStore:
         return empty_row(num_elems, dtype)
 
     def put(self, key: str, tensor: Tensor) -> Transfer:
-        """Starts writing a tensor, which is not to change until the transfer ends.
-
-        Args:
-            key: its name; of a new one, or of one of the same dtype and shape.
-            tensor: on the CPU; any strides.
+        """Starts writing a tensor of the CPU, which is not to change until the transfer ends.
 
         Raises:
-            ValueError: the name is known with another dtype or shape, or the tensor is not on the
-                CPU.
+            ValueError: the name is known with another dtype or shape, or it is on another device.
             OSError: there is no room (ENOSPC).
         """
         self._check_open()
@@ -198,13 +187,9 @@ class FileStore:
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor, which has its values when the transfer has ended.
 
-        Args:
-            key: a name that was put.
-            out: of its dtype and shape, contiguous, on the CPU.
-
         Raises:
             KeyError: the name is not known.
-            ValueError: `out` is something else.
+            ValueError: `out` is not contiguous on the CPU, or of another dtype or shape.
             OSError: the last write of this name failed.
         """
         self._check_open()
@@ -267,10 +252,7 @@ class FileStore:
     # ---- commits
 
     def commit(self, info: dict[str, Any] | None = None) -> None:
-        """Makes what was put until now the state that is found after a crash.
-
-        Args:
-            info: anything that JSON takes, such as the step.
+        """Makes what was put until now, and `info`, the state that is found after a crash.
 
         Raises:
             ValueError: the store was made with keep=False, or is closed.
@@ -318,11 +300,7 @@ class FileStore:
             self._load(previous)
 
     def clear(self) -> None:
-        """Removes all tensors and commits.
-
-        Raises:
-            OSError: the file system failed.
-        """
+        """Removes all tensors and commits. Raises OSError: the file system failed."""
         self._check_open()
         self._settle_all()
         with self._naming("clearing"):

@@ -30,8 +30,6 @@ from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
 from ringcomm.parallel.zero.states import SCALE_KEYS
 
-__all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
-
 State = dict[str, Any]
 
 # Values of 16-bit weights in float32, which optimizers without them do without.

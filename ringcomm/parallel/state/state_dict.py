@@ -29,8 +29,6 @@ from ringcomm.parallel.state.tensor_part import (
 )
 from ringcomm.parallel.tensor.regions import all_reduce_grad_, summed_over
 
-__all__ = ["get_state_dict", "set_state_dict"]
-
 
 def get_state_dict(
     model: Any,

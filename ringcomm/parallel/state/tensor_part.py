@@ -20,20 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of
 
-__all__ = [
-    "Box",
-    "Path",
-    "SameAs",
-    "TensorPart",
-    "fill",
-    "gather_whole",
-    "local_of",
-    "own_elements",
-    "part_of",
-    "range_boxes",
-    "scatter_whole",
-]
-
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
 

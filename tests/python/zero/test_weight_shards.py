@@ -90,14 +90,14 @@ def check_training(rank: int, mode: str, device: str) -> None:
     assert all(find_shards(param) is None for param in net.parameters())
 
 
-MODES = ["plain", "shared layer", "shared weight", "unused", "not reentrant", "checkpointed head"]
-
-
 @pytest.mark.parametrize(
     ("world_size", "backend", "mode"),
     [
-        *((2, "ringcomm", mode) for mode in [*MODES, "mixed"]),
-        (1, "ringcomm", "tied"),
+        (2, "ringcomm", "shared layer"),
+        (2, "ringcomm", "shared weight"),
+        (2, "ringcomm", "unused"),
+        (2, "ringcomm", "checkpointed head"),
+        (2, "ringcomm", "mixed"),
         (3, "ringcomm", "tied"),
         (4, "ringcomm", "reentrant"),
         (3, "gloo", "reentrant"),

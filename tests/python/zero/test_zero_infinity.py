@@ -84,25 +84,6 @@ def test_steps_are_those_of_one_process(case: Any, tmp_path: Path) -> None:
         assert same(found, results[0])
 
 
-def begin_on_meta(rank: int) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.LayerNorm(WIDTH))
-    torch.manual_seed(rank)  # rank 0's values count
-    optimizer = infinity(model, offload.SGD(model.parameters()))
-    assert all(param.device.type == "cpu" for param in model.parameters())
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    return full_weights(optimizer)
-
-
-def test_a_model_on_the_meta_device_gets_its_values_by_units() -> None:
-    first, second = run_ranks(2, begin_on_meta)
-    for name, value in first.items():
-        assert torch.equal(value, second[name])
-        assert value.isfinite().all()
-        assert value.dim() < 2 or value.std() > 0.01
-
-
 def count_bytes(rank: int, world_size: int, folder: Path) -> None:
     model = Net(width=WIDTH)
     place = {"to": "nvme", "path": folder, "chunk_elems": 1 << 20}
