@@ -30,7 +30,6 @@ from ringcomm.parallel.offload.transfers import (
     Transfer,
     aligned_size,
     empty_aligned,
-    empty_row,
     find_engine,
     is_aligned,
 )
@@ -150,10 +149,6 @@ class FileStore:
         """The dtype and shape of a tensor. Raises KeyError: the name is not known."""
         entry = self._index.entries[key]
         return entry.dtype, torch.Size(entry.shape)
-
-    def empty(self, num_elems: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of one dimension that put() and get() move without a copy."""
-        return empty_row(num_elems, dtype)
 
     def put(self, key: str, tensor: Tensor) -> Transfer:
         """Starts writing a tensor of the CPU, which is not to change until the transfer ends.
@@ -353,12 +348,7 @@ def _finish(fd: int, pending: dict[str, Transfer]) -> None:
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
-    for store in list(_stores):
-        store._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=lambda: [*map(FileStore._leave_to_parent, _stores)])
 
 
 def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:

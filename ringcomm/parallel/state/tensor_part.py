@@ -110,10 +110,6 @@ class TensorPart(torch.Tensor):
             return self.boxes[0].of(whole).reshape(size)
         return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
 
-    def is_part_of(self, other: TensorPart) -> bool:
-        """Whether both are the same elements of a tensor of one shape."""
-        return (self.shape, self.boxes) == (other.shape, other.boxes)
-
     def __repr__(self) -> str:  # type: ignore[override]
         ranges = (
             ", ".join(f"{begin}:{begin + length}" for begin, length in zip(*box, strict=True))

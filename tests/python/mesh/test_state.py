@@ -83,22 +83,26 @@ def run(train: Any, steps: range) -> list[float]:
     return losses
 
 
-@cache
-def alone(kind: str = "Llama") -> tuple[Any, Any, list[float]]:
-    """One process: two steps; then what the next two lose."""
-    model = make(kind)
-    optimizer = adamw(model.parameters())
+def run_alone(model: Any, optimizer: Any, steps: range) -> list[float]:
     losses = []
-    for step in range(4):
-        if step == 2:
-            states = dict(model.state_dict()), get_by_torch(model, optimizer)[1]
-            saved = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, states)
+    for step in steps:
         loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return *saved, losses[2:]
+    return losses
+
+
+@cache
+def alone(kind: str = "Llama") -> tuple[Any, Any, list[float]]:
+    """One process: two steps; then what the next two lose."""
+    model = make(kind)
+    optimizer = adamw(model.parameters())
+    run_alone(model, optimizer, range(2))
+    states = dict(model.state_dict()), get_by_torch(model, optimizer)[1]
+    saved = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, states)
+    return *saved, run_alone(model, optimizer, range(2, 4))
 
 
 def load(rank: int, source: str, name: str, kind: str, folder: Path) -> list[float]:
@@ -155,13 +159,7 @@ def test_plain_torch_goes_on_from_it(name: str, checkpoints: Any) -> None:
     values, state = get_by_torch(model, optimizer)
     dcp.load({"model": values, "optimizer": state}, checkpoint_id=checkpoints[0] / name)
     set_by_torch(model, optimizer, model_state_dict=values, optim_state_dict=state)
-    losses = []
-    for step in (2, 3):
-        loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = run_alone(model, optimizer, range(2, 4))
     assert losses == pytest.approx(alone()[2], rel=2e-5)
 
 

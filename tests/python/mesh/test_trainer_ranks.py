@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
 from ringcomm.optim import Lomo
@@ -25,10 +25,6 @@ LR = 0.05
 # What torchrun says.
 SIZES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 ENV = [{"RANK": rank, "LOCAL_RANK": rank, **SIZES} for rank in "01"]
-
-
-def on_two(fn: Any, *args: Any) -> list[Any]:
-    return run_ranks(2, fn, *args, env=ENV, timeout_s=180.0)
 
 
 def mlp() -> nn.Module:
@@ -62,13 +58,15 @@ def load_by_accelerate(rank: int) -> list[Tensor]:
 
 def test_batches_of_accelerate_are_shared_out() -> None:
     """Each row comes on one rank; that steps are those of one process: tests/python/pairs."""
-    batches = [x for found in on_two(load_by_accelerate) for x in found]
+    results = run_ranks(2, load_by_accelerate, env=ENV, timeout_s=180.0)
+    batches = [x for found in results for x in found]
     assert {len(x) for x in batches} == {2}
     expected = rows().tensors[0]
     assert sorted(map(tuple, torch.cat(batches).tolist())) == sorted(map(tuple, expected.tolist()))
 
 
-def refuse_in_accelerate(rank: int) -> None:
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_what_accelerate_would_do_wrong(rank: int) -> None:
     from ringcomm.integrations.accelerate import prepare
 
     x = torch.randn(2, 6)
@@ -108,10 +106,6 @@ def refuse_in_accelerate(rank: int) -> None:
         accelerator.clip_grad_value_(model.parameters(), 0.3)
 
 
-def test_what_accelerate_would_do_wrong() -> None:
-    on_two(refuse_in_accelerate)
-
-
 # ---- Trainer
 
 
@@ -136,9 +130,11 @@ def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) 
     return trainer
 
 
-def refuse_in_trainer(rank: int, folder: str) -> None:
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
     from ringcomm.integrations.transformers import prepare
 
+    folder = str(tmp_path)
     model = ForTrainer()
     before = state_of(model)
     with pytest.raises(ValueError, match=r"say group=dist\.group\.WORLD"):
@@ -157,7 +153,3 @@ def refuse_in_trainer(rank: int, folder: str) -> None:
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
         prepare(trainer)
-
-
-def test_what_trainer_would_do_wrong(tmp_path: Path) -> None:
-    on_two(refuse_in_trainer, str(tmp_path))

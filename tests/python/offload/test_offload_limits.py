@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -86,11 +86,8 @@ def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None
     assert limited == pytest.approx(plain, rel=1e-5)
 
 
-def die(rank: int) -> None:
+@pytest.mark.slow
+@in_ranks(1, fresh=True)
+def test_the_same_without_offload_dies_of_it(rank: int) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         train(rank, None, True)
-
-
-@pytest.mark.slow
-def test_the_same_without_offload_dies_of_it() -> None:
-    run_ranks(1, die, fresh=True)

@@ -122,7 +122,9 @@ def watch(net: Net, seen: list[int]) -> None:
         param.register_post_accumulate_grad_hook(lambda _: seen.append(live_bytes(net)))
 
 
-def check_memory(rank: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["plain", "reentrant"])
+@in_ranks(2)
+def test_memory(rank: int, mode: str) -> None:
     net, other = make(mode), make(mode)
     num_bytes = live_bytes(net)
     block_bytes = live_bytes(net.blocks[0])
@@ -147,11 +149,6 @@ def check_memory(rank: int, mode: str) -> None:
     watch(other, unsharded)
     loss_of(other, 0, rank).backward()
     assert min(unsharded) == num_bytes
-
-
-@pytest.mark.parametrize("mode", ["plain", "reentrant"])
-def test_memory(mode: str) -> None:
-    run_ranks(2, check_memory, mode)
 
 
 @in_ranks(2)

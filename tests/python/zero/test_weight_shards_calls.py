@@ -151,7 +151,9 @@ def test_errors(rank: int) -> None:
     assert net.double().head.weight.dtype == torch.float64
 
 
-def check_death(rank: int, in_backward: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+@in_ranks(2, fresh=True, may_die=[1])
+def test_a_rank_that_dies(rank: int, in_backward: bool) -> None:
     net = make()
     WeightShards(net)
 
@@ -167,8 +169,3 @@ def check_death(rank: int, in_backward: bool) -> None:
         die(None)
     with pytest.raises(ringcomm.PeerDiedError, match="rank 1"):
         loss_of(net, 0, rank) if loss is None else loss.backward()
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_rank_that_dies(in_backward: bool) -> None:
-    run_ranks(2, check_death, in_backward, fresh=True, may_die=[1])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_weights
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from zero_models import (
@@ -133,7 +133,8 @@ def test_bytes_of_a_step(world_size: int, tmp_path: Path) -> None:
 # ---- what is refused
 
 
-def refuse(rank: int, folder: Path) -> None:
+@in_ranks(2)
+def test_errors(rank: int, tmp_path: Path) -> None:
     def check(words: str, place: Any = None, stage: int = 3, **options: Any) -> None:
         model = Net()
         optimizer = make_optimizer(model, "sgd", **({"to": "cpu"} if place is None else place))
@@ -145,7 +146,7 @@ def refuse(rank: int, folder: Path) -> None:
     check("cast the model itself", param_dtype=torch.bfloat16)
     check("resume is for offload_weights", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)
-    place: dict[str, Any] = {"to": "nvme", "path": folder}
+    place: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     other = nn.Sequential(nn.Linear(200, 200))
     infinity(other, offload.SGD(other.parameters(), **place)).close()
     model = Net()  # whose files replace those of a job that ended before its first step
@@ -172,11 +173,16 @@ def refuse(rank: int, folder: Path) -> None:
         infinity(other, offload.SGD(other.parameters(), **place), resume=True)
 
 
-def test_errors(tmp_path: Path) -> None:
-    run_ranks(2, refuse, tmp_path)
-
-
-def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
+@pytest.mark.parametrize(
+    "used",
+    [
+        [[[0, 1]], [None]],  # no weight at all on rank 1
+        [[[0, 1], [0]], [[0, 1], [1]]],  # of one size: they would be averaged with each other
+    ],
+    ids=["none", "second micro-batch"],
+)
+@in_ranks(2)
+def test_ranks_that_use_other_weights_are_refused(rank: int, used: list[list[list[int]]]) -> None:
     """By rank, by micro-batch: what is used; then a step that is right."""
     model = Towers()
     sharded = infinity(model, offload.SGD(model.parameters(), 0.1), units=[])
@@ -198,15 +204,3 @@ def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
     after = full_weights(sharded)
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert len(changed) == 9
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        [[[0, 1]], [None]],  # no weight at all on rank 1
-        [[[0, 1], [0]], [[0, 1], [1]]],  # of one size: they would be averaged with each other
-    ],
-    ids=["none", "second micro-batch"],
-)
-def test_ranks_that_use_other_weights_are_refused(used: list[list[list[int]]]) -> None:
-    run_ranks(2, use_other_weights, used)

@@ -170,7 +170,9 @@ def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
 # ---- what is dropped, and what is put there by hand
 
 
-def break_and_go_on(rank: int, forgets: bool) -> None:
+@pytest.mark.parametrize("forgets", [True, False])
+@in_ranks(2)
+def test_after_a_backward_pass_that_failed(rank: int, forgets: bool) -> None:
     """A backward pass that raises half-way, on all ranks; then the step is done again."""
     model, other = Towers(), Towers()
     sharded = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
@@ -195,12 +197,9 @@ def break_and_go_on(rank: int, forgets: bool) -> None:
     assert_close(weights(model), weights(other), 1e-5)
 
 
-@pytest.mark.parametrize("forgets", [True, False])
-def test_after_a_backward_pass_that_failed(forgets: bool) -> None:
-    run_ranks(2, break_and_go_on, forgets)
-
-
-def drop_and_give(rank: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_gradients_by_hand(rank: int, stage: int) -> None:
     """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
     model, other = Towers(), Towers()
     sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
@@ -217,8 +216,3 @@ def drop_and_give(rank: int, stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_close(weights(model), weights(other), 1e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_by_hand(stage: int) -> None:
-    run_ranks(2, drop_and_give, stage)
