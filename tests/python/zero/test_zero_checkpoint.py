@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from allocations import peak_bytes, record_allocations
 from full_states import full_state, full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from zero_models import (
     BUCKET_BYTES,
@@ -184,32 +183,6 @@ def test_each_weight_has_its_number_of_steps() -> None:
 # ---- whole states on rank 0 alone
 
 
-class LiveElems(TorchDispatchMode):
-    """The most elements of new tensors that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
-        if type(out) is not Tensor or is_view:
-            return out
-        if (address := out.untyped_storage().data_ptr()) not in self._seen:
-            num_elems = out.untyped_storage().nbytes() // 4
-            self._seen.add(address)
-            self.live += num_elems
-            self.most = max(self.most, self.live)
-            weakref.finalize(out.untyped_storage(), self._gone, address, num_elems)
-        return out
-
-    def _gone(self, address: int, num_elems: int) -> None:
-        self._seen.discard(address)
-        self.live -= num_elems
-
-
 @in_ranks(2)
 def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
     torch.manual_seed(0)
@@ -217,12 +190,12 @@ def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
     sharded = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 2)
     model(torch.randn(2, 64)).sum().backward()
     sharded.step()
-    with LiveElems() as count:
+    with record_allocations() as sizes:
         full_state(sharded, rank0_only=True)
     if rank != 0:
-        assert count.most <= 3 * 64 * 64  # a weight, its padded rows, this rank's part
+        assert peak_bytes(sizes) <= 4 * 3 * 64 * 64  # a weight, its padded rows, this rank's part
     else:
-        assert count.most >= 2 * 8 * 64 * 64
+        assert peak_bytes(sizes) >= 4 * 2 * 8 * 64 * 64
 
 
 # ---- the meta device
