@@ -79,14 +79,12 @@ def train(rank: int, folder: Path | None, is_limited: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
     (plain,) = run_ranks(1, train, None, False, fresh=True)
     (limited,) = run_ranks(1, train, tmp_path, True, fresh=True)
     assert limited == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.slow
 @in_ranks(1, fresh=True)
 def test_the_same_without_offload_dies_of_it(rank: int) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory"):

@@ -132,16 +132,15 @@ def train_to(
     return begun, found
 
 
-@pytest.mark.slow
 def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
-    expected = run_ranks(2, train_to, tmp_path / "whole", 200)
+    expected = run_ranks(2, train_to, tmp_path / "whole", 40)
     draw = random.Random(2)
     for resume in (False, True):
-        arguments = tmp_path / "files", 200, resume, draw.uniform(0, 0.2)
+        arguments = tmp_path / "files", 40, resume, draw.uniform(0, 0.03)
         run_ranks(2, train_to, *arguments, fresh=True, may_die=[0, 1])
-    found = run_ranks(2, train_to, tmp_path / "files", 200, True)
+    found = run_ranks(2, train_to, tmp_path / "files", 40, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
-        assert 2 <= begun < 200
+        assert 2 <= begun < 40
         assert same(mine, theirs)
 
 
