@@ -128,7 +128,7 @@ def train_to(
         optimizer.close()
     except ringcomm.RingcommError:  # the other rank was first
         assert dies_in is not None
-        signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
     return begun, found
 
 
@@ -140,7 +140,7 @@ def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
         run_ranks(2, train_to, *arguments, fresh=True, may_die=[0, 1])
     found = run_ranks(2, train_to, tmp_path / "files", 40, True)
     for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
-        assert 2 <= begun < 40
+        assert 0 < begun < 40
         assert same(mine, theirs)
 
 
