@@ -47,6 +47,7 @@ from ringcomm.measure.ranks import run_main
 from ringcomm.measure.timing import percentiles
 from ringcomm.parallel import activations, get_state_dict, offload, zero
 from ringcomm.parallel.activations.partition import host_copy
+from ringcomm.parallel.offload.transfers import empty_row
 
 MIN_ROUNDS = 5
 FILE_BYTES = 512 << 20
@@ -114,7 +115,7 @@ def file_record(
     store: offload.FileStore, direction: str, with_fio: bool, seconds: float
 ) -> dict[str, Any]:
     """One direction, ringcomm's and fio's in turn."""
-    row = store.empty(FILE_BYTES, torch.uint8)
+    row = empty_row(FILE_BYTES, torch.uint8)
     row.copy_((torch.arange(FILE_BYTES // 8) * 2654435761).view(torch.uint8))
     expected = row.clone()
     store.put("row", row).wait()

@@ -30,12 +30,9 @@ from ringcomm.parallel.offload.transfers import (
     Transfer,
     aligned_size,
     empty_aligned,
-    empty_row,
     find_engine,
     is_aligned,
 )
-
-__all__ = ["FileStore"]
 
 _log = logging.getLogger("ringcomm")
 
@@ -149,28 +146,15 @@ class FileStore:
         return key in self._index.entries
 
     def spec(self, key: str) -> tuple[torch.dtype, torch.Size]:
-        """The dtype and shape of a tensor.
-
-        Raises:
-            KeyError: the name is not known.
-        """
+        """The dtype and shape of a tensor. Raises KeyError: the name is not known."""
         entry = self._index.entries[key]
         return entry.dtype, torch.Size(entry.shape)
 
-    def empty(self, num_elems: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of one dimension that put() and get() move without a copy."""
-        return empty_row(num_elems, dtype)
-
     def put(self, key: str, tensor: Tensor) -> Transfer:
-        """Starts writing a tensor, which is not to change until the transfer ends.
-
-        Args:
-            key: its name; of a new one, or of one of the same dtype and shape.
-            tensor: on the CPU; any strides.
+        """Starts writing a tensor of the CPU, which is not to change until the transfer ends.
 
         Raises:
-            ValueError: the name is known with another dtype or shape, or the tensor is not on the
-                CPU.
+            ValueError: the name is known with another dtype or shape, or it is on another device.
             OSError: there is no room (ENOSPC).
         """
         self._check_open()
@@ -198,13 +182,9 @@ class FileStore:
     def get(self, key: str, out: Tensor) -> Transfer:
         """Starts reading a tensor, which has its values when the transfer has ended.
 
-        Args:
-            key: a name that was put.
-            out: of its dtype and shape, contiguous, on the CPU.
-
         Raises:
             KeyError: the name is not known.
-            ValueError: `out` is something else.
+            ValueError: `out` is not contiguous on the CPU, or of another dtype or shape.
             OSError: the last write of this name failed.
         """
         self._check_open()
@@ -267,10 +247,7 @@ class FileStore:
     # ---- commits
 
     def commit(self, info: dict[str, Any] | None = None) -> None:
-        """Makes what was put until now the state that is found after a crash.
-
-        Args:
-            info: anything that JSON takes, such as the step.
+        """Makes what was put until now, and `info`, the state that is found after a crash.
 
         Raises:
             ValueError: the store was made with keep=False, or is closed.
@@ -318,11 +295,7 @@ class FileStore:
             self._load(previous)
 
     def clear(self) -> None:
-        """Removes all tensors and commits.
-
-        Raises:
-            OSError: the file system failed.
-        """
+        """Removes all tensors and commits. Raises OSError: the file system failed."""
         self._check_open()
         self._settle_all()
         with self._naming("clearing"):
@@ -375,12 +348,7 @@ def _finish(fd: int, pending: dict[str, Transfer]) -> None:
 _stores: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
-    for store in list(_stores):
-        store._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=lambda: [*map(FileStore._leave_to_parent, _stores)])
 
 
 def _check_same(key: str, entry: Entry, tensor: Tensor) -> None:

@@ -54,19 +54,11 @@ class Tier:
         return self.fetch(key)
 
     def fetch(self, key: str) -> Loan:
-        """Starts bringing a row.
-
-        Raises:
-            KeyError: there is none.
-            OSError: writing it has failed.
-        """
+        """Starts bringing a row. Raises KeyError: none is there; OSError: writing it failed."""
         return Loan(key, self._rows[key])
 
     def give_back(self, loan: Loan, *, is_written: bool) -> None:
-        """Ends a loan; the row may be written behind it, and is not to be touched any more.
-
-        Raises OSError: the file system failed.
-        """
+        """Ends a loan, whose row is not to be touched any more. Raises OSError: see FileStore."""
 
     @contextmanager
     def row(self, key: str, *, is_written: bool = False) -> Iterator[Tensor]:
@@ -126,12 +118,7 @@ class FileTier(Tier):
 
 
 def make_tier(to: Literal["cpu", "nvme"], path: Any, *, keep: bool, pool: BufferPool) -> Tier:
-    """The tier of a name, "cpu" or "nvme", which takes a folder's path; for `keep` see FileStore.
-
-    Raises:
-        ValueError: the name is another one, or "nvme" lacks a path, or "cpu" has one.
-        OSError: see FileStore.
-    """
+    """The tier of a name, "cpu" or "nvme", which takes a folder's path. Raises as FileStore."""
     if to not in ("cpu", "nvme"):
         raise ValueError(f'state goes to "cpu" or "nvme", got {to!r}')
     if (to == "nvme") != (path is not None):

@@ -22,6 +22,7 @@ _log = logging.getLogger("ringcomm")
 _ALIGNMENT = 4096
 # From here on huge pages: a block is one piece of memory for the disk, in place of 256.
 _HUGE_BYTES = 2 << 20
+_MAX_IDLE = 2  # buffers of one size
 
 
 def aligned_size(num_bytes: int) -> int:
@@ -109,12 +110,7 @@ def shared_engine(kind: str, queue_depth: int, block_bytes: int) -> _C.FileEngin
 def find_engine(
     name: str, queue_depth: int, block_bytes: int
 ) -> tuple[Literal["io_uring", "threads"], _C.FileEngine]:
-    """What FileStore's option of that name stands for.
-
-    Raises:
-        ValueError: it is none of the three.
-        RuntimeError: io_uring is wanted and not to be had.
-    """
+    """What FileStore's option of that name stands for; raises as it does."""
     if name not in ("auto", "io_uring", "threads"):
         raise ValueError(f'engine is "auto", "io_uring" or "threads", got {name!r}')
     if name != "threads":
@@ -130,13 +126,10 @@ def find_engine(
 class BufferPool:
     """Buffers by size; those that are being written come back when that is done.
 
-    Args:
-        max_idle: how many of one size are kept, or may wait to be written: the next one waits for
-            the oldest.
+    Two of a size are kept, or may wait to be written: the next one waits for the oldest.
     """
 
-    def __init__(self, max_idle: int = 2) -> None:
-        self._max_idle = max_idle
+    def __init__(self) -> None:
         # By bytes, the first to be free first.
         self._idle: dict[int, deque[tuple[Transfer | None, Tensor]]] = {}
 
@@ -150,7 +143,7 @@ class BufferPool:
         if not idle:
             return empty_row(num_elems, dtype)
         is_free = idle[0][0] is None or idle[0][0].is_done()
-        if not is_free and len(idle) < self._max_idle:
+        if not is_free and len(idle) < _MAX_IDLE:
             return empty_row(num_elems, dtype)
         return _oldest(idle)[:num_bytes].view(dtype)
 
@@ -159,7 +152,7 @@ class BufferPool:
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         idle = self._idle.setdefault(aligned_size(buffer.nbytes), deque())
         idle.append((transfer, whole))
-        while len(idle) > self._max_idle:
+        while len(idle) > _MAX_IDLE:
             _oldest(idle)
 
     @property

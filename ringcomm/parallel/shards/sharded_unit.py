@@ -17,8 +17,6 @@ from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.flat_collectives import shard_sizes, takes_uneven
 from ringcomm.torch_names import all_gather_single
 
-__all__ = ["PACKED_BYTES", "ShardedUnit"]
-
 # Whole parameters below this travel together: one copy more, and many calls less.
 PACKED_BYTES = 64 << 10
 

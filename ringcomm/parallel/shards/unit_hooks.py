@@ -19,8 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 
-__all__ = ["UnitHooks", "in_backward", "refuse_copy", "untraced"]
-
 _engine: Any = torch.autograd.Variable._execution_engine
 
 

@@ -11,16 +11,6 @@ from torch import nn
 
 from ringcomm.parallel.shards.unit_hooks import untraced
 
-__all__ = [
-    "check_can_materialize",
-    "check_params",
-    "default_units",
-    "materialize",
-    "params_of_units",
-    "units_apart",
-    "watch_whole_weights",
-]
-
 
 def _has_forward(module: nn.Module) -> bool:
     """Whether the module can be called; containers such as ModuleList cannot."""
@@ -143,11 +133,13 @@ def materialize(model: nn.Module, params: Sequence[nn.Parameter], device: torch.
     each reset_parameters() sees all parameters of its module. Modules of buffers alone get values
     as well.
     """
-    wanted = set(params)
+    wanted = {param for param in params if param.is_meta}
+    # The others of a shared weight come with it: a later reset_parameters() would write it again.
+    shares = {m for m in model.modules() if not wanted.isdisjoint(m.parameters(recurse=False))}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         buffers = module.buffers(recurse=False)
-        has_wanted = any(param.is_meta and param in wanted for param in own.values())
+        has_wanted = module in shares and any(param.is_meta for param in own.values())
         if not has_wanted and (own or not any(buffer.is_meta for buffer in buffers)):
             continue
         for param in own.values():

@@ -31,8 +31,6 @@ from ringcomm.parallel.shards.units import (
     params_of_units,
 )
 
-__all__ = ["WeightShards", "find_shards"]
-
 _ddp: Any = DistributedDataParallel
 # By parameter, weakly: the shards hold the parameters.
 _shards_of_params: Any = WeakIdKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
@@ -25,12 +26,10 @@ from ringcomm.parallel.state.tensor_part import (
     part_of,
     range_boxes,
 )
-from ringcomm.parallel.tensor.splits import Split, split_params
+from ringcomm.parallel.tensor.splits import split_params
 from ringcomm.parallel.zero import ZeroOptimizer
 from ringcomm.parallel.zero.optimizer import OFFLOADED, is_offloaded
 from ringcomm.parallel.zero.states import SCALE_KEYS
-
-__all__ = ["MASTER", "ModelParts", "OptimizerParts", "State"]
 
 State = dict[str, Any]
 
@@ -116,13 +115,9 @@ class ModelParts:
             return part
         whole = [*param.shape]
         whole[split.dim] = split.total
-        return TensorPart(part.to_local(), (_shifted(box, split) for box in part.boxes), whole)
-
-
-def _shifted(box: Box, split: Split) -> Box:
-    offsets = list(box.offsets)
-    offsets[split.dim] += split.begin
-    return Box(tuple(offsets), box.sizes)
+        shift = [split.begin if dim == split.dim else 0 for dim in range(len(whole))]
+        boxes = [Box(tuple(map(add, box.offsets, shift)), box.sizes) for box in part.boxes]
+        return TensorPart(part.to_local(), boxes, whole)
 
 
 class OptimizerParts:

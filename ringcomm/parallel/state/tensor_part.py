@@ -20,20 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ringcomm.parallel.flat_collectives import all_gathered, device_of
 
-__all__ = [
-    "Box",
-    "Path",
-    "SameAs",
-    "TensorPart",
-    "fill",
-    "gather_whole",
-    "local_of",
-    "own_elements",
-    "part_of",
-    "range_boxes",
-    "scatter_whole",
-]
-
 Path = tuple[str, ...]
 Read = Callable[[], Tensor]
 
@@ -123,10 +109,6 @@ class TensorPart(torch.Tensor):
         if len(self.boxes) == 1:
             return self.boxes[0].of(whole).reshape(size)
         return torch.cat([box.of(whole).reshape(-1) for box in self.boxes]).view(size)
-
-    def is_part_of(self, other: TensorPart) -> bool:
-        """Whether both are the same elements of a tensor of one shape."""
-        return (self.shape, self.boxes) == (other.shape, other.boxes)
 
     def __repr__(self) -> str:  # type: ignore[override]
         ranges = (

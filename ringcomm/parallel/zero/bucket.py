@@ -198,10 +198,8 @@ def plan_buckets(
 ) -> list[list[nn.Parameter]]:
     """Weights of one dtype and device, of at most so many bytes; more only for one weight.
 
-    They are filled, and returned, in the order in which gradients are expected: the reverse of
-    model.parameters(). At stage 2 they may hold weights of several parameter groups, so that each
-    is complete, and freed, before the next begins to fill. At stage 1 they are of one group, which
-    one fused operator updates.
+    In the order in which gradients are expected: the reverse of model.parameters(). At stage 2 they
+    may hold several parameter groups, so that each is complete before the next begins to fill.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     position = {param: i for i, param in enumerate(model.parameters())}
@@ -223,12 +221,9 @@ class BackwardPasses:
     """Takes the gradients of buckets' weights.
 
     With `reduces` each backward pass reduces every bucket once, in one order on all ranks, whatever
-    has a gradient. A bucket is reduced when the pass has brought all of its weights, or when a
-    gradient of a later bucket comes and the pass will not reach those that are left; the others at
-    the end of the pass. A gradient that comes after its bucket was reduced waits for the next pass,
-    or for the step, where the ranks agree on the buckets with such gradients. So do gradients of
-    `late` weights, see GradientHooks, and of passes without `reduces`. Ranks may make different
-    numbers of passes: a rank announces each, and a rank in agree() takes part in it.
+    has a gradient; docs/design/zero.md says when. A gradient that comes later waits for the next
+    pass or the step, and so do those of `late` weights (see GradientHooks). Ranks may make
+    different numbers of passes: a rank announces each, and a rank in agree() takes part in it.
     """
 
     _has_begun: bool

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ringcomm import ops
 from ringcomm.ops.updates.fused_update import Rule, rule_of
 from ringcomm.parallel.flat_collectives import takes_uneven
-from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.zero.bucket import BackwardPasses, Bucket, plan_buckets
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
 
@@ -37,15 +37,9 @@ class _Gradients(Operands):
 class FlatZero(ZeroOptimizer):
     """Stage 1 keeps gradients whole until the step, stage 2 their shards alone.
 
-    Weights become views of flat buckets. Stage 1 reduces, updates and gathers each bucket in one
-    operator where the group has it (ringcomm, on CPUs) and nothing is to be known first. Otherwise,
-    and at stage 2, shards are updated in between.
-
     The parameters of `_inner`, an optimizer of the class that was given, are `_parts`: views of
-    buckets' shards, one for each weight, perhaps empty. So a weight without a gradient is left
-    alone, has its own number of steps, and any hyper-parameters of torch's optimizers work. States
-    are views of `_buffers` like the shard: neighbours of one rule and one step are updated by one
-    operator.
+    buckets' shards, one for each weight, perhaps empty. States are views of `_buffers` like the
+    shard: neighbours of one rule and one step are updated by one operator.
     """
 
     def __init__(

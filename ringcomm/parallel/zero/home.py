@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringcomm.parallel.offload.operands import Operands
+from ringcomm.parallel.offload.optimizers import Operands
 from ringcomm.parallel.offload.tiers import Loan, Tier
 from ringcomm.parallel.shards.sharded_unit import ShardedUnit
 

@@ -32,12 +32,8 @@ _NO_BACKWARD = -1  # torch's id of no graph task
 class ZeroInfinity(ZeroOptimizer):
     """Stage 3 with weights, gradients and states in a tier; made by zero.shard().
 
-    All ranks get gradients of the same weights in each backward pass. Otherwise backward() or
-    step() raises RuntimeError on all ranks, names a weight, and drops the gradients.
-
     The constructor, every step and every load of weights or states end in a commit. Files hold the
-    last commit, whatever happens.
-    Weights below 64 KiB stay in memory.
+    last commit, whatever happens. Weights below 64 KiB stay in memory.
     """
 
     def __init__(
@@ -168,13 +164,7 @@ class ZeroInfinity(ZeroOptimizer):
         self._home.drop_grad(self._shard_of[param])
 
     def _compare(self, task: int = _NO_BACKWARD) -> None:
-        """The ranks compare which weights have a gradient, or get one in a backward pass.
-
-        Raises:
-            RuntimeError: on all ranks, where they differ; the gradients are dropped.
-
-        Collective.
-        """
+        """Raises RuntimeError on all ranks where gradients of other weights come. Collective."""
         self._compared.add(task)
         mine = []
         for param in self._shard_of:
@@ -265,10 +255,7 @@ class ZeroInfinity(ZeroOptimizer):
 
     @property
     def state(self) -> Any:
-        """Not here: torch.distributed.checkpoint would find nothing.
-
-        Raises RuntimeError: always.
-        """
+        """Raises RuntimeError: torch.distributed.checkpoint would find nothing."""
         raise RuntimeError(
             "states are elsewhere with offload_weights, where torch's own get_state_dict() cannot"
             " find them: use ringcomm.parallel.get_state_dict(), or resume=True"

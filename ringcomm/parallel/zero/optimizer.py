@@ -22,7 +22,7 @@ from ringcomm.loss_scale import LossScale, clip_factor
 from ringcomm.parallel import offload
 from ringcomm.parallel.clip import over_all_ranks
 from ringcomm.parallel.model_axes import Axes, Held, axes_of, tied_over_stages
-from ringcomm.parallel.offload.operands import local_of
+from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.zero.states import States
 
 OFFLOADED = (offload.AdamW, offload.SGD)
@@ -82,9 +82,6 @@ class ZeroOptimizer(States):
     any rank is left alone, as by torch's optimizers. At stages 1 and 2 one that only some ranks
     have a gradient of gets the mean with zeros for the others, as under
     DistributedDataParallel(find_unused_parameters=True).
-
-    With gradients in buckets or elsewhere (stages 1 and 2, offload_weights) `param.grad` is None or
-    has no values, and raises RuntimeError when it is used.
 
     Attributes:
         grad_norm: of the last step that had to look, with clip_grad_norm or a loss scale: the

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringcomm.parallel.flat_collectives import device_of
-from ringcomm.parallel.offload.operands import local_of
+from ringcomm.parallel.offload.optimizers import local_of
 from ringcomm.parallel.shards.units import (
     default_units,
     materialize,

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from allocations import peak_bytes, record_allocations
 from ranks import in_ranks, run_ranks
 from test_parallelize import KINDS, SIZES, ids_of, make, transformers
-from test_zero_checkpoint import LiveElems
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
 from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
@@ -83,22 +83,26 @@ def run(train: Any, steps: range) -> list[float]:
     return losses
 
 
-@cache
-def alone(kind: str = "Llama") -> tuple[Any, Any, list[float]]:
-    """One process: two steps; then what the next two lose."""
-    model = make(kind)
-    optimizer = adamw(model.parameters())
+def run_alone(model: Any, optimizer: Any, steps: range) -> list[float]:
     losses = []
-    for step in range(4):
-        if step == 2:
-            states = dict(model.state_dict()), get_by_torch(model, optimizer)[1]
-            saved = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, states)
+    for step in steps:
         loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return *saved, losses[2:]
+    return losses
+
+
+@cache
+def alone(kind: str = "Llama") -> tuple[Any, Any, list[float]]:
+    """One process: two steps; then what the next two lose."""
+    model = make(kind)
+    optimizer = adamw(model.parameters())
+    run_alone(model, optimizer, range(2))
+    states = dict(model.state_dict()), get_by_torch(model, optimizer)[1]
+    saved = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, states)
+    return *saved, run_alone(model, optimizer, range(2, 4))
 
 
 def load(rank: int, source: str, name: str, kind: str, folder: Path) -> list[float]:
@@ -155,13 +159,7 @@ def test_plain_torch_goes_on_from_it(name: str, checkpoints: Any) -> None:
     values, state = get_by_torch(model, optimizer)
     dcp.load({"model": values, "optimizer": state}, checkpoint_id=checkpoints[0] / name)
     set_by_torch(model, optimizer, model_state_dict=values, optim_state_dict=state)
-    losses = []
-    for step in (2, 3):
-        loss = model(input_ids=ids_of(step), labels=ids_of(step)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = run_alone(model, optimizer, range(2, 4))
     assert losses == pytest.approx(alone()[2], rel=2e-5)
 
 
@@ -364,9 +362,9 @@ def load_file(rank: int, folder: Path) -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(ColumnParallelLinear(32, 64), RowParallelLinear(64, 32))
     state = torch.load(folder / "model.pt", mmap=True)
-    with LiveElems() as count:
+    with record_allocations() as sizes:
         set_state_dict(model, None, state)
-    assert count.most <= sum(param.numel() for param in model.parameters()) + 32
+    assert peak_bytes(sizes) <= 4 * (sum(param.numel() for param in model.parameters()) + 32)
     found = get_state_dict(model, full=True)[0]
     assert all(torch.equal(found[name], value) for name, value in state.items())
     some = {"1.bias": torch.ones(32), "stranger": torch.ones(1)}

@@ -1,4 +1,4 @@
-"""Accelerate in two processes with its own data loader; what it and Trainer refuse.
+"""The data loader of Accelerate in two processes; what it and Trainer refuse.
 
 test_pairs.py has both together with every option of the optimizers, on batches of its own.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 
 from ringcomm.optim import Lomo
@@ -25,10 +25,6 @@ LR = 0.05
 # What torchrun says.
 SIZES = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 ENV = [{"RANK": rank, "LOCAL_RANK": rank, **SIZES} for rank in "01"]
-
-
-def on_two(fn: Any, *args: Any) -> list[Any]:
-    return run_ranks(2, fn, *args, env=ENV, timeout_s=180.0)
 
 
 def mlp() -> nn.Module:
@@ -49,39 +45,28 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 # ---- Accelerate
 
 
-def train_accelerated(rank: int) -> dict[str, Tensor]:
+def load_by_accelerate(rank: int) -> list[Tensor]:
     from ringcomm.integrations.accelerate import prepare
 
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    assert accelerator.num_processes == 2
-    model: Any = mlp()
-    optimizer: Any = zero.shard(model, torch.optim.SGD(model.parameters(), LR, 0.9), stage=2)
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = zero.shard(model := mlp(), torch.optim.SGD(model.parameters(), LR), stage=2)
     loader = torch.utils.data.DataLoader(rows(), batch_size=2)
-    model, optimizer, loader = prepare(accelerator, model, optimizer, loader)
-    assert not isinstance(model, nn.parallel.DistributedDataParallel)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-    return state_of(model)
+    prepared, _, loader = prepare(accelerator, model, optimizer, loader)
+    assert not isinstance(prepared, nn.parallel.DistributedDataParallel)
+    return [x for x, _ in loader]
 
 
-def test_accelerate() -> None:
-    """The weights of one process on the batches of both."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), LR, 0.9)
-    for x, y in torch.utils.data.DataLoader(rows(), batch_size=8):
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    results = on_two(train_accelerated)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(results[0][name], value, rtol=0, atol=2e-6)
-        assert torch.equal(results[0][name], results[1][name]), name
+def test_batches_of_accelerate_are_shared_out() -> None:
+    """Each row comes on one rank; that steps are those of one process: tests/python/pairs."""
+    results = run_ranks(2, load_by_accelerate, env=ENV, timeout_s=180.0)
+    batches = [x for found in results for x in found]
+    assert {len(x) for x in batches} == {2}
+    expected = rows().tensors[0]
+    assert sorted(map(tuple, torch.cat(batches).tolist())) == sorted(map(tuple, expected.tolist()))
 
 
-def refuse_in_accelerate(rank: int) -> None:
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_what_accelerate_would_do_wrong(rank: int) -> None:
     from ringcomm.integrations.accelerate import prepare
 
     x = torch.randn(2, 6)
@@ -108,11 +93,7 @@ def refuse_in_accelerate(rank: int) -> None:
         prepare(accelerate.Accelerator(cpu=True), other, sharded)
     with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) takes others"):
         prepare(accelerate.Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), LR))
-    scaled = accelerate.Accelerator(cpu=True)
-    scaled.scaler = torch.amp.GradScaler("cpu")  # as mixed_precision="fp16" makes on a GPU
     optimizer = Lomo(model, LR, group=dist.group.WORLD)
-    with pytest.raises(ValueError, match='loss_scale="dynamic" of Lomo'):
-        prepare(scaled, model, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
     accelerator = accelerate.Accelerator(cpu=True)
     model, wrapped = prepare(accelerator, model, optimizer)
@@ -123,10 +104,6 @@ def refuse_in_accelerate(rank: int) -> None:
         accelerator.clip_grad_norm_(next(model.parameters()), 0.3)
     with pytest.raises(ValueError, match="their own clip_grad_value="):
         accelerator.clip_grad_value_(model.parameters(), 0.3)
-
-
-def test_what_accelerate_would_do_wrong() -> None:
-    on_two(refuse_in_accelerate)
 
 
 # ---- Trainer
@@ -153,9 +130,11 @@ def trainer_of(folder: str, make: Callable[[nn.Module], Any], model: nn.Module) 
     return trainer
 
 
-def refuse_in_trainer(rank: int, folder: str) -> None:
+@in_ranks(2, env=ENV, timeout_s=180.0)
+def test_what_trainer_would_do_wrong(rank: int, tmp_path: Path) -> None:
     from ringcomm.integrations.transformers import prepare
 
+    folder = str(tmp_path)
     model = ForTrainer()
     before = state_of(model)
     with pytest.raises(ValueError, match=r"say group=dist\.group\.WORLD"):
@@ -174,7 +153,3 @@ def refuse_in_trainer(rank: int, folder: str) -> None:
     trainer.args.save_strategy = "steps"
     with pytest.raises(ValueError, match="set save_only_model=True"):
         prepare(trainer)
-
-
-def test_what_trainer_would_do_wrong(tmp_path: Path) -> None:
-    on_two(refuse_in_trainer, str(tmp_path))

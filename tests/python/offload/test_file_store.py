@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringcomm import _C
 from ringcomm.parallel.offload import FileStore, store_index, transfers
-from ringcomm.parallel.offload.transfers import empty_aligned, is_aligned
+from ringcomm.parallel.offload.transfers import empty_aligned, empty_row, is_aligned
 
 
 def has_uring() -> bool:
@@ -83,7 +83,7 @@ def test_shapes_dtypes_and_strides(tmp_path: Path) -> None:
 
 def test_aligned_memory_is_used_as_it_is(tmp_path: Path) -> None:
     store = FileStore(tmp_path, direct=True)
-    row = store.empty(5000, torch.float32)
+    row = empty_row(5000, torch.float32)
     assert is_aligned(row)
     assert not is_aligned(row[1:])
     row.copy_(torch.arange(5000.0))

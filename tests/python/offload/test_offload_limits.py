@@ -1,124 +1,91 @@
-"""Training that memory does not hold, and training that is killed: processes of their own."""
+"""Training that memory does not hold: a quarter of what its states take is enough with files."""
 
 from __future__ import annotations
 
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
+import ctypes
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ranks import in_ranks, run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-JOB = Path(__file__).with_name("offload_job.py")
-TIMEOUT_S = 120
-# glibc would keep what is freed, by a threshold that grows, and count it against the limit.
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+from ringcomm.parallel import offload, zero
+from ringcomm.parallel.offload import file_store
 
-
-def start(folder: Path, *options: Any, rank: int = 0, world_size: int = 1) -> subprocess.Popen[str]:
-    common = ["--store", folder, "--rank", rank, "--world-size", world_size]
-    command = [sys.executable, JOB, *common, *options]
-    return subprocess.Popen(
-        [str(word) for word in command],
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+LAYERS, WIDTH, STEPS = 24, 640, 3
+STATE_BYTES = 16 * LAYERS * WIDTH * WIDTH  # weights, gradients, two moments
+M_MMAP_THRESHOLD = -3
 
 
-def finish(*jobs: subprocess.Popen[str]) -> list[list[dict[str, Any]]]:
-    """Their lines; raises where one failed."""
-    found = []
-    try:
-        for job in jobs:
-            out, err = job.communicate(timeout=TIMEOUT_S)
-            assert job.returncode == 0, err
-            found.append([json.loads(line) for line in out.splitlines()])
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
-    return found
+class SeededLinear(nn.Linear):
+    """Its first values are those of its number, in whatever order layers are made."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def reset_parameters(self) -> None:
+        generator = torch.Generator().manual_seed(self.number)
+        with torch.no_grad():
+            self.weight.normal_(0, 0.5 / WIDTH**0.5, generator=generator)
 
 
-def losses(lines: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in lines if "loss" in line]
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(SeededLinear, range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        return x
 
 
-# ---- memory
+def limit_memory(num_bytes: int) -> None:
+    """Allows so many bytes more than there are now, by the kernel's count."""
 
-LAYERS, WIDTH = 24, 640
-NUM_WEIGHTS = LAYERS * WIDTH * WIDTH
-STATE_BYTES = 16 * NUM_WEIGHTS  # weights, gradients, two moments
-SIZES = ("--layers", LAYERS, "--width", WIDTH)
+    # glibc would keep what is freed, by a threshold that grows, and count it against the limit.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    line = next(line for line in text.splitlines() if line.startswith("VmData"))
+    limit = (int(line.split()[1]) << 10) + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-@pytest.mark.slow
+def train(rank: int, folder: Path | None, is_limited: bool) -> list[float]:
+    if is_limited:
+        limit_memory(STATE_BYTES // 4)
+    # By threads, which every build has, and whose stacks count against the limit.
+    find = file_store.find_engine
+    file_store.find_engine = lambda _, *sizes: find("threads", *sizes)
+    with torch.device("cpu" if folder is None else "meta"):
+        model = Stack()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
+    if folder is not None:
+        own = offload.AdamW(model.parameters(), 1e-3, to="nvme", path=folder, chunk_elems=1 << 18)
+        optimizer = zero.shard(model, own, 3, offload_weights=True)
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def test_four_times_the_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
-    """By threads, which every build has, and whose stacks count against the limit."""
-    limit = ("--limit-bytes", STATE_BYTES // 4)
-    nvme = ("--to", "nvme", "--path", tmp_path / "files", "--engine", "threads")
-    (plain,) = finish(start(tmp_path / "store1", *SIZES))
-    (limited,) = finish(start(tmp_path / "store2", *SIZES, *limit, *nvme))
-    assert len(losses(limited)) == 3
-    assert losses(limited) == pytest.approx(losses(plain), rel=1e-5)
+    (plain,) = run_ranks(1, train, None, False, fresh=True)
+    (limited,) = run_ranks(1, train, tmp_path, True, fresh=True)
+    assert limited == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_the_same_without_offload_dies_of_it(tmp_path: Path) -> None:
-    job = start(tmp_path / "store", *SIZES, "--limit-bytes", STATE_BYTES // 4)
-    _, err = job.communicate(timeout=TIMEOUT_S)
-    assert job.returncode != 0
-    assert "can't allocate memory" in err
-
-
-# ---- crashes
-
-
-def train(
-    folder: Path, name: str, world_size: int, steps: int, *options: Any
-) -> list[subprocess.Popen[str]]:
-    return [
-        start(
-            *(folder / f"store-{name}", "--steps", steps, "--digest"),
-            *("--to", "nvme", "--path", folder / "files", *options),
-            rank=rank,
-            world_size=world_size,
-        )
-        for rank in range(world_size)
-    ]
-
-
-@pytest.mark.slow
-def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
-    world_size, steps = 2, 12
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    expected = finish(*train(whole, "all", world_size, steps))
-    generator = random.Random(2)
-    options: tuple[Any, ...] = ()
-    for kill in range(2):
-        jobs = train(tmp_path, f"{kill}", world_size, steps, *options)
-        try:
-            for job in jobs:
-                assert job.stdout is not None
-                job.stdout.readline()  # a step is done
-            for job in generator.sample(jobs, world_size):
-                time.sleep(generator.uniform(0, 0.05))
-                job.send_signal(signal.SIGKILL)
-        finally:
-            for job in jobs:
-                job.kill()
-                job.communicate(timeout=TIMEOUT_S)
-        options = ("--resume",)
-    found = finish(*train(tmp_path, "last", world_size, steps, "--resume"))
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine[-1] == theirs[-1]  # the digests
-        done = [line for line in mine if "loss" in line]
-        assert done == theirs[-1 - len(done) : -1]
+@in_ranks(1, fresh=True)
+def test_the_same_without_offload_dies_of_it(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        train(rank, None, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,9 +250,12 @@ class Training:
         return full_weights(self.model)
 
     def saved(self) -> Any:
-        """Whole weights, and the optimizer's state: its own, or that of all ranks. Collective."""
+        """Whole weights, and the optimizer's state: by a file, or that of all ranks. Collective."""
         if self.case["resume"] == "same ranks":
-            return self.whole_weights(), self.optimizer.state_dict()
+            file = io.BytesIO()
+            torch.save(self.optimizer.state_dict(), file)
+            file.seek(0)
+            return self.whole_weights(), torch.load(file, weights_only=True)
         return get_state_dict(self.model, self.optimizer, full=True)
 
     def load(self, saved: Any) -> None:

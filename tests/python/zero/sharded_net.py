@@ -54,10 +54,8 @@ class Net(nn.Module):
         for i, block in enumerate(self.blocks):
             if self.mode == "unused" and i == 1:
                 continue
-            if self.mode in ("reentrant", "not reentrant"):
-                x = checkpoint(block, x, use_reentrant=self.mode == "reentrant")
-            else:
-                x = block(x)
+            is_again = self.mode == "reentrant"
+            x = checkpoint(block, x, use_reentrant=True) if is_again else block(x)
         if self.mode == "checkpointed head":
             return checkpoint(lambda h: self.head(self.norm(h)), x, use_reentrant=False)
         return self.head(self.norm(x)) * self.scale

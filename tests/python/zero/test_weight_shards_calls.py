@@ -17,36 +17,9 @@ from sharded_net import DIM, loss_of, make
 from torch import Tensor, nn
 
 import ringcomm
-from ringcomm.ops import shard_range
 from ringcomm.parallel.shards import WeightShards, find_shards
 
 # ---- gradients and shards
-
-
-def check_pieces(rank: int) -> None:
-    world_size = dist.get_world_size()
-    sizes = [(0,), (), (1,), (2,), (3,), (5, 7), (130, 129)]
-    params = nn.ParameterList([torch.arange(float(torch.Size(s).numel())).view(s) for s in sizes])
-    module = Call(params)
-    shards = WeightShards(module)
-    for param, size in zip(params, sizes, strict=True):
-        begin, end = shards.range_of(param)
-        assert (begin, end) == shard_range(param.numel(), world_size, rank)
-        assert shards.shard_of(param).tolist() == list(range(begin, end))
-        assert shards.shard_of(param) is shards.shard_of(param)
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            grad = (torch.arange(param.numel()) % 7 * (rank + 1) * world_size).to(dtype).view(size)
-            piece = shards.reduce_scatter(param, grad)
-            mean = torch.arange(param.numel()) % 7 * (world_size * (world_size + 1) // 2)
-            assert piece.dtype == dtype
-            assert torch.equal(piece.double(), mean.double()[begin:end])
-    shards.shard_of(params[6]).mul_(2)
-    with shards.gather(), shards.gather():
-        assert torch.equal(params[6].flatten(), torch.arange(130.0 * 129) * 2)
-        assert torch.equal(params[5].flatten(), torch.arange(35.0))
-    strided = torch.arange(35.0).view(7, 5).t()
-    piece = shards.reduce_scatter(params[5], strided)
-    assert torch.equal(piece, strided.flatten()[slice(*shards.range_of(params[5]))])
 
 
 class Call(nn.Module):
@@ -56,6 +29,27 @@ class Call(nn.Module):
 
     def forward(self) -> None:
         return None
+
+
+def check_pieces(rank: int) -> None:
+    world_size = dist.get_world_size()
+    sizes = [(0,), (), (2,), (5, 7), (130, 129)]
+    params = nn.ParameterList([torch.arange(float(torch.Size(s).numel())).view(s) for s in sizes])
+    shards = WeightShards(Call(params))
+    for param in params:
+        begin, end = shards.range_of(param)
+        assert shards.shard_of(param).tolist() == list(range(begin, end))
+        mean = (torch.arange(param.numel()) % 7 * (world_size + 1)).view(param.shape)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            grad = (mean * 2 * (rank + 1) // (world_size + 1)).to(dtype)
+            strided = grad.t().contiguous().t() if grad.dim() == 2 else grad
+            piece = shards.reduce_scatter(param, strided)
+            assert piece.dtype == dtype
+            assert torch.equal(piece, mean.flatten()[begin:end].to(dtype))
+    shards.shard_of(params[4]).mul_(2)
+    with shards.gather(), shards.gather():
+        assert torch.equal(params[4].flatten(), torch.arange(130.0 * 129) * 2)
+        assert torch.equal(params[3].flatten(), torch.arange(35.0))
 
 
 @pytest.mark.parametrize(("world_size", "backend"), [(3, "gloo"), (4, "ringcomm")])
@@ -157,7 +151,9 @@ def test_errors(rank: int) -> None:
     assert net.double().head.weight.dtype == torch.float64
 
 
-def check_death(rank: int, in_backward: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+@in_ranks(2, fresh=True, may_die=[1])
+def test_a_rank_that_dies(rank: int, in_backward: bool) -> None:
     net = make()
     WeightShards(net)
 
@@ -173,8 +169,3 @@ def check_death(rank: int, in_backward: bool) -> None:
         die(None)
     with pytest.raises(ringcomm.PeerDiedError, match="rank 1"):
         loss_of(net, 0, rank) if loss is None else loss.backward()
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_rank_that_dies(in_backward: bool) -> None:
-    run_ranks(2, check_death, in_backward, fresh=True, may_die=[1])

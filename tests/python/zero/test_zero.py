@@ -178,7 +178,9 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(stage: int, where: str) 
     run_ranks(2, overflow, stage, where)
 
 
-def clip_nan(rank: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+@in_ranks(2)
+def test_clipping_nan_is_an_error_on_all_ranks(rank: int, stage: int) -> None:
     """By the option and by the method; then steps that are right."""
     model, optimizer = make(stage, clip_grad_norm=1.0)
     before = weights(model)
@@ -194,11 +196,6 @@ def clip_nan(rank: int, stage: int) -> None:
     assert same(weights(model), before)
     train(model, optimizer, rank, 2)
     assert_close(weights(model), train_alone("momentum", clip=1.0))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_clipping_nan_is_an_error_on_all_ranks(stage: int) -> None:
-    run_ranks(2, clip_nan, stage)
 
 
 def clip_by_optimizer(rank: int, world_size: int, stage: int, scale: float | None) -> list[Tensor]:

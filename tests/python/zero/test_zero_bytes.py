@@ -80,7 +80,10 @@ def test_formulas_by_hand() -> None:
 def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*[nn.Linear(96, 96) for _ in range(6)])
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    # A group for each weight, the first layers first: the reverse of the order of gradients.
+    groups = [{"params": [param]} for param in model.parameters()]
+    is_one = options.pop("one group", True)
+    optimizer = torch.optim.AdamW(model.parameters() if is_one else groups, fused=True)
     num_elems = sum(param.numel() for param in model.parameters())
     expected = zero.predict_memory(
         model, optimizer, stage, world_size=world_size, rank=rank, **options
@@ -122,7 +125,9 @@ def measure_memory(rank: int, world_size: int, stage: int, options: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"), [(2, {}), (3, BF16), (2, BF16_REDUCED)], ids=["32", "16", "16r"]
+    ("world_size", "options"),
+    [(2, {}), (3, BF16), (2, {**BF16_REDUCED, "one group": False})],
+    ids=["32", "16", "16r"],
 )
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_is_what_was_predicted(world_size: int, stage: int, options: dict[str, Any]) -> None:

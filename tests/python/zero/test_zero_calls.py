@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from full_states import full_state, load_full_state
-from ranks import in_ranks, run_ranks
+from ranks import in_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from zero_models import (
@@ -96,7 +96,9 @@ def test_errors(rank: int) -> None:
         sharded.step()
 
 
-def refuse(rank: int, stage: int, how: str) -> None:
+@pytest.mark.parametrize(("stage", "how"), [(1, "step"), (2, "zero"), (2, "DDP")])
+@in_ranks(2)
+def test_what_would_go_by_one_rank_raises(rank: int, stage: int, how: str) -> None:
     model = Net()
     original = make_optimizer(model, "momentum")
     sharded = zero.shard(model, original, stage)
@@ -111,11 +113,6 @@ def refuse(rank: int, stage: int, how: str) -> None:
         call()
     assert same(weights(model), before)
     del sharded
-
-
-@pytest.mark.parametrize(("stage", "how"), [(1, "step"), (2, "zero"), (2, "DDP")])
-def test_what_would_go_by_one_rank_raises(stage: int, how: str) -> None:
-    run_ranks(2, refuse, stage, how)
 
 
 # ---- odd ones, and what comes later
@@ -161,7 +158,9 @@ def test_a_model_can_be_sharded_again(rank: int) -> None:
     assert_close(weights(model), train_alone("momentum"))
 
 
-def load_weights(rank: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_weights_that_are_loaded_later_count(rank: int, stage: int) -> None:
     """A state_dict of the model that is loaded after zero.shard() counts, for the masters too."""
     model, optimizer = make(stage, "sgd", param_dtype=torch.bfloat16)
     train(model, optimizer, rank, 2, range(2))
@@ -174,8 +173,3 @@ def load_weights(rank: int, stage: int) -> None:
     masters = [state["master"] for state in full_state(optimizer)["state"].values()]
     assert masters
     assert all(bool((master == 0.5).all()) for master in masters)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_weights_that_are_loaded_later_count(stage: int) -> None:
-    run_ranks(2, load_weights, stage)

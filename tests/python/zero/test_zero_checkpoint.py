@@ -1,8 +1,7 @@
-"""zero.shard() with torch.distributed.checkpoint, files of a rank, and the meta device."""
+"""zero.shard() with torch.distributed.checkpoint, states of torch, and the meta device."""
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from full_states import full_state, load_full_state
+from allocations import peak_bytes, record_allocations
+from full_states import full_state, full_weights
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from zero_models import (
     BUCKET_BYTES,
@@ -35,13 +34,11 @@ from zero_models import (
     make_optimizer,
     same,
     train,
-    train_alone,
     weights,
 )
 
 from ringcomm.parallel import offload, zero
-
-KINDS = ["momentum", "adamw"]
+from ringcomm.parallel import set_state_dict as set_whole_state
 
 
 def continue_alone(values: dict[str, Any], kind: str, state: Any) -> dict[str, Tensor]:
@@ -148,36 +145,15 @@ def test_checkpoints_go_between_ranks_and_stages(
     assert_close(continue_alone(given["model"], "adamw", given["optimizer"]), expected, 2e-5)
 
 
-# ---- files of each rank, and steps of its own for each weight
+# ---- an optimizer that has state, with steps of its own for each weight
 
 
-def save_per_rank(rank: int, stage: int, folder: Path) -> None:
-    model, optimizer = make(stage, "adamw")
-    train(model, optimizer, rank, 2, range(1))
-    values = weights(model)
-    torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
-    train(model, optimizer, rank, 2, range(1, STEPS))
-    model_again = Net()
-    model_again.load_state_dict(values)
-    again, resumed = make(stage, "adamw", model=model_again)
-    resumed.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
-    train(again, resumed, rank, 2, range(1, STEPS))
-    assert same(weights(again), weights(model))
-    other = torch.load(folder / f"{1 - rank}.pt", weights_only=True)
-    with pytest.raises(ValueError, match=f"is of rank {1 - rank} of 2, and this is rank {rank}"):
-        resumed.load_state_dict(other)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_file_for_each_rank(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, save_per_rank, stage, tmp_path)
-
-
-def load_unequal_steps(rank: int, stage: int, state: Any, values: dict[str, Tensor]) -> Any:
+def shard_with_state(rank: int, stage: int, state: Any, values: dict[str, Tensor]) -> Any:
     model = Net()
     model.load_state_dict(values)
-    _, optimizer = make(stage, "adamw", model=model)
-    load_full_state(optimizer, state)
+    plain = make_optimizer(model, "adamw")
+    plain.load_state_dict(state)
+    optimizer = zero.shard(model, plain, stage, bucket_bytes=BUCKET_BYTES)
     train(model, optimizer, rank, 2, range(1))
     return weights(model), full_state(optimizer)
 
@@ -192,11 +168,11 @@ def test_each_weight_has_its_number_of_steps() -> None:
             model.blocks[1].weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
-    state, values = get_state_dict(model, optimizer)[1], weights(model)
-    results = {s: run_ranks(2, load_unequal_steps, s, state, values)[0] for s in STAGES}
+    arguments = optimizer.state_dict(), weights(model)
+    results = [run_ranks(2, shard_with_state, stage, *arguments)[0] for stage in STAGES]
     loss_of(model, *batch(0)).backward()
     optimizer.step()
-    for found, full in results.values():
+    for found, full in results:
         assert_close(found, weights(model), 2e-5)
         steps = {name: float(s["step"]) for name, s in full["state"].items()}
         expected: Any = get_state_dict(model, optimizer)[1]["state"]
@@ -204,54 +180,7 @@ def test_each_weight_has_its_number_of_steps() -> None:
         assert set(steps.values()) == {2.0, 5.0}
 
 
-def go_on_from_torch(
-    rank: int, stage: int, values: dict[str, Tensor], state: dict[str, Any]
-) -> dict[str, Tensor]:
-    model = Net()
-    model.load_state_dict(values)
-    optimizer = make_optimizer(model, "momentum")
-    optimizer.load_state_dict(state)
-    sharded = zero.shard(model, optimizer, stage, bucket_bytes=BUCKET_BYTES)
-    train(model, sharded, rank, 2, range(2, STEPS))
-    return weights(model)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_optimizer_that_has_state_already(stage: int) -> None:
-    model = Net()
-    optimizer = make_optimizer(model, "momentum")
-    train(model, optimizer, steps=range(2))
-    for found in run_ranks(2, go_on_from_torch, stage, weights(model), optimizer.state_dict()):
-        assert_close(found, train_alone("momentum"), 2e-5)
-
-
 # ---- whole states on rank 0 alone
-
-
-class LiveElems(TorchDispatchMode):
-    """The most elements of new tensors that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.most = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
-        if type(out) is not Tensor or is_view:
-            return out
-        if (address := out.untyped_storage().data_ptr()) not in self._seen:
-            num_elems = out.untyped_storage().nbytes() // 4
-            self._seen.add(address)
-            self.live += num_elems
-            self.most = max(self.most, self.live)
-            weakref.finalize(out.untyped_storage(), self._gone, address, num_elems)
-        return out
-
-    def _gone(self, address: int, num_elems: int) -> None:
-        self._seen.discard(address)
-        self.live -= num_elems
 
 
 @in_ranks(2)
@@ -261,12 +190,12 @@ def test_other_ranks_hold_one_weight_at_a_time(rank: int) -> None:
     sharded = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), 2)
     model(torch.randn(2, 64)).sum().backward()
     sharded.step()
-    with LiveElems() as count:
+    with record_allocations() as sizes:
         full_state(sharded, rank0_only=True)
     if rank != 0:
-        assert count.most <= 3 * 64 * 64  # a weight, its padded rows, this rank's part
+        assert peak_bytes(sizes) <= 4 * 3 * 64 * 64  # a weight, its padded rows, this rank's part
     else:
-        assert count.most >= 2 * 8 * 64 * 64
+        assert peak_bytes(sizes) >= 4 * 2 * 8 * 64 * 64
 
 
 # ---- the meta device
@@ -301,30 +230,34 @@ class Turns(nn.Module):
             angles.copy_(torch.arange(8.0))
 
 
-def from_meta(rank: int, world_size: int, stage: int) -> Any:
+def from_meta(rank: int, world_size: int, stage: int, offloads: bool) -> Any:
     """Values by reset_parameters(), rank 0's; then a whole state from rank 0."""
     with torch.device("meta"):
         model = Normed()
     torch.manual_seed(7 + rank)
-    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), 0.01), stage)
+    own: Any = (offload if offloads else torch.optim).AdamW(model.parameters(), 0.01)
+    optimizer = zero.shard(model, own, stage, offload_weights=offloads)
     tensors = [*model.parameters(), *model.buffers()]
     assert not any(tensor.is_meta for tensor in tensors)
-    first = _copied(weights(model))
+    first = full_weights(model)
     model(torch.ones(4, 8)).square().sum().backward()
     optimizer.step()
     torch.manual_seed(3)
     whole = Normed()
     state = whole.state_dict() if rank == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=options)
-    assert same(weights(model), weights(whole))
+    if offloads:
+        set_whole_state(model, None, state, rank0_only=True)
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+    assert same(full_weights(model), weights(whole))
     assert torch.equal(model.turns.angles, torch.arange(8.0))
     return first
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_from_the_meta_device(stage: int) -> None:
-    results = [first for n in (1, 3) for first in run_ranks(n, from_meta, n, stage)]
+@pytest.mark.parametrize(("stage", "offloads"), [(1, False), (2, False), (3, False), (3, True)])
+def test_from_the_meta_device(stage: int, offloads: bool) -> None:
+    results = [first for n in (1, 3) for first in run_ranks(n, from_meta, n, stage, offloads)]
     for first in results:
         assert same(first, results[0])
     assert results[0]["layers.1.weight"].std() > 0.05

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from full_states import full_weights
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from zero_models import (
@@ -84,28 +85,10 @@ def test_steps_are_those_of_one_process(case: Any, tmp_path: Path) -> None:
         assert same(found, results[0])
 
 
-def begin_on_meta(rank: int) -> dict[str, Tensor]:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.LayerNorm(WIDTH))
-    torch.manual_seed(rank)  # rank 0's values count
-    optimizer = infinity(model, offload.SGD(model.parameters()))
-    assert all(param.device.type == "cpu" for param in model.parameters())
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    return full_weights(optimizer)
-
-
-def test_a_model_on_the_meta_device_gets_its_values_by_units() -> None:
-    first, second = run_ranks(2, begin_on_meta)
-    for name, value in first.items():
-        assert torch.equal(value, second[name])
-        assert value.isfinite().all()
-        assert value.dim() < 2 or value.std() > 0.01
-
-
-def count_bytes(rank: int, world_size: int, folder: Path) -> None:
-    model = Net(width=WIDTH)
-    place = {"to": "nvme", "path": folder, "chunk_elems": 1 << 20}
+@in_ranks([1, 3])
+def test_bytes_of_a_step(rank: int, tmp_path: Path) -> None:
+    model, world_size = Net(width=WIDTH), dist.get_world_size()
+    place = {"to": "nvme", "path": tmp_path, "chunk_elems": 1 << 20}
     optimizer = infinity(model, make_optimizer(model, "adamw", **place))
     train(model, optimizer, rank, world_size, range(2))
     before, units = optimizer.io_bytes, optimizer._weights.units
@@ -144,15 +127,11 @@ def count_bytes(rank: int, world_size: int, folder: Path) -> None:
     assert (read, written) == (expected_read, expected_written)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_bytes_of_a_step(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, count_bytes, world_size, tmp_path)
-
-
 # ---- what is refused
 
 
-def refuse(rank: int, folder: Path) -> None:
+@in_ranks(2)
+def test_errors(rank: int, tmp_path: Path) -> None:
     def check(words: str, place: Any = None, stage: int = 3, **options: Any) -> None:
         model = Net()
         optimizer = make_optimizer(model, "sgd", **({"to": "cpu"} if place is None else place))
@@ -164,7 +143,7 @@ def refuse(rank: int, folder: Path) -> None:
     check("cast the model itself", param_dtype=torch.bfloat16)
     check("resume is for offload_weights", offload_weights=False, resume=True)
     check("nothing to resume", resume=True)
-    place: dict[str, Any] = {"to": "nvme", "path": folder}
+    place: dict[str, Any] = {"to": "nvme", "path": tmp_path}
     other = nn.Sequential(nn.Linear(200, 200))
     infinity(other, offload.SGD(other.parameters(), **place)).close()
     model = Net()  # whose files replace those of a job that ended before its first step
@@ -191,11 +170,16 @@ def refuse(rank: int, folder: Path) -> None:
         infinity(other, offload.SGD(other.parameters(), **place), resume=True)
 
 
-def test_errors(tmp_path: Path) -> None:
-    run_ranks(2, refuse, tmp_path)
-
-
-def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
+@pytest.mark.parametrize(
+    "used",
+    [
+        [[[0, 1]], [None]],  # no weight at all on rank 1
+        [[[0, 1], [0]], [[0, 1], [1]]],  # of one size: they would be averaged with each other
+    ],
+    ids=["none", "second micro-batch"],
+)
+@in_ranks(2)
+def test_ranks_that_use_other_weights_are_refused(rank: int, used: list[list[list[int]]]) -> None:
     """By rank, by micro-batch: what is used; then a step that is right."""
     model = Towers()
     sharded = infinity(model, offload.SGD(model.parameters(), 0.1), units=[])
@@ -217,15 +201,3 @@ def use_other_weights(rank: int, used: list[list[list[int]]]) -> None:
     after = full_weights(sharded)
     changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert len(changed) == 9
-
-
-@pytest.mark.parametrize(
-    "used",
-    [
-        [[[0, 1]], [None]],  # no weight at all on rank 1
-        [[[0, 1], [0]], [[0, 1], [1]]],  # of one size: they would be averaged with each other
-    ],
-    ids=["none", "second micro-batch"],
-)
-def test_ranks_that_use_other_weights_are_refused(used: list[list[list[int]]]) -> None:
-    run_ranks(2, use_other_weights, used)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from full_states import full_state, full_weights, load_full_weights
 from ranks import run_ranks
 from torch import Tensor, nn
 
+import ringcomm
 from ringcomm.parallel import offload, zero
 
 
@@ -109,15 +114,34 @@ def test_crashes_of_weights_loads_and_steps(tmp_path: Path) -> None:
 
 
 def train_to(
-    rank: int, folder: Path, num_steps: int, resume: bool = False
+    rank: int, folder: Path, num_steps: int, resume: bool = False, dies_in: float | None = None
 ) -> tuple[int, list[Tensor]]:
+    """With `dies_in` the process is killed so many seconds after its first step."""
     model, optimizer = make(folder, 0, resume=resume)
     begun = optimizer.num_steps
-    while optimizer.num_steps < num_steps:
-        step(model, optimizer)
-    found = values(optimizer)
-    optimizer.close()
+    try:
+        while optimizer.num_steps < num_steps:
+            step(model, optimizer)
+            if dies_in is not None and optimizer.num_steps == begun + 1:
+                threading.Timer(dies_in, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        found = values(optimizer)
+        optimizer.close()
+    except ringcomm.RingcommError:  # the other rank was first
+        assert dies_in is not None
+        os.kill(os.getpid(), signal.SIGKILL)
     return begun, found
+
+
+def test_killed_runs_end_as_if_they_had_not_been(tmp_path: Path) -> None:
+    expected = run_ranks(2, train_to, tmp_path / "whole", 40)
+    draw = random.Random(2)
+    for resume in (False, True):
+        arguments = tmp_path / "files", 40, resume, draw.uniform(0, 0.03)
+        run_ranks(2, train_to, *arguments, fresh=True, may_die=[0, 1])
+    found = run_ranks(2, train_to, tmp_path / "files", 40, True)
+    for (begun, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert 0 < begun < 40
+        assert same(mine, theirs)
 
 
 @pytest.mark.parametrize("last_step", [1, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from full_states import full_state
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from zero_models import Towers, assert_close, live_bytes, same, weights
+from zero_models import Towers, assert_close, same, weights
 
 import ringcomm
 from ringcomm.parallel import get_state_dict, offload, zero
@@ -171,7 +170,9 @@ def test_a_backward_pass_reduces_each_bucket_once(rank: int) -> None:
 # ---- what is dropped, and what is put there by hand
 
 
-def break_and_go_on(rank: int, forgets: bool) -> None:
+@pytest.mark.parametrize("forgets", [True, False])
+@in_ranks(2)
+def test_after_a_backward_pass_that_failed(rank: int, forgets: bool) -> None:
     """A backward pass that raises half-way, on all ranks; then the step is done again."""
     model, other = Towers(), Towers()
     sharded = zero.shard(model, make_optimizer(model, "sgd"), 2, bucket_bytes=BUCKET_BYTES)
@@ -196,12 +197,9 @@ def break_and_go_on(rank: int, forgets: bool) -> None:
     assert_close(weights(model), weights(other), 1e-5)
 
 
-@pytest.mark.parametrize("forgets", [True, False])
-def test_after_a_backward_pass_that_failed(forgets: bool) -> None:
-    run_ranks(2, break_and_go_on, forgets)
-
-
-def drop_and_give(rank: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+@in_ranks(2)
+def test_gradients_by_hand(rank: int, stage: int) -> None:
     """param.grad = None and a gradient by hand count as in torch; model.zero_grad() as well."""
     model, other = Towers(), Towers()
     sharded = zero.shard(model, make_optimizer(model, "momentum"), stage, bucket_bytes=BUCKET_BYTES)
@@ -218,61 +216,3 @@ def drop_and_give(rank: int, stage: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_close(weights(model), weights(other), 1e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_by_hand(stage: int) -> None:
-    run_ranks(2, drop_and_give, stage)
-
-
-# ---- memory, however weights are grouped
-
-
-class Deep(nn.Module):
-    """Layers with biases, a norm each, and one that is not used, in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(8)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x) if i != 4 else x
-        return x
-
-
-def watch_memory(rank: int, is_by_layer: bool) -> None:
-    """A group for each weight, the first layers first; or biases first."""
-    model = Deep()
-    params = list(model.parameters())
-    optimizer: Any = make_optimizer(model, "adamw")
-    if is_by_layer:
-        optimizer = torch.optim.AdamW([{"params": [param]} for param in params])
-    options: Any = {"bucket_bytes": 3 * 64 * 66 * 4}
-    expected = zero.predict_memory(model, optimizer, 2, world_size=2, rank=rank, **options)
-    sharded: Any = zero.shard(model, optimizer, 2, **options)
-    assert len(sharded._buckets) <= 4
-    peak = 0
-
-    def look(_: Tensor) -> None:
-        nonlocal peak
-        shards = sum(b.shard_grad.nbytes for b in sharded._buckets if b.shard_grad is not None)
-        whole = live_bytes([*(p.grad for p in params if p.grad is not None)])
-        peak = max(peak, whole + live_bytes(sharded.gradient_tensors()) - shards)
-
-    for param in params:
-        param.register_post_accumulate_grad_hook(look)
-    for _ in range(2):
-        model(torch.randn(4, 64)).sum().backward()
-    assert peak == pytest.approx(expected.buffers, rel=0.05)
-    assert live_bytes(sharded.gradient_tensors()) == pytest.approx(expected.gradients, rel=0.05)
-    assert expected.buffers == pytest.approx(options["bucket_bytes"], rel=0.05)
-    gc.collect()
-
-
-@pytest.mark.parametrize("is_by_layer", [False, True])
-def test_one_bucket_of_whole_gradients_in_any_order_of_groups(is_by_layer: bool) -> None:
-    run_ranks(2, watch_memory, is_by_layer)
