@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import importlib.metadata
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,52 +15,6 @@ from test_errors import TRANSPORTS
 import _ringcomm_autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
-
-ROOT = Path(__file__).parents[3]
-
-
-# ---- registration
-
-# Two ranks in a program that never imports ringcomm; forked after the import of torch.
-PROGRAM = """
-import os, sys, torch, torch.distributed as dist
-{register}
-assert "ringcomm" not in sys.modules
-assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
-rank = 0 if os.fork() else 1
-store = dist.FileStore({store!r}, 2)
-dist.init_process_group({backend!r}, store=store, rank=rank, world_size=2)
-tensor = torch.ones(5)
-dist.all_reduce(tensor)
-assert tensor.tolist() == [2] * 5
-assert "ringcomm" in sys.modules
-assert dist.get_backend() == {backend!r}, dist.get_backend()
-dist.destroy_process_group()
-if rank == 1:
-    os._exit(0)
-assert os.wait()[1] == 0
-print("fine")
-"""
-
-
-def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
-    """torch finds an installed ringcomm by itself; else it is registered by hand, or twice."""
-    names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
-    is_installed = "ringcomm" in names
-    register = "" if is_installed else "import _ringcomm_autoload as a; a.register(); a.register()"
-    backend = "cpu:ringcomm"
-    program = PROGRAM.format(register=register, store=str(tmp_path / "store"), backend=backend)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path if is_installed else ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == "fine\n", done.stderr
 
 
 def test_defaults_stay() -> None:
@@ -110,7 +59,7 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
 
 @in_ranks((2, 3, 4), TRANSPORTS)
 def test_stats(rank: int) -> None:
-    """Calls and bytes of each algorithm; of the other collectives each call's bytes."""
+    """Calls and bytes of each algorithm, and of another collective."""
     world_size = dist.get_world_size()
     num_bytes = 480_000  # a multiple of 2, 3 and 4 elements: the formulas are exact
     share = 2 * (world_size - 1) * num_bytes // world_size
@@ -126,27 +75,10 @@ def test_stats(rank: int) -> None:
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         dist.destroy_process_group(group)
-    if "RINGCOMM_TRANSPORT" in os.environ:
-        return
     group = dist.new_group(backend="ringcomm")
-    own, whole = torch.ones(1000), torch.empty(1000 * world_size)
-    shares = [torch.empty(1000) for _ in range(world_size)]
-    is_root, to_all = rank == 1, 4000 * (world_size - 1)
-    at_root: Any = shares if is_root else None
-    calls: dict[str, tuple[Any, int]] = {
-        "all_gather": (lambda: dist.all_gather_into_tensor(whole, own, group=group), to_all),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(own, whole, group=group), to_all),
-        "broadcast": (lambda: dist.broadcast(own, 1, group=group), to_all * is_root),
-        "gather": (lambda: dist.gather(own, at_root, 1, group=group), 4000 * (not is_root)),
-        "scatter": (lambda: dist.scatter(own, at_root, 1, group=group), to_all * is_root),
-        "all_to_all": (lambda: dist.all_to_all(shares, [own] * world_size, group=group), to_all),
-        "barrier": (lambda: dist.barrier(group=group), 0),
-    }
-    for op, (call, sent_bytes) in calls.items():
-        call()
-        assert count(group, op, "direct") == (1, sent_bytes), op
-    copied = ringcomm.stats(group)["all_to_all", "direct"]["copied_bytes"]
-    assert copied == 4000 * (2 * world_size - 1)
+    outputs = [torch.empty(1000) for _ in range(world_size)] if rank == 1 else None
+    dist.gather(torch.ones(1000), outputs, 1, group)
+    assert count(group, "gather", "direct") == (1, 4000 * (rank != 1))
     dist.destroy_process_group(group)
 
 

@@ -107,7 +107,8 @@ def check_world(rank: int) -> None:
     """Some of the calls that cover all on the default group; all_reduce by each algorithm."""
     kinds = list(COLLECTIVES if dist.get_world_size() == 1 else KINDS)
     kinds.remove("barrier")
-    calls = [call for kind in kinds for call in covering_calls(kind)[::12]]
+    stride = 12 if dist.get_world_size() < 6 else 25
+    calls = [call for kind in kinds for call in covering_calls(kind)[::stride]]
     # As many elements as the model has for eight ranks.
     wrong = run_calls([replace(call, size=min(call.size, 300_007)) for call in calls])
     for algorithm in ("one_shot", "two_shot", "ring"):
@@ -142,27 +143,6 @@ def test_instruction_sets() -> None:
 
 
 # ---- values
-
-
-def random_bits(rank: int, algorithm: str) -> list[bytes]:
-    options: Any = Options(algorithm=algorithm)  # type: ignore[arg-type]
-    group = dist.new_group(backend="ringcomm", pg_options=options)
-    world_size, found = dist.get_world_size(), []
-    for dtype, num_elems in itertools.product(oracle.FLOATS, (1001, 150_001)):
-        tensor = oracle.floats(rank, num_elems, dtype)
-        dist.all_reduce(tensor, group=group)
-        inputs = [oracle.floats(r, num_elems, dtype).double() for r in range(world_size)]
-        # Rounded at most once per addition, to half a unit in the last place of at most 2^3.
-        bound = world_size * 8 * torch.finfo(dtype).eps
-        assert (tensor.double() - torch.stack(inputs).sum(0)).abs().max().item() <= bound
-        found.append(oracle.bits(tensor))
-    return found
-
-
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring"])
-def test_all_ranks_get_the_same_bits(algorithm: str) -> None:
-    results = run_ranks(3, random_bits, algorithm)
-    assert all(found == results[0] for found in results)
 
 
 @in_ranks(2)

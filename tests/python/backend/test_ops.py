@@ -96,7 +96,7 @@ def check_out(rank: int, options: Options) -> None:
     group = dist.new_group(pg_options=options)
     for num_elems in (0, 1, 1000, 300_007):
         inputs = [oracle.integers(r, 2 * num_elems, torch.float32) for r in range(world_size)]
-        total = oracle.reduced(inputs, "sum").view(num_elems, 2)
+        total = oracle.total(inputs).view(num_elems, 2)
         for place in (torch.empty, ringcomm.empty_shared):
             own = place(num_elems, 2).copy_(inputs[rank].view(num_elems, 2))
             out = place(num_elems, 2).fill_(-1)
@@ -314,7 +314,7 @@ def test_ring_slots(rank: int) -> None:
             tensor = inputs[rank].clone()
             before = ringcomm.stats().get(("all_reduce", "ring"), {"sent_bytes": 0})["sent_bytes"]
             ring_all_reduce_(tensor, num_slots=num_slots, slot_bytes=slot_bytes)
-            oracle.assert_equal(tensor, oracle.reduced(inputs, "sum"))
+            oracle.assert_equal(tensor, oracle.total(inputs))
             sent = ringcomm.stats()["all_reduce", "ring"]["sent_bytes"] - before
             if num_elems % world_size == 0:
                 assert sent == 2 * (world_size - 1) * 2 * num_elems // world_size

@@ -1,8 +1,6 @@
-"""all_reduce of sparse tensors, and DDP with an embedding that has sparse gradients."""
+"""all_reduce of sparse tensors."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -69,33 +67,3 @@ def test_mismatch_is_told_to_every_rank(rank: int, kind: str) -> None:
         tensor = tensor.to_dense()
     with pytest.raises(ringcomm.MismatchError):
         dist.all_reduce(tensor, group=group)
-
-
-def train(model: Any, batches: list[Tensor], targets: Tensor) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(batch), targets).backward()
-        optimizer.step()
-
-
-@in_ranks(2)
-def test_ddp_with_sparse_gradients(rank: int) -> None:
-    """Two ranks with halves of each batch end where one process with all of it does."""
-
-    def build() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(
-            torch.nn.EmbeddingBag(ROWS, 4, sparse=True), torch.nn.Linear(4, 1)
-        )
-
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(0, ROWS, (8, 5), generator=generator) for _ in range(4)]
-    targets = torch.randn(8, 1, generator=generator)
-    alone, model = build(), build()
-    train(alone, batches, targets)
-    mine = slice(4 * rank, 4 * rank + 4)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    train(ddp, [batch[mine] for batch in batches], targets[mine])
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)

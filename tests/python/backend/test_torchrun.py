@@ -54,6 +54,7 @@ def assert_curve(folder: Path, attempt: int, debug: str = "OFF") -> None:
     assert losses == pytest.approx(single_process().losses, rel=0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_static(tmp_path: Path) -> None:
     """With the variable that test_debug.py only imitates."""
     detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}

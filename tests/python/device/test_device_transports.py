@@ -11,7 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,6 @@ from test_gpu_collectives import (
     send_and_receive,
 )
 from test_gpu_faults import ones, outcome
-from torch import Tensor
 
 import ringcomm
 from ringcomm import _C, Options, message_backend, stats
@@ -102,13 +101,6 @@ def group_with(**options: Any) -> Any:
     return dist.new_group(backend="cpu:ringcomm,emugpu:ringcomm", pg_options=Options(**options))
 
 
-def left_to_right(inputs: list[Tensor]) -> Tensor:
-    """In fp32 where the type is shorter, rounded once."""
-    dtype = inputs[0].dtype
-    wide = torch.float32 if dtype.itemsize == 2 else dtype
-    return reduce(torch.add, [value.to(wide) for value in inputs]).to(dtype)
-
-
 def check_algorithms(rank: int) -> list[bytes]:
     """Sizes around ranks, slots and groups of slices; the order of sums where it is promised."""
     world_size = dist.get_world_size()
@@ -121,13 +113,13 @@ def check_algorithms(rank: int) -> list[bytes]:
             inputs = inputs_of(num_elems)
             tensor = inputs[rank].to(GPU)
             dist.all_reduce(tensor, group=group)
-            oracle.assert_equal(tensor.cpu(), oracle.reduced(inputs, "sum"))
+            oracle.assert_equal(tensor.cpu(), oracle.total(inputs))
         for dtype in oracle.FLOATS:
             inputs = [oracle.floats(r, 1001, dtype) for r in range(world_size)]
             tensor = inputs[rank].to(GPU)
             dist.all_reduce(tensor, group=group)
             if deterministic:
-                oracle.assert_equal(tensor.cpu(), left_to_right(inputs))
+                oracle.assert_equal(tensor.cpu(), oracle.left_to_right(inputs))
             found.append(oracle.bits(tensor.cpu()))
     return found
 
@@ -304,7 +296,7 @@ def check_shared(rank: int, sharing: list[bool]) -> None:
         dist.all_reduce(tensor)
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
         work.wait()
-        assert torch.equal(tensor.cpu(), oracle.reduced(inputs, "sum"))
+        assert torch.equal(tensor.cpu(), oracle.total(inputs))
 
 
 @pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)
