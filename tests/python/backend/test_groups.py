@@ -41,21 +41,8 @@ def assert_back_to(expected: tuple[int, int, int]) -> None:
 # ---- one backend for each device
 
 
-def lacks_nccl() -> bool:
-    return not (dist.is_nccl_available() and torch.cuda.is_available())
-
-
 @in_ranks(2, backend=None, fresh=True)
-@pytest.mark.parametrize(
-    "backend",
-    [
-        *("cpu:ringcomm", "cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"),
-        pytest.param(
-            "cpu:ringcomm,cuda:nccl",
-            marks=pytest.mark.skipif(lacks_nccl(), reason="NCCL needs a CUDA device"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("backend", ["cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"])
 def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
     """One object serves several devices; beside another backend it serves its own."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -63,10 +50,6 @@ def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
     group: Any = dist.group.WORLD
     assert group._get_backend(torch.device("cpu")).name() == "ringcomm"
     assert sum_of(None, rank) == 1
-    dist.barrier()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, rank)
-    assert everyone == [0, 1]
     assert sum_of(dist.new_group([0, 1]), 2) == 4
 
 
@@ -83,10 +66,6 @@ def test_ways_to_make_groups(rank: int) -> None:
         local = dist.new_group([1, 3], use_local_synchronization=True)
         assert sum_of(local, rank) == 4
         dist.destroy_process_group(local)
-    gloo = dist.new_group([0, 1, 3], backend="gloo")
-    if rank != 2:
-        assert dist.get_backend(gloo) == "gloo"
-        assert sum_of(gloo, rank) == 4
     assert sum_of(None, rank) == 6
 
 
@@ -111,10 +90,6 @@ def test_64_groups_at_once(rank: int) -> None:
 # ---- groups come and go
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @in_ranks(2, backend=None, fresh=True)
 def test_thirty_times_in_one_process(rank: int, tmp_path: Path) -> None:
     """After some turns, in which allocators and tables find their size, nothing grows."""
@@ -130,7 +105,8 @@ def test_thirty_times_in_one_process(rank: int, tmp_path: Path) -> None:
         dist.destroy_process_group()
         del store
         seen.append(resources())
-        resident.append(resident_bytes())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
     assert_back_to(seen[3])
     assert seen[3][2] == 0
     assert resident[-1] - resident[10] < 2 << 20, resident

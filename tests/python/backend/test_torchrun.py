@@ -1,16 +1,27 @@
-"""torchrun starts ranks: at a fixed address, by a rendezvous, and again after a death."""
+"""Ranks that torchrun starts, and ranks on several hosts, made up by RINGCOMM_HOST_ID.
+
+Results over hosts: test_collectives.py, test_random_sequences.py; failures: test_faults.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from curves import Run, mean_losses, single_process
+from ranks import in_ranks, run_ranks
+
+from ringcomm import _C, Options, RingcommError
 
 HERE = Path(__file__).parent
 WORLD = 2
@@ -72,3 +83,123 @@ def test_a_worker_dies_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "failed (exitcode: -9) local_rank: 1" in done.stderr
     assert_curve(tmp_path, attempt=1)
+
+
+# ---- hosts: shared memory inside, Gloo between
+
+
+def check_transports(rank: int) -> dict[str, str]:
+    """Of groups inside a host, across, and of ranks of which no two share one."""
+    names = {}
+    for ranks in ([0, 1], [0, 2], [1, 2, 3]):
+        group: Any = dist.new_group(ranks)
+        if rank in ranks:
+            dist.barrier(group)
+            names[str(ranks)] = _C.transport_of(group._get_backend(torch.device("cpu")))
+    return names
+
+
+def test_groups_take_what_reaches_all_their_ranks() -> None:
+    env = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "aabb"]
+    names = run_ranks(4, check_transports, env=env)
+    assert names[0]["[0, 1]"].startswith("shm: 1 host")
+    assert "no two ranks share a host; 2 hosts" in names[2]["[0, 2]"]
+    assert "between them; 2 hosts" in names[1]["[1, 2, 3]"]
+
+
+MACHINES = [{"RINGCOMM_HOST_ID": f"machine{rank}"} for rank in range(2)]
+
+
+@in_ranks(2, backend=None, fresh=True, env=MACHINES)
+def test_ranks_on_different_hosts_that_must_share_memory(rank: int, tmp_path: Path) -> None:
+    store, options = dist.FileStore(str(tmp_path / "store"), 2), Options(transport="shm")
+    with pytest.raises(RingcommError, match=r"share no memory.*machine[01].*machine[01]"):
+        dist.init_process_group(
+            "ringcomm", store=store, rank=rank, world_size=2, pg_options=options
+        )
+
+
+PATHS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "support")}
+
+
+def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | None = None) -> None:
+    """torchrun on two nodes of two ranks, both at once; each must end well in a minute."""
+    program = HERE / "torchrun_job.py"
+    commands = [
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
+            *(
+                "--master-addr",
+                address,
+                "--master-port",
+                str(port),
+                str(program),
+                str(folder),
+                "live",
+            ),
+        ]
+        for node in range(2)
+    ]
+    hosts = [{"RINGCOMM_HOST_ID": f"node{node}"} for node in range(2)]
+    if in_network is not None:
+        commands, hosts = [[*in_network, *(" ".join(command) for command in commands)]], [{}]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **PATHS, **host},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for command, host in zip(commands, hosts, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60.0)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    for rank in range(4):
+        text = json.loads((folder / f"rank{rank}.json").read_text())["transport"]
+        assert text.startswith("shm inside a host, p2p over gloo between them; 2 hosts: "), text
+        assert "(ranks 0 1)" in text
+        assert "(ranks 2 3)" in text
+
+
+# Two network namespaces with a cable between them, in a user namespace of their own. $1 and $2 are
+# what runs in each; both end with the script.
+NETWORK = """
+set -e
+trap 'kill $other 2>/dev/null' EXIT
+unshare -n sleep 120 & other=$!
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do sleep 0.01; done
+ip link set lo up
+ip link add ringcomm0 type veth peer name ringcomm1
+ip link set ringcomm1 netns $other
+ip address add 10.211.0.1/24 dev ringcomm0
+ip link set ringcomm0 up
+nsenter -t $other -n sh -c 'ip link set lo up; ip address add 10.211.0.2/24 dev ringcomm1;
+    ip link set ringcomm1 up'
+[ "$1" = try ] && exit 0
+GLOO_SOCKET_IFNAME=ringcomm1 nsenter -t $other -n sh -c "$2" & second=$!
+GLOO_SOCKET_IFNAME=ringcomm0 sh -c "$1"
+wait $second
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_with_two_nodes(tmp_path: Path) -> None:
+    """In two network namespaces, where a user may make them; else both on the loopback device."""
+    in_network = ["unshare", "-rn", "sh", "-c", NETWORK, "sh"]
+    has_tools = all(shutil.which(name) for name in ("unshare", "nsenter", "ip"))
+    attempt = [*in_network, "try"] if has_tools else ["false"]
+    if subprocess.run(attempt, capture_output=True, timeout=30.0, check=False).returncode == 0:
+        run_nodes(tmp_path, "10.211.0.1", 29511, in_network)
+        return
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = int(listener.getsockname()[1])
+    run_nodes(tmp_path, "127.0.0.1", port)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from curves import STEPS, make_model, sgd, train
 from torch.nn.parallel import DistributedDataParallel
 
-import ringcomm  # noqa: F401
+import ringcomm
 
 
 def main(folder: Path, must_die: bool) -> None:
@@ -45,6 +45,7 @@ def main(folder: Path, must_die: bool) -> None:
         "attempt": attempt,
         "backend": dist.get_backend(),
         "debug": dist.get_debug_level().name,
+        "transport": ringcomm._C.transport_of(dist.group.WORLD._get_backend(torch.device("cpu"))),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -104,16 +104,13 @@ def barrier_and_operators(rank: int, num_elems: int) -> None:
     same(tensor, expected)
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="there are no sends and receives")
-def test_messages(rank: int) -> None:
+@on_all_gpus
+def test_messages_barrier_and_operators(gpus: Gpus) -> None:
+    """There are no sends and receives where ranks take turns."""
     for num_elems in SIZES[1:]:
-        send_and_receive(rank, num_elems)
-
-
-@in_gpu_ranks(on_all_gpus)
-def test_barrier_and_operators(rank: int) -> None:
-    for num_elems in SIZES[1:]:
-        barrier_and_operators(rank, num_elems)
+        gpus.run(barrier_and_operators, num_elems)
+        if not gpus.take_turns:
+            gpus.run(send_and_receive, num_elems)
 
 
 @in_gpu_ranks(on_gpus)

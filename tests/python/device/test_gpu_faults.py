@@ -21,7 +21,6 @@ from gpu_ranks import (
     on_all_gpus,
     on_cuda,
     on_gpus,
-    on_one_gpu,
     on_some_gpus,
 )
 from ranks import RankFailure
@@ -184,17 +183,6 @@ def test_a_test_that_fails_on_one_rank_ends_on_all(gpus: Gpus, in_other_group: b
 
 
 # ---- arguments
-
-
-@on_one_gpu
-def test_a_tensor_of_the_host_on_a_group_of_gpus_alone(gpus: Gpus) -> None:
-    gpus.run(refuse_host_tensor, backend=f"{gpus.kind}:ringcomm")
-
-
-def refuse_host_tensor(rank: int) -> None:
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)cpu"):
-        dist.all_reduce(torch.ones(4))
-    dist.all_reduce(ones(4))  # the group is as usable as before
 
 
 @in_gpu_ranks(on_all_gpus)
