@@ -85,21 +85,6 @@ def test_every_operation_and_type(pool: str, kind: str, marks: str) -> None:
     check_calls(pool, covering_calls(kind)[list(POOLS).index(pool) :: stride], marks)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-def test_sizes_at_which_all_reduce_changes_its_path(pool: str, marks: str) -> None:
-    """In each group: chunks of one element; one_shot, a piece and a slot, and one more."""
-    calls = []
-    for group, (members, options) in enumerate(FAMILY):
-        n = len(members)
-        limit = (256 if n == 2 else 48) << 8  # elements of fp32 up to which auto takes one_shot
-        sizes = [n - 1, n, n + 1, limit, limit + 1]
-        if pool == "shm":  # elsewhere these are slices of messages, some 1,000 a second
-            sizes += [MIB // 4, MIB // 4 + 1, n * (64 << 10) + 1]
-            sizes += [777_777] * ("slot_bytes" not in options)
-        calls += [Call("all_reduce", group, size=size) for size in sizes]
-    check_calls(pool, calls, marks)
-
-
 # ---- other worlds
 
 

@@ -11,13 +11,12 @@ from curves import (
     Run,
     assert_same_run,
     assert_weights,
-    batch,
     make_model,
     single_process,
     train,
     weights_of,
 )
-from ranks import in_ranks, run_ranks
+from ranks import run_ranks
 from test_errors import ENVS
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -190,21 +189,6 @@ def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
     """premul_sum, or sums."""
     results = run_ranks(WORLD, run_with_a_divide_factor, only_sums)
     assert_same_run(results, single_process(scale=WORLD / 3.0))
-
-
-@in_ranks(WORLD)
-def test_fsdp2_accumulates_and_clips(rank: int) -> None:
-    """Two micro-batches, one reduction: twice the gradient; the norm of all shards together."""
-    model, reference = shard(), make_model()
-    for micro_step in range(2):
-        model.set_requires_gradient_sync(micro_step == 1)
-        for module, (x, y) in ((model, batch(0, rank, WORLD)), (reference, batch(0))):
-            nn.functional.mse_loss(module(x), y).backward()
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    torch.testing.assert_close(norm.full_tensor(), expected, rtol=0, atol=1e-5)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=0, atol=1e-5)
 
 
 def run_fsdp1(rank: int, strategy: ShardingStrategy) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,6 @@ def test_different_calls(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
-@in_ranks(2, TRANSPORTS, fresh=True)
-def test_receive_of_another_size(rank: int) -> None:
-    if rank == 0:
-        dist.send(torch.zeros(4), 1)
-    else:
-        error = caught(lambda: dist.recv(torch.zeros(5), 0))
-        assert (error["type"], "16 bytes" in error["text"]) == ("MismatchError", True), error
-
-
 @in_ranks(2)
 def test_no_asynchronous_error_is_lost(rank: int) -> None:
     """An error that another thread finds while the caller is still submitting is not lost."""
@@ -130,57 +122,29 @@ def test_no_asynchronous_error_is_lost(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-# ---- groups that differ, and bad options
-
-
-def make_group(rank: int, options: list[Any], env: dict[str, str], folder: str) -> dict[str, Any]:
-    os.environ.update(env)
-    return caught(
-        lambda: dist.init_process_group(
-            "ringcomm",
-            store=dist.FileStore(folder + "/store", len(options)),
-            rank=rank,
-            world_size=len(options),
-            pg_options=options[rank],
-            timeout=timedelta(seconds=10),
-        )
-    )
-
-
-ODD: list[tuple[list[Any], str]] = [
-    ([Options(algorithm="ring"), Options()], "algorithm=ring"),
-    ([Options(transport="p2p", p2p_backend="ringcomm"), Options(transport="p2p")], "=gloo"),
-]
-
-
-@pytest.mark.parametrize(("options", "words"), ODD, ids=["shm", "p2p"])
-def test_different_options(tmp_path: Path, options: list[Any], words: str) -> None:
-    args: Any = (options, {}, str(tmp_path))
-    for error in run_ranks(2, make_group, *args, backend=None, fresh=True):
-        assert error["type"] == "MismatchError"
-        assert words in error["text"]
+# ---- bad options
 
 
 BAD: list[tuple[Any, dict[str, str], str, str]] = [
     (Options(algorithm="tree"), {}, "ValueError", "one_shot"),  # type: ignore[arg-type]
     (Options(num_slots=65), {}, "ValueError", "2 to 64"),
-    (Options(num_slots=-3), {}, "ValueError", "num_slots of ringcomm.Options is out of range"),
     (Options(num_slots=2.5), {}, "TypeError", "num_slots"),  # type: ignore[arg-type]
     (Options(slot_bytes=0), {}, "ValueError", "multiple of 64"),
-    (Options(slot_bytes=1 << 30), {}, "ValueError", "multiple of 64"),
     (Options(transport="tcp"), {}, "ValueError", "shm or p2p"),  # type: ignore[arg-type]
     (Options(transport="p2p", p2p_backend="none"), {}, "ValueError", "p2p_backend"),
     ({"algorithm": "ring"}, {}, "TypeError", "ringcomm.Options"),
     (None, {"RINGCOMM_ALGORITHM": "tree"}, "ValueError", "one_shot"),
     (None, {"RINGCOMM_NUM_SLOTS": "many"}, "ValueError", "RINGCOMM_NUM_SLOTS"),
-    (None, {"RINGCOMM_SLOT_BYTES": "0"}, "ValueError", "multiple of 64"),
 ]
 
 
 @in_ranks(1, backend=None, fresh=True)
 def test_bad_options_and_environment(rank: int, tmp_path: Path) -> None:
-    for options, env, kind, words in BAD:
-        error = make_group(rank, [options], env, str(tmp_path))
+    for number, (options, env, kind, words) in enumerate(BAD):
+        os.environ.update(env)
+        store = dist.FileStore(str(tmp_path / str(number)), 1)
+        place: dict[str, Any] = {"rank": 0, "world_size": 1, "pg_options": options}
+        error = caught(partial(dist.init_process_group, "ringcomm", store=store, **place))
         assert (error["type"], words in error["text"]) == (kind, True), (words, error)
         for name in env:
             del os.environ[name]
@@ -220,7 +184,6 @@ def overlapping() -> None:
 Wrong = tuple[Callable[[], Any], type[Exception], str]
 WRONG: list[Wrong] = [
     (lambda: dist.all_reduce(t(2), dist.ReduceOp.BAND), ValueError, "band"),
-    (lambda: dist.all_reduce(t(2, dtype=torch.bool), dist.ReduceOp.AVG), ValueError, "avg"),
     (lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e5m2)), TypeError, "Float8"),
     (lambda: dist.all_reduce(t(2) * 1j, dist.ReduceOp.MAX), ValueError, "complex|not support"),
     (lambda: dist.all_reduce(t(1).expand(4)), ValueError, r"one memory location.*clone"),
@@ -245,15 +208,12 @@ WRONG: list[Wrong] = [
         "2 ranks, got 3",
     ),
     (overlapping, ValueError, "two outputs share memory"),
-    (lambda: dist.all_gather([t(1).expand(4), t(4)], t(4)), ValueError, "one memory location"),
     (lambda: dist.all_to_all([t(2), t(2)], [t(2)]), ValueError, "2 ranks, got 1"),
-    (lambda: dist.all_to_all([t(3), t(3)], [t(2), t(2)]), ValueError, "and room for 12"),
     (lambda: dist.all_to_all_single(t(3), t(3)), ValueError, "3 rows of its input"),
     (lambda: dist.all_to_all_single(t(()), t(())), ValueError, "scalar"),
     (split([2, 2], [1, 1, 2]), ValueError, "each of the 2 ranks, got 3"),
     (split([2, 2], [1, 2]), ValueError, r"\[1, 2\], add up to 3, but there are 4 rows"),
     (split([2, 1 << 62], [2, 2]), ValueError, "no way to cut 4 rows"),
-    (split([2, 2], [5, -1]), ValueError, "no way to cut"),
 ]
 
 
@@ -342,11 +302,3 @@ def test_arguments(rank: int) -> None:
         dist.monitored_barrier()
     group.monitored_barrier()
     ringcomm.monitored_barrier(wait_all_ranks=True)
-
-
-@in_ranks(2, fresh=True, may_die=[1])
-def test_a_dead_rank_ends_the_group(rank: int) -> None:
-    if rank == 1:
-        os._exit(0)
-    error = caught(lambda: ringcomm.monitored_barrier(None, timedelta(seconds=20)))
-    assert (error["type"], error["rank"]) == ("PeerDiedError", 1)

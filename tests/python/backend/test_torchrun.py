@@ -24,65 +24,39 @@ from ranks import in_ranks, run_ranks
 from ringcomm import _C, Options, RingcommError
 
 HERE = Path(__file__).parent
-WORLD = 2
+JOB = str(HERE / "torchrun_job.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "support")}
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # which test_backend.py only imitates
 
 
-def free_port() -> int:
-    """Below those that the kernel gives to clients; by pid, so that two runs differ."""
-    for port in range(20_000 + os.getpid() % 10_000, 32_000):
-        with socket.socket() as trial:
-            if trial.connect_ex(("127.0.0.1", port)) != 0:
-                return port
-    raise AssertionError("no free port")
-
-
-def torchrun(
-    folder: Path, *options: str, must_die: bool = False, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    program = [str(HERE / "torchrun_job.py"), str(folder), "die" if must_die else "live"]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-    return subprocess.run(
-        [sys.executable, *launcher, *options, *program],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE.parent / "support"),
-            **(env or {}),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def assert_curve(folder: Path, attempt: int, debug: str = "OFF") -> None:
-    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD)]
-    assert [report["attempt"] for report in reports] == [attempt] * WORLD
-    assert [report["backend"] for report in reports] == ["ringcomm"] * WORLD
-    assert [report["debug"] for report in reports] == [debug] * WORLD
+def assert_curve(folder: Path, world_size: int, attempt: int, debug: str = "OFF") -> list[str]:
+    """What the job has written; returns the transports."""
+    reports = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+    for report in reports:
+        found = report["attempt"], report["backend"], report["debug"]
+        assert found == (attempt, "ringcomm", debug)
     losses = mean_losses([Run(report["losses"], {}) for report in reports])
     assert losses == pytest.approx(single_process().losses, rel=0, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_static(tmp_path: Path) -> None:
-    """With the variable that test_debug.py only imitates."""
-    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    done = torchrun(tmp_path, "--nnodes", "1", "--node-rank", "0", *address, env=detail)
-    assert done.returncode == 0, done.stderr
-    assert_curve(tmp_path, attempt=0, debug="DETAIL")
+    return [report["transport"] for report in reports]
 
 
 @pytest.mark.slow
 def test_a_worker_dies_once(tmp_path: Path) -> None:
     """torchrun names the rank that died, not the one that missed it, and the next ones go on."""
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    done = torchrun(tmp_path, *endpoint, "--nnodes", "1:1", "--max-restarts", "2", must_die=True)
+    launcher = [*TORCHRUN, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    options = ["--nnodes", "1:1", "--max-restarts", "2", JOB, str(tmp_path), "die"]
+    done = subprocess.run(
+        [*launcher, *options],
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "failed (exitcode: -9) local_rank: 1" in done.stderr
-    assert_curve(tmp_path, attempt=1)
+    assert_curve(tmp_path, 2, attempt=1)
 
 
 # ---- hosts: shared memory inside, Gloo between
@@ -119,25 +93,12 @@ def test_ranks_on_different_hosts_that_must_share_memory(rank: int, tmp_path: Pa
         )
 
 
-PATHS = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "support")}
-
-
 def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | None = None) -> None:
     """torchrun on two nodes of two ranks, both at once; each must end well in a minute."""
-    program = HERE / "torchrun_job.py"
     commands = [
         [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
-            *(
-                "--master-addr",
-                address,
-                "--master-port",
-                str(port),
-                str(program),
-                str(folder),
-                "live",
-            ),
+            *(*TORCHRUN, "--nnodes", "2", "--node-rank", str(node)),
+            *("--master-addr", address, "--master-port", str(port), JOB, str(folder), "live"),
         ]
         for node in range(2)
     ]
@@ -147,7 +108,7 @@ def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | Non
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **PATHS, **host},
+            env={**os.environ, **ENV, **DETAIL, **host},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -162,8 +123,7 @@ def run_nodes(folder: Path, address: str, port: int, in_network: list[str] | Non
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
-    for rank in range(4):
-        text = json.loads((folder / f"rank{rank}.json").read_text())["transport"]
+    for text in assert_curve(folder, 4, attempt=0, debug="DETAIL"):
         assert text.startswith("shm inside a host, p2p over gloo between them; 2 hosts: "), text
         assert "(ranks 0 1)" in text
         assert "(ranks 2 3)" in text
