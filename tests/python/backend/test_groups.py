@@ -69,24 +69,6 @@ def test_ways_to_make_groups(rank: int) -> None:
     assert sum_of(None, rank) == 6
 
 
-@in_ranks(2, fresh=True)
-def test_64_groups_at_once(rank: int) -> None:
-    before = resources()
-    groups = [dist.new_group(backend="ringcomm") for _ in range(64)]
-    works: list[Any] = []
-    tensors = []
-    for i, group in enumerate(groups):
-        tensors.append(torch.full((2000,), float(i)))
-        works.append(dist.all_reduce(tensors[-1], group=group, async_op=True))
-    for i in reversed(range(64)):
-        works[i].wait()
-        assert (tensors[i] == 2 * i).all()
-    for group in groups:
-        dist.destroy_process_group(group)
-    del works, groups, group
-    assert_back_to(before)
-
-
 # ---- groups come and go
 
 
@@ -101,9 +83,10 @@ def test_thirty_times_in_one_process(rank: int, tmp_path: Path) -> None:
         dist.all_reduce(tensor, async_op=True).wait()
         receive = dist.P2POp(dist.irecv, torch.empty(10), 1 - rank)
         dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1 - rank), receive])[1].wait()
-        assert sum_of(dist.new_group(), 1) == 2
+        for group in [dist.new_group() for _ in range(64 if turn == 1 else 1)]:  # all at once
+            assert sum_of(group, 1) == 2
         dist.destroy_process_group()
-        del store
+        del store, group
         seen.append(resources())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident.append(pages * os.sysconf("SC_PAGE_SIZE"))

@@ -19,7 +19,7 @@ from ranks import in_ranks, run_ranks
 from sequence_calls import KINDS
 from sequences import run_calls
 from test_collectives import covering_calls
-from test_errors import TRANSPORTS, caught
+from test_errors import TRANSPORTS
 from torch import Tensor
 
 from ringcomm import Options, message_backend
@@ -193,38 +193,24 @@ def test_carriers_of_devices() -> None:
         message_backend.for_device("gloo", "xpu")
 
 
-def make_late(rank: int, fails: bool) -> tuple[float, dict[str, Any]]:
-    """When rank 0 has made its end, or any other its group; and the error."""
+def make_late(rank: int) -> float:
+    """When rank 0 has made its end, or any other its group."""
     make, made_s = dist.ProcessGroupGloo, 0.0
 
     def make_own(*args: Any, **kwargs: Any) -> Any:
         nonlocal made_s
         backend = make(*args, **kwargs)
         time.sleep(0.2)
-        if fails:
-            raise OSError("no such network")
         made_s = time.monotonic()
         return backend
 
     if rank == 0:
         dist.ProcessGroupGloo = make_own  # type: ignore[assignment,misc]
-    try:
-        error = caught(lambda: dist.destroy_process_group(dist.new_group()))
-    finally:
-        dist.ProcessGroupGloo = make  # type: ignore[misc]
-    return made_s or time.monotonic(), error
+    dist.destroy_process_group(dist.new_group())
+    return made_s or time.monotonic()
 
 
 def test_no_rank_has_a_group_before_all_have() -> None:
     """A rank that leaves it at once would close connections that others are making."""
-    (made_s, _), *others = run_ranks(3, make_late, False, env=TRANSPORTS["p2p"])
-    for had_s, error in others:
-        assert not error, error
-        assert had_s >= made_s
-
-
-def test_a_rank_that_cannot_make_its_end_is_named() -> None:
-    results = run_ranks(3, make_late, True, fresh=True, env=TRANSPORTS["p2p"])
-    for rank, (_, error) in enumerate(results):
-        assert error["type"] == "RingcommError", error
-        assert ("rank 0: " if rank > 0 else "") + "no such network" in error["text"], error
+    made_s, *others = run_ranks(3, make_late, fresh=True, env=TRANSPORTS["p2p"])
+    assert all(had_s >= made_s for had_s in others)

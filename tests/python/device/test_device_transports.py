@@ -27,7 +27,7 @@ from test_gpu_collectives import (
 )
 
 import ringcomm
-from ringcomm import _C, Options, message_backend
+from ringcomm import _C, Options
 
 pytestmark = needs_emulated_gpu
 
@@ -71,7 +71,12 @@ def transport(rank: int) -> str:
 
 
 def check_box(rank: int) -> str:
+    """What cannot be in this box is refused, and the group works on."""
     name = transport(rank)
+    if "p2p" in name or "taking turns" in name:
+        words = "share no memory" if "p2p" in name else "take turns"
+        with pytest.raises((NotImplementedError, ValueError), match=words):
+            ringcomm.empty_shared(4, device=GPU)
     check_every_operation(25)
     barrier_and_operators(rank, 1003)
     if "taking turns" not in name:
@@ -126,18 +131,8 @@ def test_algorithms_over_messages(world_size: int) -> None:
     assert all(found == results[0] for found in results)
 
 
-def check_carrier(rank: int) -> None:
-    group: Any = dist.group.WORLD
-    backend = group._get_backend(torch.device(GPU))
-    assert _C.device_transports(backend) == {}
-    dist.all_reduce(torch.ones(1, device=GPU))
-    assert _C.device_transports(backend) == {f"{GPU}:{rank}": "p2p over emup2p"}
-    for asked in ("gloo", "emup2p"):
-        assert message_backend.for_device(asked, GPU) == "emup2p"
-
-
 def test_what_carries_messages() -> None:
-    run_on_gpus(2, check_carrier, num_devices=2, fresh=True)
+    assert run_on_gpus(2, transport, num_devices=2) == ["p2p over emup2p"] * 2
 
 
 # ---- by kernels
@@ -213,18 +208,3 @@ def check_shared(rank: int, sharing: list[bool]) -> None:
 @pytest.mark.parametrize("sharing", [[True, False, True], [True, True, True]], ids=str)
 def test_shared_tensors(sharing: list[bool]) -> None:
     run_on_gpus(3, check_shared, sharing, env=with_kernels())
-
-
-def refusal(rank: int) -> str:
-    with pytest.raises((NotImplementedError, ValueError)) as error:
-        ringcomm.empty_shared(4, device=GPU)
-    dist.all_reduce(torch.ones(4, device=GPU))
-    return str(error.value)
-
-
-def test_where_tensors_cannot_be_shared() -> None:
-    for said in run_on_gpus(2, refusal):
-        assert "p2p over emup2p share no memory" in said
-    turns = {**with_kernels(), "RINGCOMM_EMULATOR_MPS": "0"}
-    for said in run_on_gpus(2, refusal, env=turns):
-        assert "take turns" in said
