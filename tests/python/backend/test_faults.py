@@ -245,46 +245,29 @@ def test_ctrl_c_while_a_group_is_made(rank: int, tmp_path: Path) -> None:
         assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
 
 
-def interrupt(rank: int, name: str) -> tuple[str, float, str]:
-    """Rank 1 is late. Destroying a group waits for what was started, here an unmatched call."""
+@in_ranks(2, TRANSPORTS, fresh=True)
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_ctrl_c(rank: int, is_destroyed: bool) -> None:
+    """It ends the wait, and the group on all ranks.
+
+    Rank 1 is late. Destroying a group waits for what was started, here unmatched calls.
+    """
     dist.barrier()
     group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-    calls = {
-        "destroy after all_reduce": lambda: asynchronous(group),
-        "destroy after isend": lambda: dist.isend(torch.ones(10_000_000), 1),
-    }
     if rank == 1:
         store.wait(["interrupted"])
         # Rank 0 may have published its part before it gave up: then the first call succeeds.
-        return ("", 0.0, [caught(WAITS["all_reduce"], group) for _ in range(2)][1]["type"])
-    if name in calls:
-        calls[name]()
-        found = interrupted(dist.destroy_process_group)
-        store.set("interrupted", "yes")
-        return (*found, "RingcommError")
-    found = interrupted(lambda: WAITS[name](group))
+        error = [caught(WAITS["all_reduce"], group) for _ in range(2)][1]
+        assert error["type"] in ("RingcommError", *(["PeerDiedError"] * is_destroyed)), error
+        return
+    if is_destroyed:
+        dist.isend(torch.ones(10_000_000), 1)
+        asynchronous(group)
+    call = dist.destroy_process_group if is_destroyed else asynchronous(group).wait
+    kind, seconds = interrupted(call)
     store.set("interrupted", "yes")
-    return (*found, caught(WAITS["all_reduce"], group)["type"])
-
-
-@pytest.mark.parametrize(
-    ("env", "name"),
-    [
-        ("shm", "async"),
-        ("p2p", "barrier"),
-        ("shm", "destroy after all_reduce"),
-        ("p2p", "destroy after isend"),
-    ],
-)
-def test_ctrl_c(env: str, name: str) -> None:
-    """It ends the wait, and the group on all ranks."""
-    (kind, seconds, later), (_, _, of_other) = run_ranks(
-        2, interrupt, name, fresh=True, env=ENVS[env]
-    )
-    assert kind == "KeyboardInterrupt"
-    assert seconds < 2 * SOON_S  # of the group's 30
-    assert later == "RingcommError"
-    assert of_other == "RingcommError" or (name[:7] == "destroy" and of_other == "PeerDiedError")
+    assert (kind, seconds < 2 * SOON_S) == ("KeyboardInterrupt", True)  # of the group's 30
+    assert is_destroyed or caught(WAITS["all_reduce"], group)["type"] == "RingcommError"
 
 
 # ---- use after the end, and in the wrong process
