@@ -67,7 +67,6 @@ class Call:
         root: rank in the group, modulo its size: root, or receiver.
         wait: 0 for a synchronous call; else how many more calls are made before the wait.
         variety: 0 for contiguous tensors on the heap and no delays.
-        threads: of kind "threads": the calls of each of two threads, on two groups.
     """
 
     kind: str
@@ -79,7 +78,6 @@ class Call:
     root: int = 0
     wait: int = 0
     variety: int = 0
-    threads: tuple[tuple[Call, ...], ...] = ()
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -127,9 +126,7 @@ class Run:
 
     def make_calls(self) -> None:
         for idx, call in enumerate(self.case.calls):
-            if call.kind == "threads":
-                self.run_threads(call, idx)
-            elif (side := self.side(call, idx)) is not None:
+            if (side := self.side(call, idx)) is not None:
                 self.begin(side, idx)
             self.finish_until(idx)
         self.finish_until(len(self.case.calls) + 100)
@@ -165,34 +162,6 @@ class Run:
             side.spoil()
         idx = side.number - self.serial * 100
         self.wrong += [f"call {idx}, {side.call}: {text}" for text in side.wrong()]
-
-    def run_threads(self, call: Call, idx: int) -> None:
-        """Each thread's calls are synchronous, and made by the members of their group."""
-        errors: list[BaseException] = []
-
-        def run(calls: Sequence[Call], number: int) -> None:
-            try:
-                for each, one in enumerate(calls):
-                    side = self.side(replace(one, wait=0), idx)
-                    if side is not None:
-                        side.number = number + each
-                        KINDS[one.kind](side)
-                        self.look_at(side)
-            except BaseException as error:
-                errors.append(error)
-
-        # Numbers of calls, from which values come, that no other call of the case has.
-        threads = [
-            threading.Thread(target=run, args=(calls, self.serial * 100 + 40 + 20 * i))
-            for i, calls in enumerate(call.threads)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        if errors:
-            raise errors[0]
-        assert not any(thread.is_alive() for thread in threads), f"threads of call {idx}"
 
 
 def run_case(rank: int, case: Case, serial: int, marks: str, mutation: str = "") -> list[str]:

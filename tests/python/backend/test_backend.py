@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import datetime
-import importlib.metadata
-import os
-import subprocess
-import sys
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,52 +18,6 @@ from test_errors import TRANSPORTS
 import _ringcomm_autoload
 import ringcomm
 from ringcomm import _C, Options, RingcommError
-
-ROOT = Path(__file__).parents[3]
-
-
-# ---- registration
-
-# Two ranks in a program that never imports ringcomm; forked after the import of torch.
-PROGRAM = """
-import os, sys, torch, torch.distributed as dist
-{register}
-assert "ringcomm" not in sys.modules
-assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
-rank = 0 if os.fork() else 1
-store = dist.FileStore({store!r}, 2)
-dist.init_process_group({backend!r}, store=store, rank=rank, world_size=2)
-tensor = torch.ones(5)
-dist.all_reduce(tensor)
-assert tensor.tolist() == [2] * 5
-assert "ringcomm" in sys.modules
-assert dist.get_backend() == {backend!r}, dist.get_backend()
-dist.destroy_process_group()
-if rank == 1:
-    os._exit(0)
-assert os.wait()[1] == 0
-print("fine")
-"""
-
-
-def test_program_that_never_imports_ringcomm(tmp_path: Path) -> None:
-    """torch finds an installed ringcomm by itself; else it is registered by hand, or twice."""
-    names = [e.name for e in importlib.metadata.entry_points(group="torch.backends")]
-    is_installed = "ringcomm" in names
-    register = "" if is_installed else "import _ringcomm_autoload as a; a.register(); a.register()"
-    backend = "cpu:ringcomm"
-    program = PROGRAM.format(register=register, store=str(tmp_path / "store"), backend=backend)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path if is_installed else ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == "fine\n", done.stderr
 
 
 def test_defaults_stay() -> None:
@@ -110,7 +62,7 @@ def count(group: Any, op: str, algorithm: str) -> tuple[int, int]:
 
 @in_ranks((2, 3, 4), TRANSPORTS)
 def test_stats(rank: int) -> None:
-    """Calls and bytes of each algorithm; of the other collectives each call's bytes."""
+    """Calls and bytes of each algorithm, and of another collective."""
     world_size = dist.get_world_size()
     num_bytes = 480_000  # a multiple of 2, 3 and 4 elements: the formulas are exact
     share = 2 * (world_size - 1) * num_bytes // world_size
@@ -126,27 +78,10 @@ def test_stats(rank: int) -> None:
         assert after == (before[0] + 2, before[1] + 2 * sent_bytes)
         assert list(ringcomm.stats(group)) == [("all_reduce", algorithm)]
         dist.destroy_process_group(group)
-    if "RINGCOMM_TRANSPORT" in os.environ:
-        return
     group = dist.new_group(backend="ringcomm")
-    own, whole = torch.ones(1000), torch.empty(1000 * world_size)
-    shares = [torch.empty(1000) for _ in range(world_size)]
-    is_root, to_all = rank == 1, 4000 * (world_size - 1)
-    at_root: Any = shares if is_root else None
-    calls: dict[str, tuple[Any, int]] = {
-        "all_gather": (lambda: dist.all_gather_into_tensor(whole, own, group=group), to_all),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(own, whole, group=group), to_all),
-        "broadcast": (lambda: dist.broadcast(own, 1, group=group), to_all * is_root),
-        "gather": (lambda: dist.gather(own, at_root, 1, group=group), 4000 * (not is_root)),
-        "scatter": (lambda: dist.scatter(own, at_root, 1, group=group), to_all * is_root),
-        "all_to_all": (lambda: dist.all_to_all(shares, [own] * world_size, group=group), to_all),
-        "barrier": (lambda: dist.barrier(group=group), 0),
-    }
-    for op, (call, sent_bytes) in calls.items():
-        call()
-        assert count(group, op, "direct") == (1, sent_bytes), op
-    copied = ringcomm.stats(group)["all_to_all", "direct"]["copied_bytes"]
-    assert copied == 4000 * (2 * world_size - 1)
+    outputs = [torch.empty(1000) for _ in range(world_size)] if rank == 1 else None
+    dist.gather(torch.ones(1000), outputs, 1, group)
+    assert count(group, "gather", "direct") == (1, 4000 * (rank != 1))
     dist.destroy_process_group(group)
 
 
@@ -242,3 +177,72 @@ def test_get_error_after_a_time_out(rank: int) -> None:
         with pytest.raises(RingcommError):
             dist.barrier()
         assert "TIMEOUT" in str(backend_of().get_error())
+
+
+# ---- what one sees of it: TORCH_DISTRIBUTED_DEBUG=DETAIL, the profiler's events
+
+
+@in_ranks(2, backend=None, fresh=True)
+def test_detail_names_both_calls(rank: int, tmp_path: Path) -> None:
+    """torch's own check comes before ringcomm's. Training so: test_torchrun.py."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # the variable is read when torch is imported
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+    wrapper: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert "Wrapper" in type(wrapper).__name__
+    assert wrapper.wrapped_pg.name() == "ringcomm"
+    with pytest.raises(RuntimeError, match="running collective: CollectiveFingerPrint") as caught:
+        dist.all_reduce(torch.ones(2 + rank))
+    assert all(f"TensorShape=[{size}]" in str(caught.value) for size in (2, 3))
+    total = torch.ones(3)  # nothing has been exchanged, the group lives
+    dist.all_reduce(total, group=dist.new_group([1, 0]))
+    assert total.tolist() == [2] * 3
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, rank)
+    assert everyone == [0, 1]
+    dist.barrier()
+
+
+def traced(path: Path, body: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The events of `body`, as a trace file has them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        body()
+    profiler.export_chrome_trace(str(path))
+    return list(json.loads(path.read_text())["traceEvents"])
+
+
+@in_ranks(2)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_profiler(rank: int, is_async: bool, tmp_path: Path) -> None:
+    """ringcomm's event, for which torch's own tests look, and record_param_comms."""
+    own, large, whole = torch.ones(10), torch.ones(200_000), torch.ones(20, dtype=torch.bfloat16)
+    one, parts = whole[:10].clone(), [torch.ones(1), torch.ones(2)]
+    fields = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size")
+    message = (dist.recv, (own, 0)) if rank else (dist.send, (own, 1))
+    at_root = [torch.ones(10), torch.ones(10)] if rank == 0 else None
+    cases: list[tuple[Any, tuple[Any, ...], str, int, int]] = [
+        (dist.all_reduce, (own,), "all_reduce/one_shot", 10, 10),
+        (dist.all_reduce, (large,), "all_reduce/two_shot", 200_000, 200_000),
+        (dist.all_gather, (parts, parts[rank].clone()), "all_gather", rank + 1, 3),
+        (dist.reduce_scatter_tensor, (one, whole), "_reduce_scatter_base", 20, 10),
+        (dist.gather, (own, at_root, 0), "gather", 10, 20 * (1 - rank)),
+        (*message, "recv" if rank else "send", 10 * (1 - rank), 10 * rank),
+    ]
+    for number, (call, args, name, *elems) in enumerate(cases):
+        options = {} if call in (dist.send, dist.recv) else {"async_op": is_async}
+
+        def body(call: Any = call, args: Any = args, options: Any = options) -> None:
+            work = call(*args, **options)
+            if hasattr(work, "wait"):
+                work.wait()
+
+        events = traced(tmp_path / f"{number}-{rank}", body)
+        event_name = f"ringcomm:{name.partition('/')[0]}"
+        assert len([e for e in events if e.get("name") == event_name]) == 1, name
+        (event,) = (e["args"] for e in events if e.get("name") == "record_param_comms")
+        dtype = "BFloat16" if name == "_reduce_scatter_base" else "Float"
+        assert [event[field] for field in fields] == [name, *elems, dtype, 2], name
+    # Without a profiler nothing is recorded, nor afterwards.
+    dist.all_reduce(torch.ones(3))
+    events = traced(tmp_path / f"none{rank}", lambda: None)
+    assert not [e for e in events if "comms" in e.get("name", "")]

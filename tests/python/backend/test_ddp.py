@@ -1,14 +1,21 @@
-"""DistributedDataParallel and its hooks: the loss curve of one process."""
+"""DistributedDataParallel, its hooks, and FSDP over ringcomm: the loss curve of one process."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import curves
 import pytest
 import torch
 import torch.distributed as dist
-from curves import Run, assert_same_run, assert_weights, weights_of
+from curves import (
+    Run,
+    assert_same_run,
+    assert_weights,
+    make_model,
+    single_process,
+    train,
+    weights_of,
+)
 from ranks import run_ranks
 from test_errors import ENVS
 from torch import Tensor, nn
@@ -17,56 +24,36 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     powerSGD_hook,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 WORLD = 2
 
 
-def make_model(_: int = 0) -> nn.Module:
-    """Several buckets at bucket_cap_mb=0.05; one weight that is not contiguous."""
-    torch.manual_seed(1)
-    convolution: Any = nn.Conv2d(2, 8, 3)
-    model = nn.Sequential(
-        convolution.to(memory_format=torch.channels_last),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 36, 120),
-        nn.Tanh(),
-        nn.Linear(120, 60),
-        nn.GELU(),
-        nn.Linear(60, 3),
-    )
-    assert not convolution.weight.is_contiguous()
-    return model
+def run_of(model: Any, rank: int) -> Run:
+    return Run(train(model, rank, dist.get_world_size()), weights_of(model))
 
 
-def batch(step: int, share: int = 0, num_shares: int = 1) -> tuple[Tensor, Tensor]:
-    """A rank's share, or all of it. The outputs can be learned, up to noise."""
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(12, 2, 8, 8, generator=generator)
-    y = torch.tensor([1.0, -1.0, 2.0]) + torch.randn(12, 3, generator=generator) / 2
-    return x.chunk(num_shares)[share], y.chunk(num_shares)[share]
-
-
-def train(model: nn.Module, rank: int, num_ranks: int = WORLD, **options: Any) -> Run:
-    losses = curves.train(model, rank, num_ranks, data=batch, **options)
-    return Run(losses, weights_of(model))
-
-
-def single_process(**options: Any) -> Run:
-    return curves.single_process(make=make_model, data=batch, **options)
-
-
-def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.05, **options})
-
-
-def train_ddp(rank: int, options: dict[str, Any]) -> Run:
+def wrap(**options: Any) -> DistributedDataParallel:
+    """Several buckets."""
     model = make_model()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(rank)  # DDP takes rank 0's
-    return train(wrap(model, **options), rank, dist.get_world_size())
+            parameter.add_(dist.get_rank())  # DDP takes rank 0's
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.0005, **options})
+
+
+def train_ddp(rank: int, options: dict[str, Any]) -> Run:
+    return run_of(wrap(**options), rank)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +61,16 @@ def train_ddp(rank: int, options: dict[str, Any]) -> Run:
     [
         ({"gradient_as_bucket_view": True}, "shm"),
         ({"static_graph": True}, "shm"),
-        ({"find_unused_parameters": True}, "shm"),
-        ({}, "p2p"),
+        ({"find_unused_parameters": True}, "p2p"),
         ({}, "hosts"),
     ],
     ids=str,
 )
 def test_equals_one_process(options: dict[str, Any], env: str) -> None:
-    world_size = 2 if env == "shm" else 3
-    assert_same_run(run_ranks(world_size, train_ddp, options, env=ENVS[env]), single_process())
+    world_size = 4 if env == "hosts" else 2
+    envs = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "abba"]
+    results = run_ranks(world_size, train_ddp, options, env=envs if env == "hosts" else ENVS[env])
+    assert_same_run(results, single_process())
 
 
 def test_equals_gloo_bitwise() -> None:
@@ -117,11 +105,9 @@ chained_hook.__annotations__.clear()  # DDP compares them with types, and these 
 def train_with_hook(rank: int, name: str) -> Run:
     # One bucket where the hook issues collectives from callbacks: with several, their order would
     # depend on the ranks' timing.
-    cap = {"chained": 25.0, "power_sgd": 25.0}.get(name, 0.05)
-    model = wrap(make_model(), bucket_cap_mb=cap)
-    group: Any = dist.group.WORLD
+    options = {"bucket_cap_mb": 25.0} if name in ("chained", "power_sgd") else {}
+    model, group = wrap(**options), dist.group.WORLD
     hooks: dict[str, tuple[Any, Any]] = {
-        "allreduce": (group, default_hooks.allreduce_hook),
         "fp16": (group, default_hooks.fp16_compress_hook),
         "chained": (None, chained_hook),
         "power_sgd": (
@@ -131,11 +117,11 @@ def train_with_hook(rank: int, name: str) -> Run:
         "noop": (None, debugging_hooks.noop_hook),
     }
     model.register_comm_hook(*hooks[name])
-    return train(model, rank)
+    return run_of(model, rank)
 
 
 # fp16 rounds gradients to 11 bits, five times; PowerSGD is an approximation.
-ATOL = {"allreduce": 1e-5, "fp16": 1e-3, "chained": 1e-5, "power_sgd": 0.1}
+ATOL = {"fp16": 1e-3, "chained": 1e-5, "power_sgd": 0.1}
 
 
 @pytest.mark.parametrize("name", ATOL)
@@ -147,8 +133,83 @@ def test_noop_hook() -> None:
     """Each rank trains alone, to the last bit: the control of what the others compare."""
     results = run_ranks(WORLD, train_with_hook, "noop")
     for rank, result in enumerate(results):
-        alone = train(make_model(), rank)
-        assert result.losses == alone.losses
-        assert_weights(result.weights, alone.weights, atol=0)
+        model = make_model()
+        assert result.losses == train(model, rank, WORLD)
+        assert_weights(result.weights, weights_of(model), atol=0)
     with pytest.raises(AssertionError):
         assert_same_run(results, single_process(), atol=1e-3)
+
+
+# ---- FSDP2 and FSDP1
+
+
+def shard(mesh_shape: tuple[int, ...] = (WORLD,), **options: Any) -> Any:
+    """Each layer by itself; two dimensions of the mesh are replicas and shards."""
+    model = make_model()
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "shard")[-len(mesh_shape) :])
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def run_fsdp2(rank: int, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Run:
+    return run_of(shard(mesh_shape, **options), rank)
+
+
+# 8 bits of mantissa: 2e-2 after five steps.
+IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "options", "atol"),
+    [
+        ((2,), {"mp_policy": IN_BF16}, 2e-2),
+        ((4,), {"reshard_after_forward": 2}, 1e-5),  # to shards among two of the four
+        ((2, 2), {}, 1e-5),  # HSDP
+    ],
+    ids=["bf16", "reshard", "hsdp"],
+)
+def test_fsdp2(mesh_shape: tuple[int, ...], options: dict[str, Any], atol: float) -> None:
+    world_size = 2 if mesh_shape == (2,) else 4
+    results = run_ranks(world_size, run_fsdp2, mesh_shape, options)
+    assert_same_run(results, single_process(), atol)
+
+
+def run_with_a_divide_factor(rank: int, only_sums: bool) -> Run:
+    model = shard()
+    model.set_force_sum_reduction_for_comms(only_sums)
+    for layer in model:  # each has parameters of its own to reduce
+        layer.set_force_sum_reduction_for_comms(only_sums)
+        layer.set_gradient_divide_factor(3.0)
+    return run_of(model, rank)
+
+
+@pytest.mark.parametrize("only_sums", [True, False])
+def test_fsdp2_with_a_divide_factor(only_sums: bool) -> None:
+    """premul_sum, or sums."""
+    results = run_ranks(WORLD, run_with_a_divide_factor, only_sums)
+    assert_same_run(results, single_process(scale=WORLD / 3.0))
+
+
+def run_fsdp1(rank: int, strategy: ShardingStrategy) -> Run:
+    is_hybrid = strategy == ShardingStrategy.HYBRID_SHARD
+    model = FullyShardedDataParallel(
+        make_model(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        device_id=torch.device("cpu"),
+        sharding_strategy=strategy,
+        device_mesh=init_device_mesh("cpu", (2, 2)) if is_hybrid else None,
+        use_orig_params=is_hybrid,
+    )
+    losses = train(model, rank, dist.get_world_size())
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+    ):
+        return Run(losses, weights_of(model))
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_fsdp1(strategy: str) -> None:
+    world_size = 4 if strategy == "HYBRID_SHARD" else WORLD
+    results = run_ranks(world_size, run_fsdp1, ShardingStrategy[strategy])
+    assert_same_run(results, single_process())

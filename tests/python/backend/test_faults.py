@@ -1,11 +1,12 @@
 """Ranks that die, leave, are late, interrupted or forked: who learns of it, how soon, how.
 
-Over shared memory, over messages, and with two hosts. Deaths while a group is made and in chains
-of calls: test_message_deaths.py; at every step, without torch: tests/cpp/test_deaths.cc.
+Over shared memory, over messages, and with two hosts. Deaths while a group is made and by
+what the store does: test_message_deaths.py; at every step, without torch: tests/cpp/test_deaths.cc.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ranks import in_ranks, run_ranks
 from test_errors import ENVS, TRANSPORTS, caught
 
+import ringcomm
 from ringcomm import Options
 
 # A death is seen at once or looked for every 20 ms; the rest is for busy machines.
@@ -33,6 +35,20 @@ def timed(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
     begin = time.monotonic()
     error = caught(fn, *args)
     return {**error, "seconds": time.monotonic() - begin}
+
+
+def end_process(how: str) -> None:
+    if how == "exec":
+        os.execv("/bin/sleep", ["sleep", "60"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_named(error: dict[str, Any]) -> None:
+    """Ends what the rank that an error names has become."""
+    pid = error.get("pid", -1)
+    if pid > 1:  # kill(-1) would end every process
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # ---- blocking calls in which ranks are when rank 1 dies, leaves or is late
@@ -48,10 +64,13 @@ WAITS: dict[str, Callable[[Any], Any]] = {
     "barrier": dist.barrier,
     "broadcast": lambda g: dist.broadcast(torch.ones(10), 1, g),
     "recv": lambda g: dist.recv(torch.ones(10), 1, g),
+    # Rank 2 waits for rank 1, and rank 0 for rank 2.
+    "chain": lambda g: dist.recv(torch.ones(10), 1 if dist.get_rank() == 2 else 2, g),
     # Of two ranks: with three a receive from any source may still be served.
     "recv_any": lambda g: dist.recv(torch.ones(10), None, g),
     "send": lambda g: dist.send(torch.ones(10_000_000), 1, g),
     "async": lambda g: asynchronous(g).wait(),
+    "monitored": lambda g: ringcomm.monitored_barrier(g, datetime.timedelta(seconds=20)),
     "future": lambda g: asynchronous(g).get_future().wait(),
 }
 
@@ -67,8 +86,8 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Res
     results: Results = {}
     if rank == 1:
         time.sleep(0.15)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how in ("kill", "exec"):
+            end_process(how)
         elif how == "exit":
             os._exit(0)
         elif how == "destroy":
@@ -84,13 +103,21 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Res
         thread.start()
     for thread in threads:
         thread.join(20.0)
+    if how == "exec":
+        time.sleep(0.5)  # the other one sees the same
+        kill_named(results["all_reduce"][0])
     return results
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "destroy"])
-@pytest.mark.parametrize("env", ENVS)
+@pytest.mark.parametrize(
+    ("env", "how"),
+    [
+        *((env, "kill") for env in ENVS),
+        *(("shm", "exit"), ("hosts", "destroy"), ("p2p", "destroy"), ("shm", "exec")),
+    ],
+)
 def test_a_rank_that_is_lost(env: str, how: str) -> None:
-    names = list(WAITS) if how == "kill" else ["all_reduce", "recv", "async"]
+    names = list(WAITS) if how == "kill" else ["all_reduce", "recv", "chain", "async"]
     may_die = [] if how == "destroy" else [1]
     options: dict[str, Any] = {"fresh": True, "may_die": may_die, "env": ENVS[env]}
     for results in run_ranks(3, in_all_waits, names, how, 30.0, **options)[::2]:
@@ -135,61 +162,45 @@ def calls_without_end() -> None:
         dist.barrier()
 
 
-def die_in_the_middle(rank: int, victim: int, delay_s: float) -> dict[str, Any]:
+def die_in_the_middle(
+    rank: int, world_size: int, port: int, algorithm: Any, victim: int
+) -> dict[str, Any]:
     """The victim ends in the middle of some collective; what the others are told, and when."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size, "store": store}
+    dist.init_process_group("ringcomm", pg_options=Options(algorithm=algorithm), **place)
     dist.barrier()
     if rank == victim:
-        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return timed(calls_without_end)
 
 
-# Each letter is the host of its rank; the last are a leader and another rank of its host.
+# With rank 0 dies the store; with 5 ranks some are no neighbours of it. Of the hosts, "abbccc", the
+# last victim is no leader.
 @pytest.mark.parametrize(
-    ("hosts", "algorithm", "victim", "delay_s"),
+    ("env", "algorithm", "victim"),
     [
-        ("aaaa", "ring", 2, 0.081),
-        ("p2p p2p", "auto", 1, 0.05),
-        ("p2p p2p", "ring", 3, 0.133),
-        ("abbccc", "auto", 0, 0.1),
-        ("abbccc", "auto", 4, 0.1),
+        ([ENVS["p2p"]] * 5, "ring", 3),
+        ([ENVS["p2p"]] * 5, "auto", 0),
+        ([{"RINGCOMM_HOST_ID": f"host-{host}"} for host in "abbccc"], "auto", 4),
     ],
+    ids=["p2p", "store", "hosts"],
 )
-def test_killed_in_the_middle(hosts: str, algorithm: Any, victim: int, delay_s: float) -> None:
-    is_p2p = "p2p" in hosts
-    world_size = 5 if is_p2p else len(hosts)
-    env: Any = {"RINGCOMM_TRANSPORT": "p2p"}
-    if not is_p2p:
-        env = [{"RINGCOMM_HOST_ID": f"host-{host}"} for host in hosts]
-    options: dict[str, Any] = {"pg_options": Options(algorithm=algorithm), "env": env}
-    errors = run_ranks(
-        world_size, die_in_the_middle, victim, delay_s, fresh=True, may_die=[victim], **options
-    )
-    for rank, error in enumerate(errors):
-        if rank != victim:
-            assert (error["type"], error["rank"]) == ("PeerDiedError", victim), (rank, error)
-            assert error["seconds"] < delay_s + 2 * SOON_S, (rank, error)
-
-
-def lose_the_store(rank: int, port: int) -> dict[str, Any]:
-    """The store dies with rank 0; with 5 ranks some are no neighbours of its."""
-    store = dist.TCPStore("127.0.0.1", port, 5, is_master=rank == 0)
-    dist.init_process_group("ringcomm", store=store, rank=rank, world_size=5)
-    dist.barrier()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return timed(dist.all_reduce, torch.ones(2_000_000))
-
-
-def test_killed_with_the_store() -> None:
+def test_killed_in_the_middle(env: Any, algorithm: Any, victim: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [0], "env": ENVS["p2p"]}
-    errors = run_ranks(5, lose_the_store, port, **options)[1:]
+    options: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [victim], "env": env}
+    args = (len(env), port, algorithm, victim)
+    errors = run_ranks(len(env), die_in_the_middle, *args, **options)
+    del errors[victim]
     kinds = {error["type"] for error in errors}
     assert "PeerDiedError" in kinds
-    assert kinds <= {"PeerDiedError", "RingcommError"}, errors
-    assert all(error["seconds"] < 5.0 for error in errors), errors
+    # A rank that learns of it without the store cannot ask who it was.
+    assert kinds <= ({"PeerDiedError"} | ({"RingcommError"} if victim == 0 else set())), errors
+    for error in errors:
+        assert error["type"] != "PeerDiedError" or victim == 0 or error["rank"] == victim, errors
+        assert error["seconds"] < 2 * SOON_S + 1, error
 
 
 # ---- limits of waits
@@ -208,28 +219,6 @@ def test_wait_with_a_limit(rank: int) -> None:
         assert not work.is_completed()
     assert work.wait(datetime.timedelta(seconds=10))
     assert tensor.tolist() == [2, 2, 2, 2]
-    if rank == 0:
-        receive: Any = dist.irecv(tensor, 1)
-        with pytest.raises(TimeoutError, match="100 ms"):
-            receive.wait(datetime.timedelta(milliseconds=100))
-        dist.barrier()
-        receive.wait()
-        assert tensor.tolist() == [5, 5, 5, 5]
-    else:
-        dist.barrier()
-        dist.send(torch.full((4,), 5.0), 0)
-
-
-@in_ranks(2, TRANSPORTS, backend=None, fresh=True)
-def test_rank_that_never_comes(rank: int, tmp_path: Path) -> None:
-    if rank == 1:
-        return
-    store = dist.FileStore(str(tmp_path / "store"), 2)
-    timeout = datetime.timedelta(seconds=0.4)
-    options: dict[str, Any] = {"rank": 0, "world_size": 2, "timeout": timeout}
-    error = caught(lambda: dist.init_process_group("ringcomm", store=store, **options))
-    assert (error["type"], error["rank"]) == ("CollectiveTimeoutError", 1), error
-    assert "rank 1 did not join" in error["text"]
 
 
 # ---- Ctrl-C
@@ -256,48 +245,29 @@ def test_ctrl_c_while_a_group_is_made(rank: int, tmp_path: Path) -> None:
         assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
 
 
-def interrupt(rank: int, name: str) -> tuple[str, float, str]:
-    """Rank 1 is late. Destroying a group waits for what was started, here an unmatched call."""
+@in_ranks(2, TRANSPORTS, fresh=True)
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_ctrl_c(rank: int, is_destroyed: bool) -> None:
+    """It ends the wait, and the group on all ranks.
+
+    Rank 1 is late. Destroying a group waits for what was started, here unmatched calls.
+    """
     dist.barrier()
     group, store = dist.group.WORLD, dist.distributed_c10d._get_default_store()
-    calls = {
-        "destroy after all_reduce": lambda: asynchronous(group),
-        "destroy after isend": lambda: dist.isend(torch.ones(10_000_000), 1),
-    }
     if rank == 1:
         store.wait(["interrupted"])
         # Rank 0 may have published its part before it gave up: then the first call succeeds.
-        return ("", 0.0, [caught(WAITS["all_reduce"], group) for _ in range(2)][1]["type"])
-    if name in calls:
-        calls[name]()
-        found = interrupted(dist.destroy_process_group)
-        store.set("interrupted", "yes")
-        return (*found, "RingcommError")
-    found = interrupted(lambda: WAITS[name](group))
+        error = [caught(WAITS["all_reduce"], group) for _ in range(2)][1]
+        assert error["type"] in ("RingcommError", *(["PeerDiedError"] * is_destroyed)), error
+        return
+    if is_destroyed:
+        dist.isend(torch.ones(10_000_000), 1)
+        asynchronous(group)
+    call = dist.destroy_process_group if is_destroyed else asynchronous(group).wait
+    kind, seconds = interrupted(call)
     store.set("interrupted", "yes")
-    return (*found, caught(WAITS["all_reduce"], group)["type"])
-
-
-@pytest.mark.parametrize(
-    ("env", "name"),
-    [
-        ("shm", "all_reduce"),
-        ("shm", "async"),
-        ("p2p", "barrier"),
-        ("p2p", "recv"),
-        ("shm", "destroy after all_reduce"),
-        ("p2p", "destroy after isend"),
-    ],
-)
-def test_ctrl_c(env: str, name: str) -> None:
-    """It ends the wait, and the group on all ranks."""
-    (kind, seconds, later), (_, _, of_other) = run_ranks(
-        2, interrupt, name, fresh=True, env=ENVS[env]
-    )
-    assert kind == "KeyboardInterrupt"
-    assert seconds < 2 * SOON_S  # of the group's 30
-    assert later == "RingcommError"
-    assert of_other == "RingcommError" or (name[:7] == "destroy" and of_other == "PeerDiedError")
+    assert (kind, seconds < 2 * SOON_S) == ("KeyboardInterrupt", True)  # of the group's 30
+    assert is_destroyed or caught(WAITS["all_reduce"], group)["type"] == "RingcommError"
 
 
 # ---- use after the end, and in the wrong process

@@ -41,21 +41,8 @@ def assert_back_to(expected: tuple[int, int, int]) -> None:
 # ---- one backend for each device
 
 
-def lacks_nccl() -> bool:
-    return not (dist.is_nccl_available() and torch.cuda.is_available())
-
-
 @in_ranks(2, backend=None, fresh=True)
-@pytest.mark.parametrize(
-    "backend",
-    [
-        *("cpu:ringcomm", "cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"),
-        pytest.param(
-            "cpu:ringcomm,cuda:nccl",
-            marks=pytest.mark.skipif(lacks_nccl(), reason="NCCL needs a CUDA device"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("backend", ["cpu:ringcomm,cuda:ringcomm", "cpu:ringcomm,cuda:gloo"])
 def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
     """One object serves several devices; beside another backend it serves its own."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
@@ -63,10 +50,6 @@ def test_form_with_devices(rank: int, backend: str, tmp_path: Path) -> None:
     group: Any = dist.group.WORLD
     assert group._get_backend(torch.device("cpu")).name() == "ringcomm"
     assert sum_of(None, rank) == 1
-    dist.barrier()
-    everyone: list[Any] = [None, None]
-    dist.all_gather_object(everyone, rank)
-    assert everyone == [0, 1]
     assert sum_of(dist.new_group([0, 1]), 2) == 4
 
 
@@ -83,36 +66,10 @@ def test_ways_to_make_groups(rank: int) -> None:
         local = dist.new_group([1, 3], use_local_synchronization=True)
         assert sum_of(local, rank) == 4
         dist.destroy_process_group(local)
-    gloo = dist.new_group([0, 1, 3], backend="gloo")
-    if rank != 2:
-        assert dist.get_backend(gloo) == "gloo"
-        assert sum_of(gloo, rank) == 4
     assert sum_of(None, rank) == 6
 
 
-@in_ranks(2, fresh=True)
-def test_64_groups_at_once(rank: int) -> None:
-    before = resources()
-    groups = [dist.new_group(backend="ringcomm") for _ in range(64)]
-    works: list[Any] = []
-    tensors = []
-    for i, group in enumerate(groups):
-        tensors.append(torch.full((2000,), float(i)))
-        works.append(dist.all_reduce(tensors[-1], group=group, async_op=True))
-    for i in reversed(range(64)):
-        works[i].wait()
-        assert (tensors[i] == 2 * i).all()
-    for group in groups:
-        dist.destroy_process_group(group)
-    del works, groups, group
-    assert_back_to(before)
-
-
 # ---- groups come and go
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @in_ranks(2, backend=None, fresh=True)
@@ -126,11 +83,13 @@ def test_thirty_times_in_one_process(rank: int, tmp_path: Path) -> None:
         dist.all_reduce(tensor, async_op=True).wait()
         receive = dist.P2POp(dist.irecv, torch.empty(10), 1 - rank)
         dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1 - rank), receive])[1].wait()
-        assert sum_of(dist.new_group(), 1) == 2
+        for group in [dist.new_group() for _ in range(64 if turn == 1 else 1)]:  # all at once
+            assert sum_of(group, 1) == 2
         dist.destroy_process_group()
-        del store
+        del store, group
         seen.append(resources())
-        resident.append(resident_bytes())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
     assert_back_to(seen[3])
     assert seen[3][2] == 0
     assert resident[-1] - resident[10] < 2 << 20, resident

@@ -1,42 +1,23 @@
-"""Ranks that die, stop or become another program while a group is made, and in chains of calls.
+"""Ranks that die or become another program while a group is made.
 
 All share a machine and so watch each other's processes. At every step, without torch and Gloo:
-tests/cpp/test_deaths.cc.
+tests/cpp/test_deaths.cc; in calls: test_faults.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import in_ranks, run_ranks
 from test_errors import ENVS
-from test_faults import SOON_S, timed
-
-# ---- while a group is made
-
-
-def end_process(how: str) -> None:
-    if how == "exec":
-        os.execv("/bin/sleep", ["sleep", "60"])
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-
-def kill_named(error: dict[str, Any]) -> None:
-    """Ends what the rank that an error names has become."""
-    pid = error.get("pid", -1)
-    if pid > 1:  # kill(-1) would end every process
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+from test_faults import SOON_S, end_process, interrupted, kill_named, timed
 
 
 class CountingStore(dist.Store):
@@ -64,23 +45,21 @@ class CountingStore(dist.Store):
         self._whole._clones.append(copy)
         return copy
 
-    def add(self, key: str, amount: int) -> int:
-        value: int = self._store.add(key, amount)
+    def _counted(self, value: Any) -> Any:
         self._count()
         return value
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._counted(self._store.add(key, amount)))
 
     def wait(self, keys: list[str], *timeout: datetime.timedelta) -> None:
-        self._store.wait(keys, *timeout)
-        self._count()
+        self._counted(self._store.wait(keys, *timeout))
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._store.set(key, value)
-        self._count()
+        self._counted(self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        value = self._store.get(key)
-        self._count()
-        return value
+        return bytes(self._counted(self._store.get(key)))
 
     def check(self, keys: list[str]) -> bool:
         is_there = self._store.check(keys)
@@ -104,9 +83,15 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
     return error, num_operations
 
 
-def die_behind_operations(tmp_path: Path, victim: int, how: str, env: Any) -> None:
+@pytest.mark.parametrize(
+    ("env", "victim", "how"),
+    [("shm", 0, "kill"), ("shm", 2, "kill"), ("p2p", 1, "exec"), ("hosts", 2, "kill")],
+)
+def test_end_behind_operations_of_the_store(
+    tmp_path: Path, env: str, victim: int, how: str
+) -> None:
     """Behind some operations, or every one where RINGCOMM_ALL_DEATHS asks for it."""
-    kind: dict[str, Any] = {"backend": None, "fresh": True, "env": env}
+    kind: dict[str, Any] = {"backend": None, "fresh": True, "env": ENVS[env]}
     results = run_ranks(3, make_group_and_die, str(tmp_path / "0"), victim, 0, how, **kind)
     num_operations = results[victim][1]
     assert num_operations >= 5
@@ -126,21 +111,6 @@ def die_behind_operations(tmp_path: Path, victim: int, how: str, env: Any) -> No
             assert error["seconds"] < 1 + SOON_S, (end_behind, rank, error)
 
 
-def make_group_after_death(rank: int) -> Any:
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return timed(lambda: dist.new_group([1, 0, 2], sort_ranks=False))
-
-
-@pytest.mark.parametrize(
-    ("env", "victim", "how"),
-    [("shm", 0, "kill"), ("shm", 2, "kill"), ("p2p", 1, "exec"), ("hosts", 2, "kill")],
-)
-def test_end_behind_operations_of_the_store(tmp_path: Any, env: str, victim: int, how: str) -> None:
-    die_behind_operations(tmp_path, victim, how, ENVS[env])
-
-
 def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, Any]:
     """Rank 1 ends before Gloo connects, or when only its own end is made."""
     make = dist.ProcessGroupGloo
@@ -158,7 +128,7 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
             store=dist.FileStore(path, 3),
             rank=rank,
             world_size=3,
-            timeout=datetime.timedelta(seconds=2 if how == "stop" else 60),
+            timeout=datetime.timedelta(seconds=60),
         )
     )
     time.sleep(0.5)  # the other one sees the same
@@ -172,19 +142,18 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
         ("p2p", "kill", "before"),
         ("p2p", "kill", "after"),
         ("hosts", "exec", "before"),
-        ("hosts", "stop", "before"),
     ],
 )
-def test_end_while_gloo_connects(tmp_path: Any, env: str, how: str, when: str) -> None:
+def test_end_while_gloo_connects(tmp_path: Path, env: str, how: str, when: str) -> None:
     path = str(tmp_path / "store")
     kind: dict[str, Any] = {"backend": None, "fresh": True, "may_die": [1], "env": ENVS[env]}
     for error in run_ranks(3, end_in_connecting, path, how, when, **kind)[::2]:
-        kind_of_error = "CollectiveTimeoutError" if how == "stop" else "PeerDiedError"
-        assert (error["type"], error["rank"]) == (kind_of_error, 1), error
-        assert error["seconds"] < (2 if how == "stop" else 1) + SOON_S, error
+        assert (error["type"], error["rank"]) == ("PeerDiedError", 1), error
+        assert error["seconds"] < 1 + SOON_S, error
 
 
-def interrupt_connecting(rank: int, path: str) -> tuple[str, float]:
+@in_ranks(2, env=ENVS["p2p"], backend=None, fresh=True)
+def test_ctrl_c_while_gloo_connects(rank: int, tmp_path: Path) -> None:
     """Rank 1 is late for Gloo's connecting."""
 
     def make_late(*args: Any, **kwargs: Any) -> Any:
@@ -193,70 +162,19 @@ def interrupt_connecting(rank: int, path: str) -> tuple[str, float]:
 
     if rank == 1:
         dist.ProcessGroupGloo = make_late  # type: ignore[assignment,misc]
-    store = dist.FileStore(path, 2)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    kind = "nothing"
-    try:
-        dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
-    except KeyboardInterrupt:
-        kind = "KeyboardInterrupt"
-    return kind, time.monotonic() - begin
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    kind, seconds = interrupted(
+        lambda: dist.init_process_group("ringcomm", store=store, rank=rank, world_size=2)
+    )
+    assert (kind, seconds < SOON_S) == ("KeyboardInterrupt", True)
 
 
-def test_ctrl_c_while_gloo_connects(tmp_path: Any) -> None:
-    path = str(tmp_path / "store")
-    for kind, seconds in run_ranks(
-        2, interrupt_connecting, path, backend=None, fresh=True, env=ENVS["p2p"]
-    ):
-        assert kind == "KeyboardInterrupt"
-        assert seconds < 0.3 + SOON_S
-
-
-@pytest.mark.parametrize("env", ENVS)
-def test_death_before_a_new_group(env: str) -> None:
+@in_ranks(3, ENVS, fresh=True, may_die=[1])
+def test_death_before_a_new_group(rank: int) -> None:
     """Known from the group of all ranks: nothing of rank 1 is in the store."""
-    for error in run_ranks(3, make_group_after_death, fresh=True, may_die=[1], env=ENVS[env])[::2]:
-        assert (error["type"], error["rank"]) == ("PeerDiedError", 0), error
-        assert error["seconds"] < SOON_S
-
-
-# ---- in a call
-
-
-def end_in_call(rank: int, name: str, how: str) -> dict[str, Any]:
-    """Rank 1 ends; the others are in a call that needs it, or that needs one that needs it."""
     dist.barrier()
     if rank == 1:
-        time.sleep(0.1)
-        end_process(how)
-    if name == "ring":
-        error = timed(lambda: dist.all_reduce(torch.ones(3_000_000)))
-    elif rank == 2:  # waits for rank 1
-        error = timed(lambda: dist.recv(torch.ones(10), 1))
-    else:  # and rank 0 for rank 2
-        error = timed(lambda: dist.recv(torch.ones(10), 2 if name == "chain" else None))
-    time.sleep(0.5)  # the other one sees the same
-    kill_named(error)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("env", "how", "name"),
-    [
-        ("p2p", "exec", "ring"),
-        ("p2p", "stop", "chain"),
-        ("hosts", "exec", "chain"),
-        ("hosts", "stop", "any"),
-        ("shm", "stop", "chain"),
-        ("shm", "exec", "ring"),
-    ],
-)
-def test_end_in_a_call(env: str, how: str, name: str) -> None:
-    timeout_s = 1.0 if how == "stop" else 60.0
-    kind: dict[str, Any] = {"fresh": True, "may_die": [1], "env": ENVS[env]}
-    results = run_ranks(3, end_in_call, name, how, group_timeout_s=timeout_s, **kind)
-    for error in results[::2]:
-        kind_of_error = "CollectiveTimeoutError" if how == "stop" else "PeerDiedError"
-        assert (error["type"], error["rank"]) == (kind_of_error, 1), error
-        assert error["seconds"] < (timeout_s if how == "stop" else 0.1) + SOON_S, error
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = timed(lambda: dist.new_group([1, 0, 2], sort_ranks=False))
+    assert (error["type"], error["rank"]) == ("PeerDiedError", 0), error
+    assert error["seconds"] < SOON_S

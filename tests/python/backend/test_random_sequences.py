@@ -87,19 +87,8 @@ def cases(draw: Any, pool: str) -> Case:
     if draw(st.integers(0, 9)) == 9:
         fresh = draw(st.sampled_from(SUBSETS))
     groups = [*range(len(FAMILY)), *([-1] * 5 if fresh else [])]
-    calls = []
-    for _ in range(draw(st.integers(1, 12))):
-        if draw(st.integers(0, 29)) < 29:
-            calls.append(draw_call(draw, KINDS_DRAWN, fresh, groups))
-            continue
-        collectives = [kind for kind in COLLECTIVES if kind != "barrier"]
-        pair = draw(
-            st.lists(st.sampled_from(range(len(FAMILY))), min_size=2, max_size=2, unique=True)
-        )
-        threads = tuple(
-            tuple(draw_call(draw, collectives, (), [group]) for _ in range(3)) for group in pair
-        )
-        calls.append(Call("threads", threads=threads))
+    num_calls = draw(st.integers(1, 12))
+    calls = [draw_call(draw, KINDS_DRAWN, fresh, groups) for _ in range(num_calls)]
     return Case(tuple(calls), fresh, pool)
 
 

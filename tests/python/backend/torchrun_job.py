@@ -17,7 +17,7 @@ import torch.distributed as dist
 from curves import STEPS, make_model, sgd, train
 from torch.nn.parallel import DistributedDataParallel
 
-import ringcomm  # noqa: F401
+import ringcomm
 
 
 def main(folder: Path, must_die: bool) -> None:
@@ -40,11 +40,13 @@ def main(folder: Path, must_die: bool) -> None:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "losses": losses}, saved)
         dist.barrier()
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     report = {
         "losses": losses,
         "attempt": attempt,
         "backend": dist.get_backend(),
         "debug": dist.get_debug_level().name,
+        "transport": ringcomm._C.transport_of(getattr(backend, "wrapped_pg", backend)),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -127,11 +127,6 @@ def load(libraries: tuple[Path, Path] | None = None) -> ModuleType:
     return emugpu
 
 
-def use_box(name: str) -> None:
-    """Before load(): the GPUs are those of the ranks that say the same name, and of no others."""
-    os.environ.setdefault("RINGCOMM_EMULATOR_BOX", name)
-
-
 def with_kernels() -> dict[str, str]:
     """The environment in which ringcomm's kernels run on emulated GPUs: transport "cuda_ipc"."""
     image = TESTS.parent / "build" / "emulated_gpu" / "kernels"
@@ -159,6 +154,7 @@ def run_on_gpus(
     num_devices: int = 1,
     env: dict[str, str] | Sequence[dict[str, str]] | None = None,
     group_timeout_s: float = 30.0,
+    libraries: tuple[()] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Calls fn(rank, *args) on every rank, as ranks.run_ranks(), with emulated GPUs.
@@ -168,9 +164,10 @@ def run_on_gpus(
     Args:
         backend: of the default group, which is there when fn is called; None makes no group.
         pg_options: of the default group; equal ones have the same repr().
-        num_devices: emulated GPUs of the box.
+        num_devices: of the box.
         env: more settings, such as {"RINGCOMM_EMULATOR_DELAY_US": "300"}: for all, or each its own.
         group_timeout_s: of the group's collectives.
+        libraries: () for CUDA's devices instead of emulated ones.
         options: the others of run_ranks(): timeout_s, fresh, may_die.
     """
     __tracebackhide__ = True
@@ -184,21 +181,25 @@ def run_on_gpus(
     # Used by the first call of a pool only, and then for as long as that lives.
     store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
     group = (world_size, backend, str(store), pg_options, group_timeout_s)
-    call = (build(), group, fn, args)
+    call = (build() if libraries is None else libraries, num_devices, group, fn, args)
     options = {"module": fn.__module__, **options}
     return ranks.run_ranks(world_size, _call_on_gpu, *call, backend=None, env=rank_env, **options)
 
 
 def _call_on_gpu(
     rank: int,
-    libraries: tuple[Path, Path],
+    libraries: tuple[Path, Path] | tuple[()],
+    num_devices: int,
     group: Sequence[Any],
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
-    use_box(group[2])
-    gpu = load(libraries)
-    gpu.set_device(rank % gpu.device_count())
+    gpu: Any = torch.cuda
+    if libraries:
+        # The GPUs are those of the ranks that say the same, and of no others.
+        os.environ.setdefault("RINGCOMM_EMULATOR_BOX", group[2])
+        gpu = load(libraries)
+    gpu.set_device(rank % num_devices)
     if group[1] is not None and not dist.is_initialized():
         ranks._init_group(rank, *group)
     return fn(rank, *args)

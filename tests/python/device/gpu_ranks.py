@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import emulated_gpu
@@ -97,40 +95,30 @@ class Gpus:
             "grace_s": GRACE_S,
             "module": fn.__module__,
         }
+        rank_env: dict[str, str] = {}
         if self.is_cuda:
-            store = Path(tempfile.mkdtemp(dir=ranks.server().folder)) / "store"
-            group = (self.world_size, name, str(store), None, group_timeout_s)
-            # What the ranks of a pool share is its environment: those of another group are others.
-            rank_env = {**(env or {}), "RINGCOMM_TEST_GROUP": f"{name} {group_timeout_s}"}
-            options |= {"backend": None, "env": rank_env, "timeout_s": CUDA_TIMEOUT_S}
-            return ranks.run_ranks(self.world_size, _call_on_cuda, group, fn, args, **options)
-        rank_env = {"RINGCOMM_EMULATOR_MPS": str(int(self.mps))}
-        if self.world_size > 2:  # room for messages with several peers
-            rank_env["RINGCOMM_EMULATOR_SMS"] = "48"
-        if self.kernels:
-            rank_env |= emulated_gpu.with_kernels()
-        else:  # slow, and what is free is poisoned
-            rank_env |= {"RINGCOMM_EMULATOR_POISON": "1", "RINGCOMM_EMULATOR_DELAY_US": "100"}
+            num_devices = 1 if LAYOUT == "one" else torch.cuda.device_count()
+            options |= {"libraries": (), "timeout_s": CUDA_TIMEOUT_S}
+        else:
+            num_devices = self.num_devices
+            rank_env["RINGCOMM_EMULATOR_MPS"] = str(int(self.mps))
+            if self.world_size > 2:  # room for messages with several peers
+                rank_env["RINGCOMM_EMULATOR_SMS"] = "48"
+            if self.kernels:
+                rank_env |= emulated_gpu.with_kernels()
+            else:  # slow, and what is free is poisoned
+                rank_env |= {"RINGCOMM_EMULATOR_POISON": "1", "RINGCOMM_EMULATOR_DELAY_US": "100"}
         return emulated_gpu.run_on_gpus(
             self.world_size,
             _call,
             fn,
             args,
             backend=name,
-            num_devices=self.num_devices,
+            num_devices=num_devices,
             env={**rank_env, **(env or {})},
             group_timeout_s=group_timeout_s,
             **options,
         )
-
-
-def _call_on_cuda(
-    rank: int, group: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    torch.cuda.set_device(0 if LAYOUT == "one" else rank % torch.cuda.device_count())
-    if group[1] is not None and not dist.is_initialized():
-        ranks._init_group(rank, *group)
-    return _call(rank, fn, args)
 
 
 def _call(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -48,14 +48,14 @@ def test_any_place_and_size(rank: int) -> None:
         inputs = inputs_of(5000 + offset, torch.bfloat16)
         tensor = on_gpu(inputs[rank])
         dist.all_reduce(tensor[offset:])
-        expected = oracle.reduced(inputs, "sum")
+        expected = oracle.total(inputs)
         expected[:offset] = inputs[rank][:offset]
         same(tensor, expected)
     for num_elems in SIZES:
         inputs = inputs_of(num_elems)
         tensor = on_gpu(inputs[rank])
         dist.all_reduce(tensor)
-        same(tensor, oracle.reduced(inputs, "sum"))
+        same(tensor, oracle.total(inputs))
 
 
 def float_bits(rank: int) -> list[bytes]:
@@ -94,7 +94,7 @@ def send_and_receive(rank: int, num_elems: int) -> None:
 
 def barrier_and_operators(rank: int, num_elems: int) -> None:
     inputs = inputs_of(num_elems)
-    expected = oracle.reduced(inputs, "sum")
+    expected = oracle.total(inputs)
     dist.barrier()
     same(ops.all_reduce(on_gpu(inputs[rank])), expected)
     tensor = on_gpu(inputs[rank])
@@ -104,16 +104,13 @@ def barrier_and_operators(rank: int, num_elems: int) -> None:
     same(tensor, expected)
 
 
-@in_gpu_ranks(on_all_gpus, no_turns="there are no sends and receives")
-def test_messages(rank: int) -> None:
+@on_all_gpus
+def test_messages_barrier_and_operators(gpus: Gpus) -> None:
+    """There are no sends and receives where ranks take turns."""
     for num_elems in SIZES[1:]:
-        send_and_receive(rank, num_elems)
-
-
-@in_gpu_ranks(on_all_gpus)
-def test_barrier_and_operators(rank: int) -> None:
-    for num_elems in SIZES[1:]:
-        barrier_and_operators(rank, num_elems)
+        gpus.run(barrier_and_operators, num_elems)
+        if not gpus.take_turns:
+            gpus.run(send_and_receive, num_elems)
 
 
 @in_gpu_ranks(on_gpus)
@@ -137,7 +134,7 @@ def spoilt(rank: int) -> None:
     dist.all_reduce(tensor)
     if rank == 1:
         tensor[29_999] += 1
-    same(tensor, oracle.reduced(inputs, "sum"))
+    same(tensor, oracle.total(inputs))
 
 
 @on_gpus

@@ -5,8 +5,6 @@ On CUDA's devices alone, but for DDP: emulated ones lack operators of the loss.
 
 from __future__ import annotations
 
-from typing import Any
-
 import oracle
 import pytest
 import torch
@@ -38,36 +36,6 @@ def batch_on_gpu(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor
     return on_gpu(x[part]), on_gpu(y[part])
 
 
-def batch_on_host(step: int, share: int, num_shares: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """What all ranks together see."""
-    x, y = batch(step)
-    rows = len(x) // world_size * world_size
-    return x[:rows], y[:rows]
-
-
-def on_host(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in weights_of(model).items()}
-
-
-def run_ddp(rank: int, options: dict[str, Any]) -> Run:
-    model = nn.parallel.DistributedDataParallel(make_model().to(device()), **options)
-    losses = train(model, rank, dist.get_world_size(), data=batch_on_gpu)
-    return Run(losses, on_host(model))
-
-
-def expected(world_size: int) -> Run:
-    def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
-        return batch_on_host(step, share, num_shares, world_size)
-
-    return single_process(data=data)
-
-
-@on_cuda
-@pytest.mark.parametrize("options", [{"bucket_cap_mb": 0.001}, {"static_graph": True}], ids=str)
-def test_ddp(gpus: Gpus, options: dict[str, Any]) -> None:
-    assert_same_run(gpus.run(run_ddp, options), expected(gpus.world_size), ATOL)
-
-
 def trained_in_double(rank: int, device: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -95,20 +63,25 @@ def test_ddp_has_the_weights_of_the_host(gpus: Gpus) -> None:
     assert all(replica == replicas[0] for replica in replicas)
 
 
-def run_fsdp2(rank: int, options: dict[str, Any]) -> Run:
+def run_fsdp2(rank: int) -> Run:
     model = make_model().to(device())
     mesh = init_device_mesh(kind(), (dist.get_world_size(),))
     for layer in model:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     losses = train(model, rank, dist.get_world_size(), data=batch_on_gpu)
-    return Run(losses, on_host(model))
+    return Run(losses, {name: value.cpu() for name, value in weights_of(model).items()})
 
 
 @on_cuda
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-def test_fsdp2(gpus: Gpus, options: dict[str, Any]) -> None:
-    assert_same_run(gpus.run(run_fsdp2, options), expected(gpus.world_size), ATOL)
+def test_fsdp2(gpus: Gpus) -> None:
+    def data(step: int, share: int, num_shares: int) -> tuple[Tensor, Tensor]:
+        """What all ranks together see."""
+        x, y = batch(step)
+        rows = len(x) // gpus.world_size * gpus.world_size
+        return x[:rows], y[:rows]
+
+    assert_same_run(gpus.run(run_fsdp2), single_process(data=data), ATOL)
 
 
 @in_gpu_ranks(on_cuda, group_timeout_s=120.0)

@@ -97,11 +97,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def single_process(
-    num_blocks: int = 2, make: Callable[[int], nn.Module] = make_model, **options: Any
-) -> Run:
+def single_process(num_blocks: int = 2, **options: Any) -> Run:
     """One process, the whole batch; options are train()'s."""
-    model = make(num_blocks)
+    model = make_model(num_blocks)
     losses = train(model, **options)
     assert losses[-1] < 0.9 * losses[0], "it must learn, else everything would equal everything"
     return Run(losses, weights_of(model))

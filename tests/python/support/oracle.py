@@ -1,4 +1,4 @@
-"""What collectives should give, by numpy in 64 bits: written without the code under test.
+"""What collectives should give: written without the code under test.
 
 Inputs are small integers (any order of summation is exact, also in bfloat16) or, for uint8, any
 value (sums wrap around).
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +17,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-INTS = [*UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64]
 NUMBER_OPS = ["sum", "avg", "product", "min", "max"]
-BIT_OPS = ["band", "bor", "bxor"]
-OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in NUMBER_OPS + BIT_OPS}
+OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in NUMBER_OPS}
+_STEPS: dict[str, Any] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 def integers(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Values of -2 to 2 but 0 (a product of zeros shows nothing), of unsigned types 0 to 255."""
+    """Values of -2 to 2 but 0 (a product of zeros shows nothing), of uint8 0 to 255."""
     if num_elems == 0:  # numpy's empty arrays have strides that torch cannot view
         return torch.empty(0, dtype=dtype)
     rng = np.random.default_rng([seed, rank, num_elems])
-    if dtype == torch.bool:
-        return torch.from_numpy(rng.integers(0, 2, num_elems).astype(bool))
     values = rng.choice(np.array([-2, -1, 1, 2]), num_elems)
-    if dtype in UNSIGNED:
+    if dtype == torch.uint8:
         values = rng.integers(0, 256, num_elems)
     return torch.from_numpy(values).to(dtype)
 
@@ -41,40 +45,19 @@ def floats(rank: int, num_elems: int, dtype: torch.dtype, seed: int = 0) -> Tens
     return torch.from_numpy(rng.standard_normal(num_elems)).to(dtype)
 
 
-def _wide(tensor: Tensor) -> np.ndarray:
-    if tensor.dtype.is_complex:
-        return np.asarray(tensor.to(torch.complex128).numpy())
-    if tensor.dtype.is_floating_point:
-        return np.asarray(tensor.double().numpy())
-    return np.asarray(tensor.to(torch.int64).numpy())
-
-
-def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of the ranks' tensors. Of bool a sum is an or, a product an and."""
+def total(inputs: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' integers, in 64 bits; unsigned ones wrap around."""
     dtype = inputs[0].dtype
-    stacked = np.stack([_wide(tensor) for tensor in inputs])
-    if dtype == torch.bool:
-        op = {"sum": "max", "product": "min"}.get(op, op)
-    if op == "avg":
-        total = stacked.sum(axis=0)
-        count = len(inputs)
-        if dtype.is_floating_point or dtype.is_complex:
-            result = total / count
-        else:  # in the type, then towards zero
-            total = _wide(torch.from_numpy(total).to(dtype))
-            result = np.sign(total) * (np.abs(total) // count)
-    else:
-        functions = {
-            "sum": np.add,
-            "product": np.multiply,
-            "min": np.minimum,
-            "max": np.maximum,
-            "band": np.bitwise_and,
-            "bor": np.bitwise_or,
-            "bxor": np.bitwise_xor,
-        }
-        result = functions[op].reduce(stacked, axis=0)
-    return torch.from_numpy(np.asarray(result)).to(dtype)
+    wide = torch.float64 if dtype.is_floating_point else torch.int64
+    return torch.stack([tensor.to(wide) for tensor in inputs]).sum(0).to(dtype)
+
+
+def left_to_right(inputs: Sequence[Tensor], op: str = "sum") -> Tensor:
+    """In fp32 where elements have 16 bits, and rounded once; else in the type."""
+    dtype = inputs[0].dtype
+    wide = torch.float32 if dtype.itemsize == 2 else dtype
+    result = reduce(_STEPS[op], [value.to(wide) for value in inputs])
+    return (result / len(inputs) if op == "avg" else result).to(dtype)
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
