@@ -43,8 +43,8 @@ def reference(
         wanted = target.to(z) * (1 - label_smoothing) + label_smoothing / z.shape[-1]
         wanted = wanted if class_weight is None else wanted * class_weight.to(z)
         losses = z_loss * torch.logsumexp(z, -1) ** 2 - (wanted * torch.log_softmax(z, -1)).sum(-1)
-        count = losses.numel() if num_items is None else float(num_items)
-        mean = losses.sum() / torch.tensor(count, dtype=wide)
+        num_rows = losses.numel() if num_items is None else float(num_items)
+        mean = losses.sum() / torch.tensor(num_rows, dtype=wide)
         return {"none": losses, "sum": losses.sum(), "mean": mean}[reduction], {}
     counted = target != ignore_index
     safe = target.masked_fill(~counted, 0).long()

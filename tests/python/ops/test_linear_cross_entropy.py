@@ -146,7 +146,7 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run() -> list[Tensor]:
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
-        loss = linear_cross_entropy(*inputs[:2], target, bias=inputs[2])
+        loss = linear_cross_entropy(inputs[0], inputs[1], target, bias=inputs[2])
         return [grad.double() for grad in torch.autograd.grad(loss, inputs)]
 
     one = run()

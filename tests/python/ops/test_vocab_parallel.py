@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from loss_oracle import OUTPUTS, random_logits, random_targets
 from ranks import in_ranks, run_ranks
-from test_cross_entropy import even_loss
+from test_cross_entropy_edges import even_loss
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -41,7 +41,8 @@ def test_one_exchange(rank: int) -> None:
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "outputs": OUTPUTS}
     module = nn.CrossEntropyLoss(group=dist.group.WORLD, num_columns=4, **options)
     calls_of = [partial(even_loss, rank, inplace=i, **options) for i in (False, True)]
-    for call in (*calls_of, module):
+    every: list[Any] = [*calls_of, module]
+    for call in every:
         logits = random_logits((5, 10, 4)).requires_grad_()
         before = calls()
         loss, _ = call(logits * 1, target)
@@ -60,8 +61,9 @@ def test_one_exchange(rank: int) -> None:
 def check_operator(rank: int) -> None:
     """On all ranks at once: opcheck calls an operator a fixed number of times."""
     logits, target = random_logits((3, 5), seed=rank), random_targets((3,), 10)
+    group: Any = dist.group.WORLD
     stats = _ops.softmax_stats(logits, target, None, 5 * rank, 10, -100, 1.0, 0.0, True, True)
-    torch.library.opcheck(_ops.merge_softmax_stats.default, (stats, dist.group.WORLD.group_name))
+    torch.library.opcheck(_ops.merge_softmax_stats.default, (stats, group.group_name))
     for inplace, dtype in ((False, torch.float32), (True, torch.float16)):
 
         def step(x: Tensor, inplace: bool = inplace) -> Any:
