@@ -40,7 +40,12 @@ def reference(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     if target.is_floating_point():
-        return _of_probabilities(z, target, class_weight, label_smoothing, z_loss, reduction), {}
+        wanted = target.to(z) * (1 - label_smoothing) + label_smoothing / z.shape[-1]
+        wanted = wanted if class_weight is None else wanted * class_weight.to(z)
+        losses = z_loss * torch.logsumexp(z, -1) ** 2 - (wanted * torch.log_softmax(z, -1)).sum(-1)
+        num_rows = losses.numel() if num_items is None else float(num_items)
+        mean = losses.sum() / torch.tensor(num_rows, dtype=wide)
+        return {"none": losses, "sum": losses.sum(), "mean": mean}[reduction], {}
     counted = target != ignore_index
     safe = target.masked_fill(~counted, 0).long()
     weights = torch.ones(z.shape[-1], dtype=wide) if class_weight is None else class_weight.to(wide)
@@ -61,31 +66,36 @@ def reference(
     return loss, {key: value.detach().masked_fill(~counted, 0) for key, value in outputs.items()}
 
 
-def _of_probabilities(
-    z: Tensor, target: Tensor, weights: Tensor | None, smoothing: float, z_loss: float, how: str
-) -> Tensor:
-    wanted = target.to(z) * (1 - smoothing) + smoothing / z.shape[-1]
-    wanted = wanted if weights is None else wanted * weights.to(z)
-    losses = z_loss * torch.logsumexp(z, -1) ** 2 - (wanted * torch.log_softmax(z, -1)).sum(-1)
-    return losses if how == "none" else losses.mean() if how == "mean" else losses.sum()
-
-
 class Expected(NamedTuple):
-    """All in float64."""
-
     loss: Tensor
     outputs: dict[str, Tensor]
     grad: Tensor
 
 
-def evaluate(logits: Tensor, target: Tensor, upstream: Any = 1.0, **options: Any) -> Expected:
+def evaluate(
+    logits: Tensor,
+    target: Tensor,
+    upstream: Any = 1.0,
+    wide: torch.dtype = torch.float64,
+    **options: Any,
+) -> Expected:
     """The loss, the outputs by token and the logits' gradient for an upstream gradient."""
-    x = logits.detach().double().requires_grad_()
-    loss, outputs = reference(x, target, **options)
+    x = logits.detach()
+    x = (x.double() if wide == torch.float64 else x.clone()).requires_grad_()
+    loss, outputs = reference(x, target, wide=wide, **options)
     (grad,) = torch.autograd.grad((loss * upstream).sum(), x)
     if not target.is_floating_point():
         grad = grad.masked_fill((target == options.get("ignore_index", -100))[..., None], 0)
     return Expected(loss.detach(), outputs, grad)
+
+
+def evaluate_layer(layer: list[Tensor], target: Tensor, upstream: Any, **options: Any) -> Any:
+    """The loss, outputs and gradients of hidden, weight and bias, in the layer's dtype."""
+    hidden, weight, bias = layer
+    logits = F.linear(hidden, weight, bias)
+    loss, outputs, grad = evaluate(logits, target, upstream, **options)
+    rows, tokens = grad.reshape(-1, len(weight)), hidden.reshape(-1, weight.shape[1])
+    return [loss, *outputs.values()], [grad @ weight, rows.t() @ tokens, rows.sum(0)]
 
 
 # ---- comparisons
@@ -131,11 +141,27 @@ def assert_close(
         assert not value.requires_grad
         wanted = expected.outputs[name]
         assert_within(value, wanted, unit + 2e-6 * wanted.abs(), name)
-    largest = max([1e-30, *expected.grad[expected.grad.isfinite()].abs().flatten().tolist()])
+    largest = max([1e-10, *expected.grad[expected.grad.isfinite()].abs().flatten().tolist()])
     rounding = ROUNDING_ULPS * ulp(expected.grad, grad.dtype)
     if grad.dtype == torch.float16:
         rounding += 2**-25  # subnormal
     assert_within(grad, expected.grad, 4e-6 * largest + rounding, "gradient")
+
+
+def assert_near(
+    actual: Tensor, exact: Tensor, torchs: Tensor, dtype: torch.dtype, what: str
+) -> None:
+    """No further off than torch in the same dtype, half as much again and a rounding."""
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    finite = exact.isfinite()
+    actual, exact, torchs = (t.detach().cpu().double() for t in (actual, exact, torchs))
+    torch.testing.assert_close(actual[~finite], exact[~finite], equal_nan=True)
+    if finite.any():
+        size = exact[finite].abs().max().clamp(min=1e-3)
+        allowed = 1.5 * (torchs - exact)[finite].abs().max()
+        allowed += (torch.finfo(dtype).eps + 16 * torch.finfo(torch.float32).eps) * size
+        error = (actual - exact)[finite].abs().max()
+        assert error <= allowed, f"{what}: {error:.3g}, and {allowed:.3g} is allowed"
 
 
 def assert_as_good_as_torch(

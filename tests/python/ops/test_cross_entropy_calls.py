@@ -1,14 +1,26 @@
-"""ringcomm.ops.cross_entropy as an operator: torch's checks, torch.compile, modules, bad calls."""
+"""ringcomm.ops.cross_entropy of one rank: in place, torch's checks, torch.compile, bad calls."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import loss_oracle
 import oracle
 import pytest
 import torch
-from loss_oracle import OUTPUTS, class_weights, options_of, random_logits, random_targets
+from loss_oracle import (
+    BY_NAME,
+    OPTION_AXES,
+    OUTPUTS,
+    class_weights,
+    covering,
+    named,
+    options_of,
+    random_logits,
+    random_targets,
+)
+from pair_table import Case
 from torch import Tensor
 
 from ringcomm import nn
@@ -16,6 +28,111 @@ from ringcomm.ops import cross_entropy
 
 _ops = torch.ops.ringcomm
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+# ---- in place
+
+IN_PLACE = covering(
+    {
+        "dtype": tuple(BY_NAME),
+        "upstream": ("1", "0.25", "65536"),
+        "reduction": ("mean", "sum"),
+        **{
+            axis: tuple(OPTION_AXES[axis])[:2]
+            for axis in ("weight", "smoothing", "softcap", "padding", "z_loss")
+        },
+    }
+)
+
+
+def gradient_of(logits: Tensor, target: Tensor, upstream: float, **options: Any) -> Tensor:
+    leaf = logits.detach().clone().requires_grad_()
+    cross_entropy(leaf * 1, target, **options).backward(torch.tensor(upstream))
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("case", IN_PLACE, ids=named)
+def test_inplace(case: Case) -> None:
+    """The gradient of the other form, to the last bit; of float16 to an ulp."""
+    options, upstream = options_of(case, 1050), float(case["upstream"])
+    logits = random_logits((8, 1050), BY_NAME[case["dtype"]])
+    target = random_targets((8,), options.get("vocab_size", 1050))
+    expected = gradient_of(logits, target, upstream, **options)
+    actual = gradient_of(logits, target, upstream, inplace=True, **options)
+    if logits.dtype != FP16:
+        oracle.assert_equal(actual, expected)
+        return
+    finite = expected.isfinite()
+    # With a z-loss, whose size is not known in advance, less room is left for small numbers.
+    smallest = 2.0**-24 * (1 + options.get("z_loss", 0.0) * 2 * 65504 * max(1, upstream / 32768))
+    allowed = loss_oracle.ulp(expected.double().nan_to_num(0.0), FP16) + smallest
+    assert ((actual.double() - expected.double()).abs() <= allowed)[finite].all()
+    assert (actual[~finite] == expected[~finite]).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_inplace_is_in_the_logits(dtype: torch.dtype) -> None:
+    """Whether a gradient is wanted or not, and in nothing beside them."""
+    leaf, target = random_logits((2, 3, 70), dtype).requires_grad_(), random_targets((2, 3), 70)
+    expected = loss_oracle.evaluate(leaf, target)
+    wide = random_logits((6, 80), dtype)
+    columns, border = wide[:, 5:75].copy_(leaf.detach().view(6, 70)), wide[:, 75:].clone()
+    for logits in (leaf * 1, leaf.detach().clone(), columns.view(2, 3, 70)):
+        found = cross_entropy(logits, target, inplace=True, outputs=OUTPUTS)
+        held = logits.detach().clone(memory_format=torch.contiguous_format)
+        loss_oracle.assert_close(found, held, expected)
+        if found[0].requires_grad:
+            found[0].backward()
+            assert leaf.grad is not None
+            oracle.assert_equal(leaf.grad, held)
+    oracle.assert_equal(wide[:, 75:].contiguous(), border)
+
+
+def test_inplace_refused() -> None:
+    target = torch.zeros(4, dtype=torch.int64)
+    leaf = random_logits((4, 6)).requires_grad_()
+    for logits, reduction, words in (
+        (leaf * 1, "none", "mean"),
+        (leaf, "mean", "leaf"),
+        (leaf.view(2, 2, 6).view(4, 6), "mean", "leaf"),
+        (leaf.t().contiguous().t(), "mean", r"strides \(1, 4\)"),
+        (random_logits((4, 12))[:, ::2], "mean", r"strides \(12, 2\)"),
+        (random_logits((1, 6)).expand(4, 6), "mean", r"strides \(0, 1\)"),
+        (random_logits((12,)).as_strided((4, 6), (2, 1)), "mean", r"strides \(2, 1\)"),
+    ):
+        kept = logits.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            cross_entropy(logits, target, inplace=True, reduction=reduction)
+        oracle.assert_equal(logits.detach().contiguous(), kept.contiguous())
+    with pytest.raises(ValueError, match="inplace"):
+        cross_entropy(leaf * 1, torch.rand(4, 6), inplace=True)
+    loss = cross_entropy(leaf * 1, target, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_overwritten_logits_are_noticed(inplace: bool) -> None:
+    """By what has saved them: exp for its own gradient, cross_entropy for the logits'."""
+    leaf, target = random_logits((4, 6)).requires_grad_(), torch.zeros(4, dtype=torch.int64)
+    logits = leaf.exp() if inplace else leaf * 1
+    loss = cross_entropy(logits, target, inplace=inplace)
+    if not inplace:
+        with torch.no_grad():
+            logits += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_second_derivative() -> None:
+    leaf, factor = random_logits((4, 6)).requires_grad_(), torch.tensor(2.0, requires_grad=True)
+    for target in (torch.zeros(4, dtype=torch.int64), torch.full((4, 6), 1 / 6)):
+        loss = cross_entropy(leaf, target) * factor
+        (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
 
 # ---- torch's own checks
 
@@ -55,7 +172,7 @@ PROBABILITIES = torch.full((4, 6), 1 / 6)
         ({"softcap": "5", "smoothing": "0.1"}, FP32, None),  # with probabilities
     ],
 )
-def test_compile(case: dict[str, str], dtype: torch.dtype, inplace: bool | None) -> None:
+def test_compile(case: Case, dtype: torch.dtype, inplace: bool | None) -> None:
     options, target = options_of(case, 6), random_targets((4,), 6)
     if inplace is None:
         target = PROBABILITIES

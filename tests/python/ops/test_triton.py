@@ -33,11 +33,6 @@ def test_interpreted_kernels_do_what_the_cpu_and_the_oracle_do(script: str) -> N
     assert {name: text for name, text in said.items() if text} == {}
 
 
-@needs_triton
-def test_stats_merge_over_a_group(tmp_path: Path) -> None:
-    run("merge_over_group.py", str(tmp_path / "store"), TRITON_INTERPRET="1")
-
-
 def test_cuda_has_every_operator_that_the_cpu_has() -> None:
     for module in (cross_entropy_cuda, weight_update):
         for name in dir(module):
