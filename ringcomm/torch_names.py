@@ -32,9 +32,10 @@ def reduce_unused(unit: Any) -> None:
     def post_backward(*unused: Any) -> None:
         for param in group.fsdp_params if group.reduce_grads else ():
             whole = getattr(param, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad and whole.grad is None:
-                if param.unsharded_accumulated_grad is None:
-                    whole.grad = torch.zeros_like(whole)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is None and param.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
         reduce(*unused)
 
     group.post_backward = post_backward
