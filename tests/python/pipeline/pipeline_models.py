@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
     schedule: str
     num_ranks: int
-    model: str = "deep"  # "frozen", "tied"
+    model: str = "deep"  # "frozen", "tied", "twice"
     stages_per_rank: int | None = None
     recompute: bool = False
     autocast: bool = False
@@ -42,6 +42,8 @@ class Case(NamedTuple):
         if self.model == "tied":
             return make_tied()
         model = make_deep()
+        if self.model == "twice":
+            return nn.Sequential(*(Twice(b) if isinstance(b, Block) else b for b in model))
         if self.model == "frozen":
             for block in list(model)[:3]:
                 block.requires_grad_(False)
@@ -79,6 +81,17 @@ def alone(case: Case) -> tuple[Run, list[float]]:
 def make_deep() -> nn.Sequential:
     """Nine blocks."""
     return make_model(8)
+
+
+class Twice(nn.Module):
+    """A block with one set of weights for two layers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(self.block(x))
 
 
 class Tied(nn.Module):
