@@ -91,7 +91,7 @@ class Twice(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Any:
-        return self.block(self.block(x))
+        return self.block(self.block(x) / 2)
 
 
 class Tied(nn.Module):
