@@ -7,7 +7,7 @@ twice that one stage uses twice, so that Stage does both halves at once there.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import P2POp
@@ -22,6 +22,7 @@ class _OldStage(PipelineStage):
     """What boundaries are comes from the metas that the stage was made of."""
 
     inputs_meta: Any
+    get_outputs_meta: Any
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         ops = super()._get_init_p2p_neighbors_ops()
@@ -84,4 +85,7 @@ class _OldStage(PipelineStage):
             )
 
 
-TorchStage: type[PipelineStage] = PipelineStage if HAS_HALVES else _OldStage
+if TYPE_CHECKING:
+    TorchStage = PipelineStage
+else:
+    TorchStage = PipelineStage if HAS_HALVES else _OldStage

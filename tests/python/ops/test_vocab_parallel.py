@@ -281,7 +281,7 @@ def check_dtensor(rank: int, mesh_shape: tuple[int, ...], vocab_size: int) -> No
     placements = [*replicated[1:], Shard(-1)]
     whole, target = random_logits((2, 3, vocab_size)), random_targets((2, 3), vocab_size)
     expected = loss_oracle.evaluate(whole, target, label_smoothing=0.1)
-    plain = distribute_tensor(whole, mesh, placements).requires_grad_()
+    plain: Any = distribute_tensor(whole, mesh, placements).requires_grad_()
     plain.to_local().sum().backward()  # torch 2.11 gathers gradients of uneven shards
     for indices in (target, distribute_tensor(target, mesh, replicated)):
         logits = distribute_tensor(whole, mesh, placements).requires_grad_()
