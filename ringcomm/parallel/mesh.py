@@ -79,7 +79,7 @@ class ParallelDims:
                 f" {self.dp * self.fsdp} ranks here: take a divisor of that"
             )
         self.ep = ep
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self._device_type = device_type or (accelerator.type if accelerator else "cpu")
 
     # ---- meshes

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.pipelining import PipelineStage
 
 from ringcomm.parallel.pipeline.schedules import Kind, Plan
+from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES, TorchStage
 
 __all__ = ["Log", "Metas", "Stage", "find_boundaries", "forward_only", "meta_like", "shown"]
 
@@ -135,7 +135,7 @@ def _inside(value: Any) -> Any:
     return value.copy() if isinstance(value, dict | list | set) else None
 
 
-class Stage(PipelineStage):
+class Stage(TorchStage):
     """One stage of a pipeline on its rank.
 
     torch receives into memory that is set aside for all micro-batches of a step, for good. Here a
@@ -155,7 +155,7 @@ class Stage(PipelineStage):
     ) -> None:
         # The half of a backward for inputs then does the other one as well. torch would recompute a
         # checkpoint once for each group of weights, and find no weights behind frozen blocks.
-        has_no_halves = recompute or not any(meta.requires_grad for meta in inputs)
+        has_no_halves = recompute or not HAS_HALVES or not any(m.requires_grad for m in inputs)
         super().__init__(
             module,
             stage_idx,

@@ -23,6 +23,7 @@ from ringcomm.parallel.shards.units import (
     watch_whole_weights,
 )
 from ringcomm.parallel.zero.optimizer import ShardOptions, ZeroOptimizer
+from ringcomm.torch_names import reduce_unused
 
 
 class Zero3(ZeroOptimizer):
@@ -260,8 +261,7 @@ def _shard_units(
         made: Any = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         done.update(module.parameters())
         # Ranks may leave out different weights of a unit that all of them run.
-        if hasattr(made, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-            made.set_reduce_scatter_unused_params(True, recurse=False)
+        reduce_unused(made)
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

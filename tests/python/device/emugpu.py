@@ -23,6 +23,10 @@ def is_initialized() -> bool:
     return True
 
 
+def _lazy_init() -> None:
+    """Nothing is left to do; torch 2.11 synchronizes no device that has not had it."""
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

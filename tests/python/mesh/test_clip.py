@@ -127,9 +127,13 @@ def expected_norm(case: Case, norm_type: float, dtype: torch.dtype) -> float:
     return float(torch.linalg.vector_norm(torch.cat(every).double(), norm_type))
 
 
-class Whole(nn.ModuleDict):
-    def forward(self) -> None:
-        """fully_shard wants one."""
+class Whole(nn.Module):
+    """What fully_shard takes; torch 2.11 takes no ModuleDict."""
+
+    def __init__(self, blocks: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, block in blocks.items():
+            self.add_module(name, block)
 
 
 def make_model(case: Case) -> Any:

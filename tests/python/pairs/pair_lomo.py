@@ -47,7 +47,7 @@ TABLE = Table(
         ),
         Refused(
             "weights in: WeightShards or fully_shard; around: DDP",
-            "RuntimeError: DistributedDataParallel|Cannot flatten",
+            "RuntimeError: DistributedDataParallel|flatten",
             "the model itself: its gradients are reduced",
         ),
         Refused(

@@ -40,7 +40,7 @@ TABLE = Table(
     refused=(
         Refused(
             "around: DDP",
-            "RuntimeError: DistributedDataParallel|Cannot flatten",
+            "RuntimeError: DistributedDataParallel|flatten",
             "the model itself: zero.shard reduces gradients",
         ),
         Refused(

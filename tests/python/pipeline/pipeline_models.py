@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
     schedule: str
     num_ranks: int
-    model: str = "deep"  # "frozen", "tied"
+    model: str = "deep"  # "frozen", "tied", "twice"
     stages_per_rank: int | None = None
     recompute: bool = False
     autocast: bool = False
@@ -42,6 +42,9 @@ class Case(NamedTuple):
         if self.model == "tied":
             return make_tied()
         model = make_deep()
+        if self.model == "twice":
+            layers = (Twice(b.up.in_features) if isinstance(b, Block) else b for b in model)
+            return nn.Sequential(*layers)
         if self.model == "frozen":
             for block in list(model)[:3]:
                 block.requires_grad_(False)
@@ -79,6 +82,17 @@ def alone(case: Case) -> tuple[Run, list[float]]:
 def make_deep() -> nn.Sequential:
     """Nine blocks."""
     return make_model(8)
+
+
+class Twice(nn.Module):
+    """A weight for two layers; with a residual torch 2.13 raises in halves of the backward."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.both = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.both(torch.tanh(self.both(x)))
 
 
 class Tied(nn.Module):

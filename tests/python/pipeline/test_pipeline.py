@@ -62,6 +62,7 @@ def train(rank: int, device: str, case: Case) -> tuple[Run, list[float]]:
         Case("interleaved", 4, "tied", clips=True),
         Case("zero-bubble", 2, is_sum=True, num_batches=2, scale=1 / 64),
         Case("zero-bubble", 2, "frozen", stages_per_rank=3),
+        Case("zero-bubble", 3, "twice"),
         Case("zero-bubble", 4, recompute=True, autocast=True),
         Case("zbv", 1),
         Case("zbv", 2, "tied", num_batches=2),

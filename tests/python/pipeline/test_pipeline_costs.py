@@ -19,6 +19,7 @@ from torch import Tensor
 
 import ringcomm
 from ringcomm.parallel import pipeline
+from ringcomm.parallel.pipeline.torch_stage import HAS_HALVES
 
 ACTIVATION_BYTES = ROWS // M * DIM * 4
 
@@ -105,7 +106,11 @@ def test_a_step(schedule: str, num_ranks: int, tmp_path: Path) -> None:
         for name, found in result["saved"].items():
             saved.setdefault(name, Counter()).update(found)
     # min(m, p-i) micro-batches in stage i of 1F1B, m in GPipe.
-    assert dict(sorted(saved["max_live"].items())) == simulated
+    max_live = dict(sorted(saved["max_live"].items()))
+    if HAS_HALVES or schedule not in ("zero-bubble", "zbv"):
+        assert max_live == simulated
+    else:  # both halves of a backward at once
+        assert all(max_live[stage] <= num for stage, num in simulated.items())
     assert set(saved["num_forwards"].values()) == {M}
     for result in results:
         check_timeline(result["timeline"], plan)

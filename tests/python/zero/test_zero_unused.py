@@ -9,7 +9,6 @@ import torch
 from full_states import full_state
 from ranks import in_ranks, run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from zero_models import Towers, assert_close, same, weights
 
 import ringcomm
@@ -18,10 +17,6 @@ from ringcomm.parallel import get_state_dict, offload, zero
 WIDTH, NUM_TOWERS, STEPS, NUM_MICRO_BATCHES = 6, 4, 4, 3
 BUCKET_BYTES = 4 * WIDTH * WIDTH * 2
 NEVER = NUM_TOWERS - 1
-UNUSED_AT_STAGE_3 = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
-    reason="fully_shard reduces zeros for unused weights from torch 2.13 on",
-)
 
 
 def used_by(step: int, part: int, rank: int) -> list[int]:
@@ -119,7 +114,7 @@ def train(
         (2, "gloo", (1, "momentum", 0.5, True)),
         (2, "ringcomm", (2, "amsgrad", None, True)),
         (2, "ringcomm", (1, "offload", None, False)),
-        pytest.param(2, "ringcomm", (3, "momentum", 0.5, False), marks=UNUSED_AT_STAGE_3),
+        (2, "ringcomm", (3, "momentum", 0.5, False)),
     ],
 )
 def test_as_one_process_that_averages(world_size: int, backend: str, case: Any) -> None:

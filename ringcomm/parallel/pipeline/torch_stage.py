@@ -1,0 +1,91 @@
+"""torch's PipelineStage; where that is older than 2.13, with what it lacks.
+
+Until then torch takes every input of a stage for a tensor that requires grad, and compares strides;
+a V sends to its own rank before the first step. Its backwards in halves count gradients of a weight
+twice that one stage uses twice, so that Stage does both halves at once there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import P2POp
+from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["HAS_HALVES", "TorchStage"]
+
+HAS_HALVES = hasattr(PipelineStage, "_warmup_forward_vote")
+
+
+class _OldStage(PipelineStage):
+    """What boundaries are comes from the metas that the stage was made of."""
+
+    inputs_meta: Any
+    get_outputs_meta: Any
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Stages are made for the inputs' shapes."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """Stage does so itself."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        had_backward, self.has_backward = self.has_backward, False  # integers require no grad
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = had_backward
+        for infos in () if self.is_first else self.args_recv_info.values():
+            for info, meta in zip(infos, self.inputs_meta, strict=True):
+                info.buffer = meta
+        return result
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        infos = super()._create_grad_recv_info(act_send_info)
+        metas = self.get_outputs_meta()[: len(infos)]  # the last stage receives none
+        return tuple(
+            info if meta.requires_grad else None for info, meta in zip(infos, metas, strict=True)
+        )
+
+    def _create_grad_send_info(self, args_recv_info: Any) -> list[int | None]:
+        sources = super()._create_grad_send_info(args_recv_info)
+        return [
+            source if meta.requires_grad else None
+            for source, meta in zip(sources, self.inputs_meta, strict=True)
+        ]
+
+    def _map_tensor_from_recv_info(self, recv_infos: Any) -> Any:
+        return tuple(getattr(info, "buffer", None) for info in recv_infos)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        outputs = prev_stage_outputs
+        for info, tensor in zip(
+            self.args_recv_info[mb_index],
+            outputs if isinstance(outputs, tuple) else (outputs,),
+            strict=True,
+        ):
+            info.buffer = tensor.detach().requires_grad_(tensor.requires_grad)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        for info, grad in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if info is not None:
+                info.buffer = grad
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if not self.is_first:  # the stage before waits for a gradient of all that requires one
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(meta, device=self.device, requires_grad=False)
+                if grad is None and meta.requires_grad
+                else grad
+                for grad, meta in zip(self.bwd_cache[bwd_chunk_id], self.inputs_meta, strict=True)
+            )
+
+
+if TYPE_CHECKING:
+    TorchStage = PipelineStage
+else:
+    TorchStage = PipelineStage if HAS_HALVES else _OldStage
