@@ -189,7 +189,10 @@ def _overload_arguments(
             f"the state of {type(optimizer).__name__} has {list(optimizer.state_names)} and "
             f"perhaps 'master', got {sorted(state)}"
         )
-    numbers = dataclasses.asdict(optimizer)
+    # Not asdict(), which copies: torch 2.11 does not trace that.
+    numbers = {
+        field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)
+    }
     if isinstance(optimizer, LomoStep):
         if "master" in state:
             raise ValueError("LomoStep keeps no state, and no 'master'")
