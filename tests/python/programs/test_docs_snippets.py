@@ -123,9 +123,9 @@ def test_its_commands_run(blocks: list[Block], tmp_path: Path) -> None:
     for block in blocks:
         if block.title:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
-    # PET_STANDALONE: torchrun takes a free port.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_STANDALONE": "1"}
-    environment.pop("PYTHONUNBUFFERED", None)  # ranks write whole lines
+    # torchrun takes a free port, and shows whole lines, with the rank in front.
+    torchrun = {"PET_STANDALONE": "1", "PET_TEE": "3"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **torchrun}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     output = ""
     for block in blocks:
@@ -147,7 +147,7 @@ def run_command(block: Block, folder: Path, environment: dict[str, str]) -> str:
         check=False,
     )
     assert done.returncode == 0, f"{block.page}:{block.line}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return re.sub(r"^\[\w+\]:", "", done.stdout, flags=re.MULTILINE)
 
 
 # ---- fragments
