@@ -124,15 +124,14 @@ def linear_cross_entropy(
 # ---- arguments
 
 
-@torch.compiler.assume_constant_result  # torch 2.11 does not trace it
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
+# torch.amp.is_autocast_available tells, but torch 2.11 does not trace it.
+_HAS_AUTOCAST = ("cpu", "cuda")
 
 
 def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
     """What torch.autocast makes of a linear layer's operands."""
     device = hidden.device.type
-    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
+    if device not in _HAS_AUTOCAST or not torch.is_autocast_enabled(device):
         return hidden, *layer
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -143,7 +142,7 @@ def _autocast(hidden: Tensor, *layer: Tensor | None) -> tuple[Any, ...]:
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """The products of the layer have the dtype that they are given."""
-    if not _has_autocast(device.type):
+    if device.type not in _HAS_AUTOCAST:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
