@@ -47,8 +47,13 @@ DeviceCarrier& DeviceGroup::carrier(c10::Device device) {
       return *found->second;
   }
   // Without the lock: it waits for other ranks.
-  std::unique_ptr<DeviceCarrier> made =
-      make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
+  std::unique_ptr<DeviceCarrier> made;
+  try {
+    made = make_device_carrier({store_, rank_, world_size_, *options_, communicator()}, device);
+  } catch (const std::exception&) {
+    check();  // a watch that ended the group knows why
+    throw;
+  }
   const std::lock_guard lock(mutex_);
   if (is_aborted_) made->abort();
   return *(carriers_[device.str()] = std::move(made));
@@ -180,6 +185,7 @@ void DeviceGroup::ending_on_failure(const std::string& what, const Enqueue& enqu
   try {
     enqueue();
   } catch (const std::exception& error) {
+    check();  // a watch that ended the group under this call knows why
     // Wherever this rank has stopped, the others have gone on.
     end(what + ": " + error.what());
     throw;

@@ -139,6 +139,15 @@ def test_calls_that_differ_are_both_named(rank: int, named: tuple[str, ...]) -> 
     assert is_gpu_usable()
 
 
+@in_gpu_ranks(on_some_gpus, group_timeout_s=10.0, fresh=True)
+def test_a_difference_found_while_later_calls_are_made_is_named(rank: int) -> None:
+    dist.all_reduce(ones())
+    tensors = [ones(1000 + (rank == 1)), *(ones() for _ in range(300))]
+    said = outcome(lambda: dist.all_reduce_coalesced(tensors, async_op=True))
+    assert said["type"] == "MismatchError", said
+    assert "4000" in said["text"] or "4004" in said["text"], said
+
+
 # ---- tests that fail on one rank
 
 
