@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What imports torch.distributed.pipelining or .checkpoint, each a quarter of the rest's time."""
+    """What needs torch.distributed.pipelining or .checkpoint, which are slow to import."""
     if name == "pipeline":
         return import_module("ringcomm.parallel.pipeline")
     if name in ("get_state_dict", "set_state_dict"):
