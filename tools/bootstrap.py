@@ -29,7 +29,7 @@ TORCH = "torch==2.13.0"
 VENV = ROOT / ".venv"
 STAMPS = VENV / "ringcomm-stamps.json"
 EXTENSION_STATE = ROOT / "build" / "extension.json"
-GROUPS = ("build", "train", "test", "lint", "docs")
+GROUPS = ("build", "train", "test", "lint", "docs", "coverage")
 
 # What our programs and the build do without, if less well: no picture, compiles without ninja, no
 # tests of the kernels where there is no triton, none of PyTorch's own, none with models of

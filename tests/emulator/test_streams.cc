@@ -225,7 +225,7 @@ TEST_CASE("ThreadSanitizer sees kernels of two streams race that no event keeps 
   for (const unsigned num_blocks : {1u, 2u}) {
     int status = -1;
     // On a busy machine one thread may run both kernels, and then there is no race.
-    for (int attempt = 0; attempt < 5 && status != kWanted; ++attempt) {
+    for (int attempt = 0; attempt < 50 && status != kWanted; ++attempt) {
       ChildProcess child("that_forgets_to_wait", {{"TSAN_OPTIONS", "exitcode=66 halt_on_error=1"}});
       child.send(as_message(num_blocks));
       status = child.wait();

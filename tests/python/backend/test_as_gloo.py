@@ -63,7 +63,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("as_gloo", [False, True])
+@pytest.mark.parametrize("as_gloo", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_programs(as_gloo: bool, tmp_path: Path) -> None:
     program = PROGRAM.format(
         register=BY_HAND if as_gloo or not IS_INSTALLED else "pass",

@@ -188,6 +188,7 @@ def experts_between_meshes(rank: int, folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_experts_go_between_meshes(tmp_path: Path) -> None:
     expected = alone("Mixtral")[2]
     for found in run_ranks(4, experts_between_meshes, tmp_path, timeout_s=120):

@@ -89,6 +89,7 @@ def test_bench_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert record["flag_us"].keys() == {"before", "after"}
 
 
+@pytest.mark.slow
 def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     argv = ["--world-sizes", "2", "--sizes", "1k,256k", "--json", str(path)]
@@ -106,6 +107,7 @@ def test_tune_writes_what_load_reads(tmp_path: Path) -> None:
     assert found.differences(json.loads(path.read_text())["machine"]) == []
 
 
+@pytest.mark.slow
 def test_doctor_reports_machine_group_and_pairs(tmp_path: Path) -> None:
     tuned = str(tmp_path / "tuning.json")
     world = tuning.World(2, 0.1, 90.0, 2.7, 1.2, True, 1 << 18, ())

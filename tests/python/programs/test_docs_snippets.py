@@ -30,7 +30,6 @@ FENCE = re.compile(
     r"^(?:<!-- test: ([^>]*) -->\n)?```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S
 )
 WORDS = {"", "compile"}
-QUICK = ("README.md", "docs/tutorial/two-ranks.md")
 LANGUAGES = {"python", "sh", "text", "yaml", "json"}
 NUM_BATCHES = 4
 LIMIT_S = 240
@@ -109,7 +108,7 @@ def is_command(block: Block) -> bool:
     "blocks",
     cases(
         [
-            (page, blocks, page not in QUICK)
+            (page, blocks, page != "README.md")
             for page, blocks in BLOCKS.items()
             if any(is_command(b) for b in blocks)
         ]
