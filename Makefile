@@ -100,7 +100,7 @@ docs: check-python  ## the pages of docs/ as a site in build/site; warnings are 
 
 coverage: check-python  ## lines that the tests run, of Python and of the C++ engine; 20 minutes
 	@$(CPP) run-coverage
-	@$(PREPARE) --need coverage --no-torch -- -m gcovr --root csrc --exclude-throw-branches \
+	@$(PREPARE) --need coverage --no-torch -- -m gcovr --root csrc --merge-lines \
 	    --print-summary --sort uncovered-number build/cpp/coverage -o build/coverage-cpp.txt
 	@$(PREPARE) --need train --need test --need coverage --extension -- -m coverage run -m pytest $(ARGS)
 	@$(PREPARE) --need coverage --no-torch -- -m coverage combine -q
