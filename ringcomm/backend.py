@@ -1,6 +1,9 @@
 """From torch.distributed to the engine: makes groups, finds them, reads their counters."""
 
+import contextlib
+import functools
 import logging
+import sys
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         FileNotFoundError: there is no such tuning file.
         RingcommError: the ranks could not meet, or have different options.
     """
+    _tell_peers_of_exceptions()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}
@@ -63,19 +67,34 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
     return backend
 
 
+@functools.cache
+def _tell_peers_of_exceptions() -> None:
+    """From now on, an exception that ends this process is in the errors of its peers."""
+    show = sys.excepthook
+
+    def tell_and_show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        with contextlib.suppress(Exception):
+            text = f"{kind.__name__}: {error}".partition("\n")[0]
+            _C.say_last_words(text.encode("ascii", "backslashreplace").decode())
+        show(kind, error, trace)
+
+    sys.excepthook = tell_and_show
+
+
 def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
     """The _FIELDS, from an `Options` or None and the environment."""
     if pg_options is None:
         pg_options = Options()
     if not isinstance(pg_options, Options):
         raise TypeError(
-            f"pg_options of a ringcomm group is a ringcomm.Options, got {type(pg_options).__name__}"
+            "pg_options of a ringcomm group must be a ringcomm.Options, got "
+            f"{type(pg_options).__name__}"
         )
     options = pg_options.with_environment()
     if options.deterministic not in (None, "rank_order"):
         raise ValueError(
-            'deterministic of ringcomm.Options is None or "rank_order", '
-            f"got {options.deterministic!r}"
+            'deterministic of ringcomm.Options must be None or "rank_order", got '
+            f"{options.deterministic!r}"
         )
     slot_bytes = options.slot_bytes
     if slot_bytes is None:
@@ -104,7 +123,7 @@ def _p2p_backend(options: Options) -> str:
 def _whole(name: str, value: int) -> int:
     """The value if it is a number that the engine can take and judge."""
     if not isinstance(value, int):
-        raise TypeError(f"{name} of ringcomm.Options is a whole number, got {value!r}")
+        raise TypeError(f"{name} of ringcomm.Options must be a whole number, got {value!r}")
     if not 0 <= value < 1 << 31:
         raise ValueError(f"{name} of ringcomm.Options is out of range, got {value}")
     return value
@@ -124,7 +143,7 @@ def resolve_group(
             raise ValueError("give a group or a mesh, not both")
         if mesh.ndim != 1:
             names = ", ".join(map(str, mesh.mesh_dim_names or mesh.shape))
-            raise ValueError(f"wants a mesh of one dimension, such as mesh['tp']; got ({names})")
+            raise ValueError(f"the mesh must have one dimension, such as mesh['tp']; got ({names})")
         return mesh.get_group()
     if group is not None:
         if not isinstance(group, dist.ProcessGroup):

@@ -61,7 +61,7 @@ class Options:
             is_number = field.name in ("num_slots", "slot_bytes")
             if is_number and not text.isdecimal():
                 raise ValueError(
-                    f"the environment variable {name} wants a whole number, got {text!r}"
+                    f"the environment variable {name} must be a whole number, got {text!r}"
                 )
             found[field.name] = int(text) if is_number else text
         return replace(self, **found)
@@ -76,6 +76,6 @@ def checks_targets() -> bool:
     text = os.environ.get("RINGCOMM_CHECK_TARGETS") or "0"
     if text not in ("0", "1"):
         raise ValueError(
-            f"the environment variable RINGCOMM_CHECK_TARGETS wants 0 or 1, got {text!r}"
+            f"the environment variable RINGCOMM_CHECK_TARGETS must be 0 or 1, got {text!r}"
         )
     return text == "1"

@@ -31,6 +31,8 @@ constexpr const char* kWatchRequest = "watch";
 
 constexpr std::chrono::milliseconds kAcceptRetry{10};
 constexpr std::chrono::milliseconds kLookInterval{50};
+// A peer that talks without end must not keep the hub from its other work.
+constexpr int kMaxTextsAtOnce = 16;
 
 // Null until the first group, and again in a forked child: the thread does not survive a fork.
 std::atomic<ProcessHub*> current_hub = nullptr;
@@ -63,6 +65,19 @@ bool PeerProcess::is_stopped() const {
   const std::size_t name_end = stat.rfind(')');
   if (name_end == std::string::npos || name_end + 2 >= stat.size()) return false;
   return stat[name_end + 2] == 'T' || stat[name_end + 2] == 't';
+}
+
+std::string PeerProcess::last_words() const {
+  const std::lock_guard lock(mutex_);
+  return last_words_;
+}
+
+void PeerProcess::keep_last_words(std::string words) {
+  // They become a part of error messages, in which Python wants valid text.
+  for (char& letter : words)
+    if (letter < ' ' || letter > '~') letter = '?';
+  const std::lock_guard lock(mutex_);
+  last_words_ = std::move(words);
 }
 
 ProcessHub& ProcessHub::instance() {
@@ -165,6 +180,13 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
   return process;
 }
 
+void ProcessHub::say_last_words(const std::string& text) noexcept {
+  ProcessHub* hub = current_hub.load(std::memory_order_acquire);
+  if (hub == nullptr) return;
+  const std::lock_guard lock(hub->mutex_);
+  for (const UniqueFd& connection : hub->connections_) try_send_text(connection.get(), text);
+}
+
 void ProcessHub::wake() {
   const std::uint64_t one = 1;
   if (::write(wake_event_.get(), &one, sizeof(one)) < 0 && errno != EAGAIN)
@@ -181,7 +203,7 @@ void ProcessHub::run() {
       for (const auto& [address, watch] : watches_) {
         // poll() passes over the -1 of a pidfd that there is not.
         entries.push_back({.fd = watch.pidfd.get(), .events = POLLIN, .revents = 0});
-        entries.push_back({.fd = watch.socket.get(), .events = POLLRDHUP, .revents = 0});
+        entries.push_back({.fd = watch.socket.get(), .events = POLLIN | POLLRDHUP, .revents = 0});
       }
       first_connection = entries.size();
       for (const UniqueFd& connection : connections_)
@@ -207,15 +229,33 @@ void ProcessHub::run() {
   }
 }
 
+// Reads what a watched process says: what it said before its end is still there after it.
+void ProcessHub::listen_to(const Watch& watch) {
+  try {
+    std::string words;
+    for (int i = 0; i < kMaxTextsAtOnce; ++i) {
+      if (!recv_text(watch.socket.get(), std::chrono::milliseconds(0), words) || words.empty())
+        return;
+      watch.process->keep_last_words(words);
+    }
+  } catch (const std::exception&) {
+    // It may end without a word.
+  }
+}
+
 void ProcessHub::look_at_watches(const std::map<int, short>& events) {
   const std::lock_guard lock(mutex_);
   std::erase_if(watches_, [&](const auto& item) {
     const Watch& watch = item.second;
-    const auto has_event = [&](const UniqueFd& fd) {
+    const auto event_of = [&](const UniqueFd& fd) {
       const auto found = events.find(fd.get());
-      return fd && found != events.end() && found->second != 0;
+      return fd && found != events.end() ? int{found->second} : 0;
     };
-    if (!has_event(watch.pidfd) && !has_event(watch.socket)) return false;
+    const int heard = event_of(watch.socket);
+    const bool has_ended = event_of(watch.pidfd) != 0 || (heard & ~POLLIN) != 0;
+    if (heard == 0 && !has_ended) return false;
+    listen_to(watch);
+    if (!has_ended) return false;
     watch.process->is_dead.store(true, std::memory_order_release);
     return true;
   });

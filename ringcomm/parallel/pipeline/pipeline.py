@@ -300,8 +300,8 @@ class Pipeline:
         loss = self._loss_fn(output, target)
         if loss.dim() != 0:
             raise ValueError(
-                f"loss_fn returns a tensor without dimensions, got {tuple(loss.shape)}: is it"
-                ' reduction="none"?'
+                f"loss_fn must return a scalar, got shape {tuple(loss.shape)}: does it have "
+                'reduction="none"?'
             )
         self._losses.append(loss.detach())
         return loss / self._divisor * self._loss_scale
