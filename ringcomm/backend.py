@@ -37,9 +37,10 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
 
     Raises:
         TypeError: pg_options is something else.
-        ValueError: an option has no valid value, or the tuning file is none.
-        FileNotFoundError: there is no such tuning file.
-        RingcommError: the ranks could not meet, or have different options.
+        ValueError: an option has no valid value, the tuning file is damaged, or the rank is outside
+            of the group.
+        FileNotFoundError: the tuning file does not exist.
+        RingcommError: a rank did not join, or ranks have different options or world sizes.
     """
     _tell_peers_of_exceptions()
     size = dist_backend_opts.group_size
@@ -157,21 +158,22 @@ def resolve_group(
 
 
 def stats(group: dist.ProcessGroup | None = None) -> dict[tuple[str, str], dict[str, int]]:
-    """What this rank has done since it started, by (collective, algorithm).
+    """Calls and bytes of this rank since it started, by (collective, algorithm). Not collective.
 
     Args:
-        group: count one group of backend "ringcomm"; None counts all that this process has had.
+        group: counts this group only, whose backend is "ringcomm"; None counts all groups that this
+            process has had.
 
     Returns:
-        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...};
-        what was never called is missing. `sent_bytes` are the bytes that the peers consumed from
-        this rank: for a ring or two-shot all_reduce of S bytes over N ranks 2(N-1)/N S, for a
-        one-shot one (N-1) S. `copied_bytes` are those that this rank wrote where its peers read
-        them, and copied from there, or from its own input, into its results.
+        {("all_reduce", "ring"): {"num_calls": 3, "sent_bytes": 4096, "copied_bytes": 6144}, ...},
+        without collectives that were never called. `sent_bytes` are the bytes that peers read from
+        this rank: (N-1) S for a one_shot all_reduce of S bytes over N ranks, and 2(N-1)/N S for
+        two_shot and ring. `copied_bytes` are the bytes that this rank copied: into memory that its
+        peers read, and from there or from its own input into its results.
 
     Raises:
-        ValueError: the group's backend for CPU tensors is another one, or it has none, or this rank
-            is not in the group.
+        ValueError: the group has another backend for CPU tensors, or none, or this rank is not in
+            the group.
     """
     if group is None:
         return _C.stats()

@@ -27,7 +27,7 @@ class ParallelDims:
     """Sizes of the axes of parallelism, checked against the number of ranks, and their meshes.
 
         dims = ParallelDims(dp=2, tp=2, pp=2)        # of 8 ranks
-        print(dims)                                  # a table: who talks to whom about what
+        print(dims)                                  # a table of the axes, their ranks and traffic
         model, optimizer, step = parallelize(model, dims, ...)
         fully_shard(model, mesh=dims["fsdp"])        # or use the axes by hand
 
