@@ -275,7 +275,10 @@ def make_console() -> Console:
 
 def fitted(console: Console, shown: Any) -> Any:
     """``shown``; of a table that is wider than the console, a line for each of its figures."""
-    if not isinstance(shown, Table) or console.measure(shown).maximum <= console.width:
+    if not isinstance(shown, Table):
+        return shown
+    unlimited = console.options.update(width=1000)
+    if console.measure(shown, options=unlimited).maximum <= console.width:
         return shown
     headers = [str(column.header) for column in shown.columns]
     width = max(map(len, headers))

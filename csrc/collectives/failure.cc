@@ -44,7 +44,7 @@ void Failure::raise_stopped(Stop stop, int peer, const Activity& activity,
             activity, false);
     case Stop::kPeerLeft:
       if (const std::string words = last_words_of(peer); !words.empty())
-        raise(ErrorKind::kPeerDied, peer, who + " exited" + why_it_ended(words), activity, false);
+        raise(ErrorKind::kPeerDied, peer, who + " died" + why_it_ended(words), activity, false);
       raise(ErrorKind::kPeerDied, peer,
             who +
                 " has destroyed the group or exited; did the ranks make different numbers of "

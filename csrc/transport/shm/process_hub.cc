@@ -1,5 +1,6 @@
 #include "transport/shm/process_hub.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
@@ -109,6 +110,8 @@ ProcessHub& ProcessHub::instance() {
 ProcessHub::ProcessHub() : address_(random_name()), listener_(listen_at(address_)) {
   wake_event_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_event_) throw_errno("eventfd");
+  // Two threads may accept (say_last_words()), of which one finds nothing.
+  if (::fcntl(listener_.get(), F_SETFL, O_NONBLOCK) != 0) throw_errno("fcntl(O_NONBLOCK)");
   try {
     start_background_thread("ringcomm-hub", [this] { run(); }).detach();
   } catch (const std::system_error& error) {
@@ -183,6 +186,12 @@ std::shared_ptr<PeerProcess> ProcessHub::watch(const std::string& address) {
 void ProcessHub::say_last_words(const std::string& text) noexcept {
   ProcessHub* hub = current_hub.load(std::memory_order_acquire);
   if (hub == nullptr) return;
+  try {  // also those that the hub's thread has not come to
+    while (hub->accept_connection()) {
+    }
+  } catch (const std::exception&) {
+    // The others are told.
+  }
   const std::lock_guard lock(hub->mutex_);
   for (const UniqueFd& connection : hub->connections_) try_send_text(connection.get(), text);
 }
@@ -261,16 +270,18 @@ void ProcessHub::look_at_watches(const std::map<int, short>& events) {
   });
 }
 
-void ProcessHub::accept_connection() {
+// False where there was none to take.
+bool ProcessHub::accept_connection() {
   UniqueFd connection(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!connection) {
     // Out of descriptors, most likely; poll() would come back at once for as long as that lasts.
-    std::this_thread::sleep_for(kAcceptRetry);
-    return;
+    if (errno != EAGAIN) std::this_thread::sleep_for(kAcceptRetry);
+    return false;
   }
-  if (!is_trusted_peer(connection.get())) return;
+  if (!is_trusted_peer(connection.get())) return true;
   const std::lock_guard lock(mutex_);
   connections_.push_back(std::move(connection));
+  return true;
 }
 
 // The hub's thread has no caller to throw to: an error with a connection ends that connection.

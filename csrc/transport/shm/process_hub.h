@@ -80,7 +80,7 @@ class ProcessHub {
 
   ProcessHub();
   void run();
-  void accept_connection();
+  bool accept_connection();
   void try_accept();
   bool try_serve(int connection);
   bool serve(int connection);
