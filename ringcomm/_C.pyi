@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+BUILT_FOR: str
+
 def create_process_group(
     store: Any,
     rank: int,
@@ -77,4 +79,5 @@ def softmax_shard_entry(
     wants_weighted: bool,
     wants_more: bool,
 ) -> tuple[float, float, float, float, float, int]: ...
+def say_last_words(text: str) -> None: ...
 def simd_level() -> str: ...

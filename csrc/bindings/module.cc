@@ -1,6 +1,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 #include <map>
 #include <string>
@@ -14,6 +15,7 @@
 #include "collectives/collective.h"
 #include "collectives/stats.h"
 #include "device/reduce_op.h"
+#include "transport/shm/process_hub.h"
 #include "transport/shm/shared_arena.h"
 
 namespace py = pybind11;
@@ -27,6 +29,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
     std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
     const std::string& transport, const std::string& p2p_backend, const std::string& group_name,
     const std::vector<uint64_t>& global_ranks) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
+                    size, " ranks; ranks are 0 to ", size - 1);
   CommunicatorOptions options;
   options.algorithm = algorithm_from_name(algorithm);
   options.is_rank_ordered = is_rank_ordered;
@@ -139,6 +143,8 @@ void bind_classes(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace ringcomm;
   m.doc() = "ringcomm's engine; use it through the package ringcomm and torch.distributed.";
+  // ringcomm/_extension.py reads it, and searches the file for it where it cannot be loaded.
+  m.attr("BUILT_FOR") = "ringcomm is built for torch " TORCH_VERSION;
   bind_classes(m);
   bind_files(m);
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
@@ -170,5 +176,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("softmax_shard_entry", &softmax_shard_entry);
+  m.def("say_last_words", &shm::ProcessHub::say_last_words, py::arg("text"));
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

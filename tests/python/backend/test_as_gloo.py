@@ -84,4 +84,4 @@ def test_programs(as_gloo: bool, tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "fine\n", done.stderr
-    assert ("RINGCOMM_AS_GLOO wants 0 or 1, got 'yes'" in done.stderr) == as_gloo
+    assert ("RINGCOMM_AS_GLOO must be 0 or 1, got 'yes'" in done.stderr) == as_gloo
