@@ -317,9 +317,9 @@ def _split_model(
     if not isinstance(model_or_params, nn.Module):
         if model is None:
             warnings.warn(
-                f"{name} got parameters without their model: a hook applies each gradient, but weight"
-                " gradients of linear and embedding layers are materialized first. Give the model,"
-                " or model= beside parameter groups",
+                f"{name} got parameters without their model: a hook applies each gradient, but"
+                " weight gradients of linear and embedding layers are materialized first. Give the"
+                " model, or model= beside parameter groups",
                 stacklevel=4,
             )
         return model, model_or_params
