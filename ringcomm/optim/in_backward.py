@@ -317,8 +317,8 @@ def _split_model(
     if not isinstance(model_or_params, nn.Module):
         if model is None:
             warnings.warn(
-                f"{name} was given parameters and no model: every gradient is consumed by a hook,"
-                " but weights of linear layers and embeddings have theirs made first. Give the"
+                f"{name} got parameters without their model: a hook applies each gradient, but"
+                " weight gradients of linear and embedding layers are materialized first. Give the"
                 " model, or model= beside parameter groups",
                 stacklevel=4,
             )
