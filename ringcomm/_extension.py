@@ -25,14 +25,9 @@ def _load() -> None:
         from ringcomm import _C
     except ImportError as error:
         raise ImportError(_reason(str(error))) from None
-    built_for = BUILT_FOR.search(_C.BUILT_FOR.encode())
-    if built_for is not None and built_for[1].decode() != _minor():
+    if why := _other_torch(_C.BUILT_FOR.encode()):
         # It was loaded by luck: the layout of c10d's classes changes between minor versions.
-        raise ImportError(_other_torch(built_for[1].decode()))
-
-
-def _minor() -> str:
-    return ".".join(torch.__version__.split(".")[:2])
+        raise ImportError(why)
 
 
 def _reason(error: str) -> str:
@@ -40,10 +35,9 @@ def _reason(error: str) -> str:
     names = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
     found = next((FOLDER / name for name in names if (FOLDER / name).exists()), None)
     if found is not None:
-        built_for = BUILT_FOR.search(found.read_bytes())
-        if built_for is not None and built_for[1].decode() != _minor():
-            return _other_torch(built_for[1].decode())
-        return f"ringcomm: the extension cannot be loaded ({error}). Build it again: {BUILD} ."
+        return _other_torch(found.read_bytes()) or (
+            f"ringcomm: the extension cannot be loaded ({error}). Build it again: {BUILD} ."
+        )
     others = sorted(path.name for path in FOLDER.glob("_C*.so"))
     if others:
         return (
@@ -59,9 +53,14 @@ def _reason(error: str) -> str:
     return f"ringcomm: {FOLDER} has no compiled extension. Install ringcomm again: {BUILD} ."
 
 
-def _other_torch(built_for: str) -> str:
+def _other_torch(extension: bytes) -> str:
+    """What to do about an extension that says it is for another torch than this one; else empty."""
+    built_for = BUILT_FOR.search(extension)
+    minor = ".".join(torch.__version__.split(".")[:2])
+    if built_for is None or built_for[1].decode() == minor:
+        return ""
     return (
-        f"ringcomm: the extension is built for torch {built_for}, and this is torch"
+        f"ringcomm: the extension is built for torch {built_for[1].decode()}, and this is torch"
         f" {torch.__version__}. Build it again with this torch, in a checkout: {BUILD} ."
     )
 
