@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-__all__ = ["has_part"]
+__all__ = ["register_part"]
 
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def has_part(module: nn.Module) -> None:
-    """Notes that a module has a part of what the ranks of its attribute `group` have together."""
+def register_part(module: nn.Module) -> None:
+    """Notes that a module has a part of what the ranks of its attribute `group` hold together."""
     _modules.add(module)
     _check_torch()
 

@@ -21,6 +21,7 @@ from ringcomm.backend import resolve_group
 from ringcomm.parallel.expert.dispatch import plan_dispatch, rows_of_tokens, sums_of_rows
 from ringcomm.parallel.expert.local_experts import LocalExperts
 from ringcomm.parallel.flat_collectives import check_agreement
+from ringcomm.parallel.parts_of_models import register_part
 from ringcomm.parallel.tensor.splits import refuse_copy
 
 __all__ = ["MixtureOfExperts", "Routing", "TopKRouter"]
@@ -201,6 +202,8 @@ class MixtureOfExperts(nn.Module):
 
     __deepcopy__ = __reduce_ex__ = refuse_copy
 
+    group = property(lambda self: self.experts.group)  # whose ranks share the experts
+
     def __init__(
         self,
         in_features: int,
@@ -233,6 +236,7 @@ class MixtureOfExperts(nn.Module):
                 param.requires_grad_(_router.get_parameter(name).requires_grad)
         made = (make_expert() for _ in range(num_experts))
         self.experts = LocalExperts(made, num_experts, resolved, replica_group)
+        register_part(self)  # not the experts: a rank may have none of them
         self.routing: Routing | None = None
         alike = {
             "number of experts": num_experts,

@@ -18,7 +18,6 @@ from ringcomm.backend import resolve_group
 from ringcomm.ops.updates.fused_update import shard_range
 from ringcomm.parallel.constant_buffer import all_reduce_mean_
 from ringcomm.parallel.expert.dispatch import DispatchPlan, by_expert, combine, dispatch
-from ringcomm.parallel.parts_of_models import has_part
 from ringcomm.parallel.tensor.splits import refuse_copy
 
 __all__ = [
@@ -57,7 +56,6 @@ class LocalExperts(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self.num_experts, self.group, self.replica_group = num_experts, group, replica_group
-        has_part(self)
         self.range = shard_range(num_experts, group.size(), group.rank())
         seen: set[nn.Parameter] = set()
         for idx, expert in enumerate(experts):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ringcomm.parallel.parts_of_models import has_part
+from ringcomm.parallel.parts_of_models import register_part
 
 __all__ = ["Split", "SplitModule", "refuse_copy", "split_params", "take_part"]
 
@@ -56,7 +56,7 @@ class SplitModule(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        has_part(self)
+        register_part(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, DTensor) and self.sequence_dim is not None and self.group.size() > 1:

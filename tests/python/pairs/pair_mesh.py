@@ -121,12 +121,14 @@ TABLE = Table(
             "clipping: torch",
             r"RuntimeError: parallel\.clip_grad_norm_|optimizer\.clip_grad_norm_|clip_grad_norm=",
             "ringcomm.parallel.clip_grad_norm_(model, max_norm)",
+            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
             is_late=True,
         ),
         Refused(
             "loss scale: GradScaler",
             "RuntimeError: loss_scale=",
             "torch's ShardedGradScaler; the option loss_scale= of zero.shard() or Lomo",
+            besides="mesh: tensor 2 x data 2 or pipeline 2 x data 2 or experts 4 x data 4",
             is_late=True,
         ),
         Refused(
