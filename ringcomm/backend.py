@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringcomm import _C, message_backend, tuning
+from ringcomm import _C, message_backend, trace, tuning
 from ringcomm.options import Options
 
 __all__ = ["create", "resolve_group", "stats"]
@@ -36,8 +36,10 @@ def create(dist_backend_opts: Any, pg_options: Any) -> Any:
         TypeError: pg_options is something else.
         ValueError: an option has no valid value, or the tuning file is none.
         FileNotFoundError: there is no such tuning file.
+        OSError: the folder that RINGCOMM_TRACE names cannot be written.
         RingcommError: the ranks could not meet, or have different options.
     """
+    trace.start()
     size = dist_backend_opts.group_size
     if isinstance(pg_options, _C.GroupOptions):
         fields = {name: getattr(pg_options, name) for name in _FIELDS}
