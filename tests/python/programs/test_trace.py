@@ -1,6 +1,7 @@
 """What ranks record, and the trace that is made of it.
 
-The command: test_trace_command.py. The recorder alone: tests/cpp/test_trace.cc.
+The command: test_trace_command.py. Names, and those of torch's profiler: test_trace_names.py. The
+recorder alone: tests/cpp/test_trace.cc.
 """
 
 from __future__ import annotations
@@ -162,50 +163,6 @@ def test_steps_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / "empty").write_text("{}")
     with pytest.raises(ValueError, match="is no trace"):
         steps(tmp_path / "empty")
-
-
-# ---- calls, and what torch's profiler calls them
-
-
-def call_everything(rank: int) -> Counter[str]:
-    """The names that the profiler shows of a rank's calls."""
-    own, whole, parts = torch.ones(6), torch.ones(12), [torch.ones(3), torch.ones(3)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for is_async in (False, True):
-            works = [
-                dist.all_reduce(own, async_op=is_async),
-                dist.broadcast(own, 0, async_op=is_async),
-                dist.all_gather(parts, torch.ones(3), async_op=is_async),
-                dist.all_gather_into_tensor(whole, own, async_op=is_async),
-                dist.reduce_scatter_tensor(own, whole, async_op=is_async),
-                dist.all_to_all_single(own, own.clone(), async_op=is_async),
-                dist.barrier(async_op=is_async),
-            ]
-            works.append(dist.isend(own, 1) if rank == 0 else dist.irecv(own, 0))
-            works.append(dist.isend(own, 0, tag=5) if rank else dist.irecv(own, tag=5))
-            for work in works:
-                if work is not None:
-                    work.wait()
-    names = (event.name for event in profiler.events())
-    return Counter(name for name in names if name.startswith("ringcomm:"))
-
-
-def test_calls_have_the_names_of_the_profiler(tmp_path: Path) -> None:
-    """And so those of NVTX, whose ranges torch names alike (test_nvtx_ranges)."""
-    profiled = record(tmp_path, call_everything, world_size=2)
-    events, _ = merged(tmp_path)
-    for rank in range(2):
-        calls = of(events, "call", rank)
-        assert Counter(e["name"] for e in calls) == profiled[rank]
-        assert profiled[rank]["ringcomm:_all_gather_base"] == 2
-        inside = of(events, "collective", rank)
-        assert len(inside) == 14
-        assert [e["args"]["seq"] for e in sorted(inside, key=lambda e: e["ts"])] == [*range(14)]
-        messages = {(e["name"], e["args"]["tag"]) for e in of(events, "message", rank)}
-        peer = 1 - rank
-        first, second = ("send to", "recv from") if rank == 0 else ("recv from", "send to")
-        assert messages == {(f"{first} rank {peer}", 0), (f"{second} rank {peer}", 5)}
-        assert {e["args"]["bytes"] for e in of(events, "message", rank)} == {24}
 
 
 # ---- waiting, hanging, dying
