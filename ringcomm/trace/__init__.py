@@ -19,7 +19,7 @@ from pathlib import Path
 from ringcomm import _C
 from ringcomm.options import trace_settings
 
-__all__ = ["EVENT_BYTES", "PAGE_BYTES", "start"]
+__all__ = ["EVENT_BYTES", "PAGE_BYTES", "clock_name", "start"]
 
 PAGE_BYTES = 4096
 EVENT_BYTES = 64
@@ -52,13 +52,13 @@ def _start(pid: int) -> None:
     except OSError as error:
         reason = f"RINGCOMM_TRACE: cannot record to the folder {folder}: {error.strerror}"
         raise OSError(error.errno, reason) from None
-    info = {"pid": pid, "host": host, "clock": _clock(), "num_events": num_events}
+    info = {"pid": pid, "host": host, "clock": clock_name(), "num_events": num_events}
     os.write(log, f"{json.dumps(info | {'start_ns': time.monotonic_ns()})}\n".encode())
     _C.start_trace(events, log, num_events)
     util.Finalize(None, _C.end_trace, exitpriority=-1)  # also in children of multiprocessing
 
 
-def _clock() -> str:
+def clock_name() -> str:
     """What processes have in common whose CLOCK_MONOTONIC is the same."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     try:

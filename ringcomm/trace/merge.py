@@ -5,13 +5,14 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ringcomm.trace import recordings
+from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
 
 __all__ = ["Summary", "merge", "opened"]
@@ -34,8 +35,8 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     Args:
         folders: of all hosts; RINGCOMM_TRACE named them.
         output: written anew.
-        now_ns: this host's CLOCK_MONOTONIC, up to which a rank waits that did not end its wait. 0:
-            up to what was recorded last.
+        now_ns: this host's CLOCK_MONOTONIC, up to which what has no end goes on. 0: up to what was
+            recorded last, or up to now if a process of this host still runs.
 
     Raises:
         ValueError: nothing was recorded, or the clocks of two hosts cannot be compared.
@@ -48,7 +49,9 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     writer = _Writer(processes, now_ns)
     with opened(output, "w") as file:
         file.write('{"displayTimeUnit": "ns",\n')
-        file.write(f'"otherData": {json.dumps({"clock": notes})},\n"traceEvents": [\n')
+        groups = {_about_group(group) for p in processes for group in p.groups.values()}
+        about = {"clock": notes, "groups": sorted(groups)}
+        file.write(f'"otherData": {json.dumps(about)},\n"traceEvents": [\n')
         num_events = 0
         for event in writer.trace():
             file.write((",\n" if num_events else "") + json.dumps(event))
@@ -79,6 +82,8 @@ class _Writer:
             if time
         ]
         times += [p.info["start_ns"] + p.shift_ns for p in processes]
+        here, now = clock_name(), time.monotonic_ns()
+        times += [now + p.shift_ns for p in processes if p.is_running and p.info["clock"] == here]
         self._start_ns = min(times)
         self._end_ns = max([*times, now_ns])
 
@@ -163,11 +168,15 @@ class _Writer:
                 place = self._us(process, event["begin_ns"]) + 0.001
                 calls[key].append((place, process.row, thread))
         for number, places in enumerate(calls.values()):
-            for idx, (time, row, thread) in enumerate(sorted(places)):
+            for idx, (begin, row, thread) in enumerate(sorted(places)):
                 if len(places) > 1:
                     phase = "s" if idx == 0 else "f" if idx == len(places) - 1 else "t"
                     about = {"name": "same call", "cat": "arrow", "id": number, "bp": "e"}
-                    yield {"ph": phase, "pid": row, "tid": thread, "ts": time, **about}
+                    yield {"ph": phase, "pid": row, "tid": thread, "ts": begin, **about}
+
+
+def _about_group(group: dict[str, Any]) -> str:
+    return f"{group['name']}: ranks {group['ranks']}, {group['transport']}"
 
 
 def _metadata(kind: str, row: int, thread: int = 0, **arguments: Any) -> dict[str, Any]:
