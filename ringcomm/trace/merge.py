@@ -220,5 +220,7 @@ def _arguments(process: Process, event: dict[str, Any]) -> dict[str, Any]:
         found |= {"chunk": event["chunk"], "slice": event["slice"]}
     if kind == MESSAGE:
         found["tag"] = event["chunk"] if event["chunk"] >= 0 else "of ringcomm"
-    found |= {key: process.peer(event, key) for key in ("root", "from", "to")}
+    source = "rank" if kind == WAIT else "from"
+    found |= {"root": process.peer(event, "root"), source: process.peer(event, "from")}
+    found["to"] = process.peer(event, "to")
     return {key: value for key, value in found.items() if value is not None}
