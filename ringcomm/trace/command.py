@@ -61,7 +61,7 @@ def merge_folders(folders: Sequence[Path], output: Path, now_ns: int = 0) -> int
     except ValueError as error:
         print(f"ringcomm trace: {error}", file=sys.stderr)
         return EXIT_FAILED
-    about = f"{summary.num_ranks} ranks, {summary.num_events} events"
+    about = f"{summary.num_ranks} rank(s), {summary.num_events} events"
     for line in (*summary.notes, f"{output}: {about}; open it in https://ui.perfetto.dev"):
         print(f"ringcomm trace: {line}", file=sys.stderr)
     return EXIT_OK

@@ -358,11 +358,15 @@ def test_dropped_events_are_counted(tmp_path: Path) -> None:
 
 
 def record_to(rank: int, folder: Path, is_locked: bool) -> str:
-    if is_locked and os.geteuid() == 0:
+    user = os.geteuid()
+    if is_locked and user == 0:  # for whom nothing is locked
         os.seteuid(65534)
     store = dist.HashStore()
-    with pytest.raises((OSError, ValueError)) as caught:
-        dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises((OSError, ValueError)) as caught:
+            dist.init_process_group("ringcomm", store=store, rank=0, world_size=1)
+    finally:
+        os.seteuid(user)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
