@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from ringcomm.trace import clock_name, recordings
 from ringcomm.trace.recordings import MESSAGE, NO_SEQ, PART, STEP, WAIT, Process
@@ -60,8 +60,8 @@ def merge(folders: Sequence[Path], output: Path, now_ns: int = 0) -> Summary:
     return Summary(len({p.rank for p in processes}), num_events, [*notes[1:], *writer.notes])
 
 
-def opened(path: Path, mode: str) -> IO[str]:
-    """A text file, compressed if its name ends in .gz; `mode` is "r" or "w"."""
+def opened(path: Path, mode: Literal["r", "w"]) -> IO[str]:
+    """A text file, compressed if its name ends in .gz."""
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile(path, mode), encoding="utf-8")
     return path.open(mode, encoding="utf-8")
