@@ -90,7 +90,7 @@ void Group::wait_until_joined(Rendezvous& rendezvous) {
       for (int rank = peer; rank < world_size_; ++rank)
         if (has_died(rank) && !has_joined(rank)) rendezvous.throw_died(whole_rank(rank));
       rendezvous.check_time(whole_rank(peer), "rank " + std::to_string(whole_rank(peer)) +
-                                              " did not fetch the group's memory");
+                                                  " did not fetch the group's memory");
     }
   } catch (const Error& error) {
     tell_and_wait_for_the_living(error);
