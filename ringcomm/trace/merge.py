@@ -144,7 +144,7 @@ class _Writer:
         self, process: Process, thread: int, event: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
         begin_ns, end_ns = event["begin_ns"], event["end_ns"]
-        about = {"name": _name(process, event), "cat": _CATEGORIES[event["kind"]]}
+        about: dict[str, Any] = {"name": _name(process, event), "cat": _CATEGORIES[event["kind"]]}
         about |= {"pid": process.row, "tid": thread, "args": _arguments(process, event)}
         if not end_ns:
             about["args"]["unfinished"] = "its process recorded no end"
