@@ -24,6 +24,7 @@ enum class Yielded : std::uint8_t { kToNobody, kBriefly, kDearly };
 /// of
 ///   another word (cursor, then sleepers; or sleepers, then cursor) is not reordered.
 /// - copy moves payload and has no order of its own.
+/// - budget is the SpinBudget of the waits (core/wait_policy.h), a reference or a new one.
 /// - once runs a function that returns a Stop. Where several threads carry one rank, the threads of
 ///   a block on a GPU, one of them runs it, and all return, with what it returned, after it.
 /// - pause is one step of waiting.
@@ -44,6 +45,7 @@ concept Arch =
       arch.store_seq_cst(word, value);
       arch.add_seq_cst(count, std::int32_t{1});
       arch.copy(to, from, num_bytes);
+      arch.budget();
       { arch.once(function) } -> std::same_as<Stop>;
       arch.pause();
       { arch.yield() } -> std::same_as<Yielded>;

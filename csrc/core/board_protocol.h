@@ -50,9 +50,8 @@ struct BoardGeometry {
 template <Arch A, class Geometry = BoardGeometry>
 class Board {
  public:
-  RINGCOMM_HD Board(A& arch, SpinBudget& budget, const Geometry& geometry, int rank)
+  RINGCOMM_HD Board(A& arch, const Geometry& geometry, int rank)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         rank_(rank),
         phase_(arch.load_acquire(geometry.cursor(rank).value)) {}
@@ -94,11 +93,10 @@ class Board {
     return Stop::kNone;
   }
   RINGCOMM_HD Stop wait_published(int peer) {
-    return wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_, peer);
+    return wait_at_least(arch_, geometry_.cursor(peer), phase_, peer);
   }
 
   A& arch_;
-  SpinBudget& budget_;
   Geometry geometry_;
   int rank_;
   std::uint64_t phase_;

@@ -44,9 +44,8 @@ struct LinkGeometry {
 template <Arch A>
 class SendLink {
  public:
-  RINGCOMM_HD SendLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD SendLink(A& arch, const LinkGeometry& geometry, int peer)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         peer_(peer),
         tail_(arch.load_acquire(geometry.tail->value)) {}
@@ -72,12 +71,11 @@ class SendLink {
   /// empty, and its geometry may be changed by both ends.
   RINGCOMM_HD Stop wait_drained(std::uint64_t max_in_flight) {
     if (tail_ <= max_in_flight) return Stop::kNone;
-    return wait_at_least(arch_, budget_, *geometry_.head, tail_ - max_in_flight, peer_);
+    return wait_at_least(arch_, *geometry_.head, tail_ - max_in_flight, peer_);
   }
 
  private:
   A& arch_;
-  SpinBudget& budget_;
   LinkGeometry geometry_;
   int peer_;
   std::uint64_t tail_;
@@ -87,16 +85,15 @@ class SendLink {
 template <Arch A>
 class RecvLink {
  public:
-  RINGCOMM_HD RecvLink(A& arch, SpinBudget& budget, const LinkGeometry& geometry, int peer)
+  RINGCOMM_HD RecvLink(A& arch, const LinkGeometry& geometry, int peer)
       : arch_(arch),
-        budget_(budget),
         geometry_(geometry),
         peer_(peer),
         head_(arch.load_acquire(geometry.head->value)) {}
 
   /// Waits until the next slot is filled and hands it out for reading.
   RINGCOMM_HD Stop wait(const std::byte*& slot) {
-    const Stop stop = wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_);
+    const Stop stop = wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_);
     if (stop != Stop::kNone) return stop;
     slot = geometry_.slot(head_);
     return Stop::kNone;
@@ -114,7 +111,6 @@ class RecvLink {
 
  private:
   A& arch_;
-  SpinBudget& budget_;
   LinkGeometry geometry_;
   int peer_;
   std::uint64_t head_;

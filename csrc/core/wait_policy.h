@@ -108,6 +108,15 @@ RINGCOMM_HD Stop wait_at_least(A& arch, SpinBudget& budget, Cursor& cursor, std:
   return arch.once([&] { return wait_in_one_thread(arch, budget, cursor, target, peer); });
 }
 
+/// The same with the machine's own budget. No board or link keeps a reference to it: an object that
+/// holds the address of its neighbour is not split into registers, and a GPU's kernel then keeps
+/// its whole state in local memory.
+template <Arch A>
+RINGCOMM_HD Stop wait_at_least(A& arch, Cursor& cursor, std::uint64_t target, int peer) {
+  auto&& budget = arch.budget();
+  return wait_at_least(arch, budget, cursor, target, peer);
+}
+
 /// Wakes whoever sleeps on `cursor`, whose value has changed.
 template <Arch A>
 RINGCOMM_HD void wake_sleepers(A& arch, Cursor& cursor) {

@@ -29,6 +29,7 @@ struct ScriptedArch {
     word += static_cast<std::uint32_t>(delta);
   }
   void copy(void*, const void*, std::size_t) {}
+  SpinBudget budget() { return {}; }
   template <class F>
   Stop once(const F& function) {
     return function();

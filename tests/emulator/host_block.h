@@ -76,6 +76,7 @@ class HostBlock {
     cuda::copy_by_block(*this, to, from, num_bytes);
   }
 
+  SpinBudget budget() const { return {}; }
   void pause() const { sched_yield(); }
   Yielded yield() const {
     sched_yield();

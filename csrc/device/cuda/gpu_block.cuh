@@ -66,6 +66,7 @@ class GpuBlock {
     copy_by_block(*this, to, from, num_bytes);
   }
 
+  __device__ SpinBudget budget() const { return {}; }
   __device__ void pause() const {}
   __device__ Yielded yield() const {
     __nanosleep(20);

@@ -37,8 +37,7 @@ struct MailSlices {
 template <Block B>
 RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
                               const MailSlices& slices, unsigned channel) {
-  SpinBudget budget;
-  SendLink<B> link(block, budget, call.staging.mail_link(call.rank, mail.peer, channel), mail.peer);
+  SendLink<B> link(block, call.staging.mail_link(call.rank, mail.peer, channel), mail.peer);
   for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
     std::byte* slot = nullptr;
     if (const Stop stop = link.acquire(slot); stop != Stop::kNone) return stop;
@@ -53,8 +52,7 @@ RINGCOMM_HD Stop send_channel(B& block, const MailCall& call, const Mail& mail,
 template <Block B>
 RINGCOMM_HD Stop recv_channel(B& block, const MailCall& call, const Mail& mail,
                               const MailSlices& slices, unsigned channel) {
-  SpinBudget budget;
-  RecvLink<B> link(block, budget, call.staging.mail_link(mail.peer, call.rank, channel), mail.peer);
+  RecvLink<B> link(block, call.staging.mail_link(mail.peer, call.rank, channel), mail.peer);
   for (std::size_t i = channel; i < slices.num; i += slices.num_channels) {
     const std::byte* slot = nullptr;
     if (const Stop stop = link.wait(slot); stop != Stop::kNone) return stop;

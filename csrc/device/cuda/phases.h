@@ -53,7 +53,7 @@ class Phases {
       : block_(block),
         call_(call),
         boards_(call.staging, block.block_idx()),
-        board_(block, budget_, boards_, call.rank) {}
+        board_(block, boards_, call.rank) {}
 
   /// Waits until this rank's region of the coming phase may be filled. The call's first phase has
   /// its heading, too.
@@ -126,7 +126,6 @@ class Phases {
   }
   B& block_;
   const KernelCall& call_;
-  SpinBudget budget_;
   BlockBoards boards_;
   Board<B, BlockBoards> board_;
 };

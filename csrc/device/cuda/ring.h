@@ -29,8 +29,8 @@ class Ring {
         call_(call),
         phases_(block, call),
         schedule_(call.rank, call.world_size),
-        to_next_(block, budget_, link(call.rank, schedule_.next()), schedule_.next()),
-        from_previous_(block, budget_, link(schedule_.previous(), call.rank), schedule_.previous()),
+        to_next_(block, link(call.rank, schedule_.next()), schedule_.next()),
+        from_previous_(block, link(schedule_.previous(), call.rank), schedule_.previous()),
         layout_(call.num_elems, call.world_size),
         slice_elems_(call.ring_slot_bytes / kElemBytes) {}
 
@@ -106,7 +106,6 @@ class Ring {
 
   B& block_;
   const KernelCall& call_;
-  SpinBudget budget_;
   Phases<B> phases_;
   RingSchedule schedule_;
   SendLink<B> to_next_;

@@ -7,6 +7,7 @@
 #include "core/arch.h"
 #include "core/stop.h"
 #include "core/test_steps.h"
+#include "core/wait_policy.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -59,6 +60,8 @@ class HostArch {
     return function();
   }
 
+  /// Shared by all waits of a rank, since whether spinning pays is the same for all.
+  SpinBudget& budget() { return budget_; }
   void pause() const {
 #if defined(__x86_64__)
     _mm_pause();
@@ -83,6 +86,7 @@ class HostArch {
   int rank_;
   int num_ranks_;
   int num_cores_;
+  SpinBudget budget_;
 };
 static_assert(Arch<HostArch>);
 

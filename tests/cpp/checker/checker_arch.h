@@ -5,6 +5,7 @@
 
 #include "core/arch.h"
 #include "core/cursor.h"
+#include "core/wait_policy.h"
 #include "machine.h"
 
 namespace ringcomm {
@@ -71,6 +72,8 @@ class CheckerArch {
   }
   bool stores_high_first = false;
 
+  /// Does not spin: every interleaving is explored without.
+  SpinBudget budget() { return SpinBudget::none(); }
   template <class F>
   Stop once(const F& function) {
     return function();

@@ -36,7 +36,7 @@ WAIT_WAIT = (
     "    if (const Stop stop = wait_published(peer);"
 )
 REJOIN = "publish();\n    return wait_all_published();"
-PHASE_EARLY = "wait_at_least(arch_, budget_, geometry_.cursor(peer), phase_ - (phase_ > 0), peer)"
+PHASE_EARLY = "wait_at_least(arch_, geometry_.cursor(peer), phase_ - (phase_ > 0), peer)"
 
 MUTANTS = (
     Mutant(
@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         "read_before_published",
         "link_protocol.h",
-        "wait_at_least(arch_, budget_, *geometry_.tail, head_ + 1, peer_)",
-        "wait_at_least(arch_, budget_, *geometry_.tail, head_, peer_)",
+        "wait_at_least(arch_, *geometry_.tail, head_ + 1, peer_)",
+        "wait_at_least(arch_, *geometry_.tail, head_, peer_)",
         (Run("link", "race"),),
     ),
     Mutant(

@@ -74,8 +74,7 @@ struct Phases {
 };
 
 Stop run_phases(CheckerArch& arch, const Phases& phases, int rank) {
-  SpinBudget budget = SpinBudget::none();
-  Board<CheckerArch> board(arch, budget, phases.geometry, rank);
+  Board<CheckerArch> board(arch, phases.geometry, rank);
   const std::uint64_t steps_per_phase = 8;
   for (int phase = 0; phase < phases.num_phases; ++phase) {
     std::uint64_t step = static_cast<std::uint64_t>(phase) * steps_per_phase;
