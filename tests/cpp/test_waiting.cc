@@ -34,6 +34,12 @@ struct ScriptedArch {
   Stop once(const F& function) {
     return function();
   }
+  template <class F>
+  Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
+  }
   void pause() {}
   Yielded yield() {
     ++num_yields;

@@ -34,8 +34,8 @@ class P2pMailbox {
   };
 
   /// `ring` tells the peer that a slot was filled or drained.
-  P2pMailbox(Arch& arch, int peer, const LinkGeometry& to,
-             const LinkGeometry& from, std::function<void()> ring)
+  P2pMailbox(Arch& arch, int peer, const LinkGeometry& to, const LinkGeometry& from,
+             std::function<void()> ring)
       : peer_(peer),
         ring_(std::move(ring)),
         arch_(arch),

@@ -59,6 +59,12 @@ class HostArch {
   Stop once(const F& function) const {
     return function();
   }
+  template <class F>
+  Stop each(int num, const F& function) const {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
+  }
 
   /// Shared by all waits of a rank, since whether spinning pays is the same for all.
   SpinBudget& budget() { return budget_; }

@@ -35,6 +35,16 @@ class CheckerArch {
   void store_seq_cst(std::uint64_t& word, std::uint64_t value) {
     store(Op::kStoreSeqCst, Order::kSeqCst, word, value);
   }
+  /// To readers one after the other; the rest of the group may go on between any two.
+  template <class WordOf>
+  void store_seq_cst_each(int num, const WordOf& word_of, std::uint64_t value) {
+    for (int i = 0; i < num; ++i) store_seq_cst(word_of(i), value);
+  }
+  /// For mutants.
+  template <class WordOf>
+  void store_relaxed_each(int num, const WordOf& word_of, std::uint64_t value) {
+    for (int i = 0; i < num; ++i) store_relaxed(word_of(i), value);
+  }
   void add_seq_cst(std::uint32_t& count, std::int32_t delta) {
     machine_.point(rank_);
     const int idx = machine_.memory.word_idx(&count);
@@ -77,6 +87,12 @@ class CheckerArch {
   template <class F>
   Stop once(const F& function) {
     return function();
+  }
+  template <class F>
+  Stop each(int num, const F& function) {
+    Stop stop = Stop::kNone;
+    for (int i = 0; i < num && stop == Stop::kNone; ++i) stop = function(i);
+    return stop;
   }
 
   void pause() { machine_.point(rank_); }
