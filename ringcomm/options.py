@@ -30,7 +30,8 @@ class Options:
             ranks, to the last bit, whatever the algorithm, size and transport. None: equal on all
             ranks, and from run to run with the same options.
         num_slots: slots of a ring link, 2 to 64.
-        slot_bytes: bytes of a slot, a multiple of 64. None takes 262144, or 1 MiB over messages.
+        slot_bytes: bytes of a slot, a multiple of 64. None takes 262144, 1 MiB over messages, or
+            4 MiB over messages between GPUs.
         transport: "shm" (ranks on one host), "p2p" (messages of another backend of
             torch.distributed). None takes what reaches all ranks best.
         p2p_backend: what carries those messages: "gloo", or the name of another backend registered
