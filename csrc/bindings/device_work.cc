@@ -62,6 +62,8 @@ bool DeviceUse::is_over() {
 void DeviceUse::look_for_failure() {
   {
     const std::lock_guard lock(mutex_);
+    // One that is over may outlive the carrier, and is known to be broken or not.
+    if (is_over_ || is_captured_) return;
     if (parts_.empty() && (carrier_ == nullptr || !carrier_->may_have_given_up())) return;
   }
   is_over();
