@@ -53,12 +53,14 @@ test-asan:  ## C++ tests under AddressSanitizer and UBSan
 test-checker: check-python  ## every interleaving of the protocols, and the mutants
 	@$(CPP) run-checker PYTHON="$(PYTHON)"
 
-test-emulator:  ## the emulator of CUDA's driver, plain and under ThreadSanitizer
-	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run
-	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run-tsan
+test-emulator: check-python  ## the emulator of CUDA's driver; its declarations against cuda.h
+	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" abi
+	@$(PREPARE) --need train --need test --extension -- \
+	    -m pytest tests/python/device/test_emulator.py $(ARGS)
 
-kernels: check-python  ## compile the kernels for GPUs, where nvcc is
+kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
+	@$(PREPARE) --need test -- tests/sass/gate.py
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)

@@ -20,6 +20,7 @@ def create_process_group(
     one_shot_max_bytes: int,
     transport: str,
     p2p_backend: str,
+    device_slot_bytes: int,
     group_name: str,
     global_ranks: list[int],
 ) -> ProcessGroupRingcomm: ...
@@ -34,6 +35,7 @@ class GroupOptions:
     one_shot_max_bytes: int
     transport: str
     p2p_backend: str
+    device_slot_bytes: int
 
 class ProcessGroupRingcomm:
     """A torch.distributed.Backend."""

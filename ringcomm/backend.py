@@ -20,10 +20,12 @@ _log = logging.getLogger("ringcomm")
 DEFAULT_SLOT_BYTES = 256 << 10
 # A message costs much more than a slot in shared memory.
 DEFAULT_MESSAGE_BYTES = 1 << 20
+# Messages between GPUs: each costs several launches of kernels.
+DEFAULT_DEVICE_MESSAGE_BYTES = 4 << 20
 # What the engine is told of a group's options.
 _FIELDS = (
     *("algorithm", "is_rank_ordered", "num_slots", "slot_bytes", "one_shot_max_bytes"),
-    *("transport", "p2p_backend"),
+    *("transport", "p2p_backend", "device_slot_bytes"),
 )
 
 
@@ -111,6 +113,10 @@ def _engine_options(pg_options: Any, world_size: int) -> dict[str, Any]:
         "one_shot_max_bytes": tuned or 0,
         "transport": options.transport or "",
         "p2p_backend": _p2p_backend(options),
+        "device_slot_bytes": _whole(
+            "slot_bytes",
+            DEFAULT_DEVICE_MESSAGE_BYTES if options.slot_bytes is None else options.slot_bytes,
+        ),
     }
 
 

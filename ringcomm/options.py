@@ -32,7 +32,8 @@ class Options:
             the ranks, for every algorithm, size and transport. With None results have the same bits
             on all ranks, and in every run with the same options.
         num_slots: slots of a ring link, 2 to 64.
-        slot_bytes: bytes of a slot, a multiple of 64. None is 262144, or 1 MiB over messages.
+        slot_bytes: bytes of a slot, a multiple of 64. None is 262144, 1 MiB over messages, or 4 MiB
+            over messages between GPUs.
         transport: "shm" (shared memory, for ranks on one host) or "p2p" (messages of another
             backend). None uses shared memory inside each host, and messages between hosts.
         p2p_backend: the backend that carries messages: "gloo", or another one registered with

@@ -28,8 +28,8 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout, const std::string& algorithm, bool is_rank_ordered,
     std::uint32_t num_slots, std::size_t slot_bytes, std::size_t one_shot_max_bytes,
-    const std::string& transport, const std::string& p2p_backend, const std::string& group_name,
-    const std::vector<uint64_t>& global_ranks) {
+    const std::string& transport, const std::string& p2p_backend, std::size_t device_slot_bytes,
+    const std::string& group_name, const std::vector<uint64_t>& global_ranks) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "ringcomm: rank ", rank, " is not in a group of ",
                     size, " ranks; ranks are 0 to ", size - 1);
   CommunicatorOptions options;
@@ -41,6 +41,7 @@ c10::intrusive_ptr<c10d::Backend> create_process_group(
   options.transport = transport;
   options.p2p_backend = p2p_backend;
   auto group_options = c10::make_intrusive<GroupOptions>(options, timeout);
+  group_options->device_slot_bytes = device_slot_bytes;
   group_options->group_name = group_name;
   group_options->global_ranks_in_group = global_ranks;
   return c10::make_intrusive<ProcessGroupRingcomm>(store, rank, size, std::move(group_options));
@@ -127,8 +128,9 @@ void bind_classes(py::module_& m) {
           [](const GroupOptions& options) { return options.engine.one_shot_max_bytes; })
       .def_property_readonly("transport",
                              [](const GroupOptions& options) { return options.engine.transport; })
-      .def_property_readonly(
-          "p2p_backend", [](const GroupOptions& options) { return options.engine.p2p_backend; });
+      .def_property_readonly("p2p_backend",
+                             [](const GroupOptions& options) { return options.engine.p2p_backend; })
+      .def_readonly("device_slot_bytes", &GroupOptions::device_slot_bytes);
   // Its destructor waits for threads without Python's lock, whoever holds it.
   py::class_<ProcessGroupRingcomm, c10d::Backend, c10::intrusive_ptr<ProcessGroupRingcomm>>(
       m, "ProcessGroupRingcomm")
@@ -151,8 +153,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("create_process_group", &create_process_group, py::arg("store"), py::arg("rank"),
         py::arg("size"), py::arg("timeout"), py::arg("algorithm"), py::arg("is_rank_ordered"),
         py::arg("num_slots"), py::arg("slot_bytes"), py::arg("one_shot_max_bytes"),
-        py::arg("transport"), py::arg("p2p_backend"), py::arg("group_name"),
-        py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
+        py::arg("transport"), py::arg("p2p_backend"), py::arg("device_slot_bytes"),
+        py::arg("group_name"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>());
   m.def("stats", [] { return counts_of(Stats::process_wide()); });
   m.def("group_stats", [](const c10::intrusive_ptr<c10d::Backend>& backend) {
     return counts_of(communicator_of(backend)->stats());
