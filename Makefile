@@ -11,6 +11,9 @@ ROOT := $(patsubst %/,%,$(dir $(abspath $(lastword $(MAKEFILE_LIST)))))
 PREPARE := cd "$(ROOT)" && "$(PYTHON)" tools/bootstrap.py
 CPP := $(MAKE) --no-print-directory -C "$(ROOT)/tests/cpp"
 
+# Tests start many processes, each of which would compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from ringcomm.backend import resolve_group
@@ -108,7 +107,7 @@ def cross_entropy(
         _check_inplace(logits, checked.reduction)
     if mesh is not None:
         group = resolve_group(group, mesh)
-    if isinstance(logits, DTensor):
+    if type(logits) is not Tensor:  # a DTensor perhaps
         logits, target, group, vocab_start = shard_of_dtensor(logits, target, group, vocab_start)
     divisor = checked_num_items(num_items, checked.reduction)
     check_logits(logits, class_weight)

@@ -87,7 +87,9 @@ def test_compiled_kernels_move_vectors_and_keep_to_registers(arch: int, tmp_path
 
 def test_what_is_slow_to_import_is_imported_by_who_needs_it() -> None:
     script = """
-import sys, torch, ringcomm, ringcomm.optim, ringcomm.parallel
+import sys, torch, ringcomm
+assert "torch.distributed.tensor" not in sys.modules
+import ringcomm.optim, ringcomm.parallel
 parts_of_torch = {"_dynamo", "distributed.checkpoint", "distributed.pipelining"}
 slow = {"triton", *(f"torch.{name}" for name in parts_of_torch)}
 assert not slow & set(sys.modules), slow & set(sys.modules)

@@ -129,7 +129,11 @@ class Table:
         Each is the best of several that are drawn and filled greedily; the same in every run.
         """
         draw = random.Random(0)
-        conditions = {axis: [when for when in never if axis in when] for axis in self.axes}
+        conditions = {
+            (axis, value): [when for when in never if value in when.get(axis, ())]
+            for axis, values in self.axes.items()
+            for value in values
+        }
         left = {frozenset(pair.items()): pair for pair in pairs}
         cases = []
         while left:
@@ -152,7 +156,7 @@ class Table:
         self,
         case: Case,
         choices: Mapping[str, tuple[str, ...]],
-        conditions: Mapping[str, list[Condition]],
+        conditions: Mapping[tuple[str, str], list[Condition]],
         left: Mapping[Pair, Case],
     ) -> Case | None:
         """Completes a case by values that hold as many of the pairs that are left as can be.
@@ -160,13 +164,13 @@ class Table:
         Args:
             case: some values.
             choices: of each axis the values that may fit.
-            conditions: by axis those that must not be true.
+            conditions: by axis and value those that must not be true.
             left: pairs.
         """
 
         def fits(axis: str, value: str) -> bool:
             tried = case | {axis: value}
-            return not any(_matches(when, tried) for when in conditions[axis])
+            return not any(_matches(when, tried) for when in conditions[axis, value])
 
         choices = {
             axis: tuple(value for value in values if fits(axis, value))
