@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import cluster_cases
 import loss_cases
 import pytest
 import torch
@@ -122,6 +123,14 @@ class TestLossOnGpu:
     def test_kernels_do_what_the_cpu_does(self, name: str) -> None:
         loss_cases.BESIDES[name](_ops, "cuda")
 
+    @pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
+        reason="no clusters with room for a row: a GPU of sm_90 or sm_100",
+    )
+    @pytest.mark.parametrize("name", cluster_cases.SERVED)
+    def test_clusters_do_what_the_cpu_does(self, name: str) -> None:
+        cluster_cases.check_served(name, "cuda")
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(("offset", "spread"), [(0.0, 3.0), (1e4, 1.0), (0.0, 1e4)])
     def test_errors_are_at_most_those_of_torch(
@@ -144,10 +153,11 @@ class TestLossOnGpu:
             allowed = 1.5 * float((other - wanted).abs().max()) + 2 * 2**-23 * size
             assert float((mine - wanted).abs().max()) <= allowed
 
+    @pytest.mark.parametrize("vocab", [1001, 50257])
     @pytest.mark.parametrize("inplace", [False, True])
-    def test_nothing_waits_and_a_graph_repeats_it(self, inplace: bool) -> None:
-        static = torch.randn(300, 1001, device="cuda", dtype=torch.bfloat16)
-        target = torch.randint(1001, [300], device="cuda")
+    def test_nothing_waits_and_a_graph_repeats_it(self, inplace: bool, vocab: int) -> None:
+        static = torch.randn(300, vocab, device="cuda", dtype=torch.bfloat16)
+        target = torch.randint(vocab, [300], device="cuda")
         rows = torch.empty_like(static)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
