@@ -166,8 +166,6 @@ class LossCase {
            column * element_bytes;
   }
 
-  // One after the other: a row is loaded with its neighbours' elements, which another cluster may
-  // be writing.
   void run_cluster(const LossCall& call, unsigned cluster, unsigned shared_bytes) const {
     emulator::ClusterState state(options_.cluster_blocks, kThreads, shared_bytes);
     std::vector<std::thread> threads;
