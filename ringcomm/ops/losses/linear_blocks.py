@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from ringcomm.ops.products import add_product
 
@@ -107,7 +108,7 @@ def _is_kept() -> bool:
     """Whether what this backward pass saved may be asked for again."""
     # A compiler decides by itself what it overwrites.
     is_compiling = torch.compiler.is_compiling()
-    return is_compiling or torch._C._autograd._get_current_graph_task_keep_graph()
+    return is_compiling or _autograd._get_current_graph_task_keep_graph()
 
 
 def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:

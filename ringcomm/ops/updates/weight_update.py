@@ -139,8 +139,9 @@ def _update_by_product(
     """
     num_rows, num_cols = weight.shape
     num_made = min(num_rows, plans.rows_per_product(num_rows, num_cols))
-    workspace = weight.new_zeros if not len(tokens) else weight.new_empty
-    made = workspace([num_made, num_cols], dtype=torch.float32)
+    made = weight.new_empty([num_made, num_cols], dtype=torch.float32)
+    if not len(tokens):
+        made.zero_()
     for begin in range(0, num_rows, num_made):
         rows = slice(begin, min(begin + num_made, num_rows))
         grad = made[: rows.stop - begin]

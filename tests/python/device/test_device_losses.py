@@ -6,6 +6,8 @@ they are launched with, streams and graphs. The right results are those of the C
 
 from __future__ import annotations
 
+from typing import Any
+
 import emugpu
 import emulated_gpu
 import torch
@@ -29,13 +31,14 @@ def check_refused(rank: int) -> None:
     before = logits.clone()
     weight = torch.ones(16384, device="emugpu")
     # Nothing is done where the kernels do not serve: Triton's do it.
-    for changes in (
+    refused: tuple[dict[str, Any], ...] = (
         {"softcap": 30.0},
         {"wants_more": True},
         {"reduction": "none"},
         {"logit_scale": -1.0},
         {"logit_scale": 0.0},
-    ):
+    )
+    for changes in refused:
         assert by_clusters(logits, target, options=options_of(**changes)) is None, changes
     smooth = options_of(label_smoothing=0.1)
     assert by_clusters(logits, target, weight, options=smooth) is None

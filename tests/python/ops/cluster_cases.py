@@ -82,7 +82,8 @@ def check_case(
     classes = width if num_classes is None else num_classes
     target = target.where(target < 0, target % classes)
     weight = torch.linspace(0.5, 2, classes) if has_weight else None
-    items = items_there = None
+    items: Tensor | None = None
+    items_there: Tensor | None = None
     if num_items is not None:
         items = torch.tensor(3).to(num_items[1])
         items_there = items.to(device) if num_items[0] == "device" else items

@@ -85,7 +85,8 @@ def test_sums_in_the_gradients_dtype_round_once_for_each_block(like_cuda: None) 
     hidden = (1 + torch.rand(64, 8, generator=random)).to(BF16)
     tensors = [hidden, torch.randn(40, 8, generator=random).to(BF16)]
     target = torch.randint(40, (64,), generator=random)
-    exact = evaluate_layer([*(t.double() for t in tensors), None], target, 1.0)[1][1]
+    wide = [*(tensor.double() for tensor in tensors), torch.zeros(40).double()]
+    exact = evaluate_layer(wide, target, 1.0)[1][1]
 
     def error(accumulate_dtype: torch.dtype | None) -> float:
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
