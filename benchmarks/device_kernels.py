@@ -3,8 +3,8 @@
 
     python benchmarks/device_kernels.py --device cuda --only linear,sgd
 
-    linear       linear_sgd_update_ by the product, and by the kernel: stochastic, split, clipped;
-                 beside the product alone, and beside product and sgd_update_
+    linear       linear_sgd_update_ by addmm, and by rows: stochastic, split, clipped; beside the
+                 product alone, and beside product and sgd_update_
     embedding    embedding_sgd_update_ with the ids of a text, with and without decay
     sgd          sgd_update_ beside torch's add_, and a copy of the weights as a floor
     linear_loss  linear_cross_entropy beside torch's, forward and backward

@@ -73,6 +73,20 @@ def empty_shared_on(
 def empty_shared(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 def is_shared(tensor: torch.Tensor) -> bool: ...
 def shared_memory_usage() -> dict[str, int]: ...
+def cross_entropy_by_clusters(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    num_items: torch.Tensor | None,
+    num_classes: int,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    wants_more: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...
 def softmax_shard_entry(
     vocab_start: int,
     vocab_size: int,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/files.h"
+#include "bindings/ops/loss_kernels.h"
 #include "bindings/process_group.h"
 #include "bindings/shared_tensors.h"
 #include "bindings/softmax_stats.h"
@@ -103,6 +104,17 @@ py::tuple softmax_shard_entry(int64_t vocab_start, int64_t vocab_size, int64_t i
                         entry.argmax);
 }
 
+// As ringcomm/ops/losses/cross_entropy_cuda.py calls it.
+std::optional<LossResults> cross_entropy_by_clusters_of(
+    const at::Tensor& logits, const at::Tensor& target, const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& num_items, int64_t num_classes, int64_t ignore_index,
+    double logit_scale, double softcap, double label_smoothing, double z_loss,
+    const std::string& reduction, bool wants_more) {
+  return cross_entropy_by_clusters(logits, target, weight, num_items,
+                                   {num_classes, ignore_index, logit_scale, softcap,
+                                    label_smoothing, z_loss, reduction, wants_more});
+}
+
 // The types of c10d must be known: ours are their children.
 void bind_classes(py::module_& m) {
   py::module_::import("torch.distributed");
@@ -182,6 +194,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_shared", &is_shared, py::arg("tensor"));
   m.def("shared_memory_usage", &shared_memory_usage);
   m.def("softmax_shard_entry", &softmax_shard_entry);
+  m.def("cross_entropy_by_clusters", &cross_entropy_by_clusters_of,
+        py::call_guard<py::gil_scoped_release>());
   m.def("say_last_words", &shm::ProcessHub::say_last_words, py::arg("text"));
   m.def("simd_level", [] { return std::string(host::simd_level()); });
 }

@@ -180,7 +180,7 @@ def tokens_of(op: str, weight: Tensor, x: Tensor, grad_out: Tensor) -> tuple[Ten
         check_float(op, name, tensor, weight.device)
         is_wide = tensor.shape[-1:] == (width,)
         want(is_wide, op, f"{name} of shape (..., {width})", tuple(tensor.shape))
-        flat = tensor.reshape(math.prod(tensor.shape[:-1]), width)
+        flat = tensor.detach().reshape(math.prod(tensor.shape[:-1]), width)
         rows.append(flat if flat.stride(1) == 1 or width <= 1 else flat.contiguous())
     tokens, grads = rows
     dtypes = f"{x.dtype} and {grad_out.dtype}"

@@ -33,7 +33,7 @@ def kernels() -> ModuleType:
             f" `import triton` failed ({error}): pip install triton"
         ) from error
     modules = "cross_entropy cross_entropy_in_place token_losses"
-    for name in f"{modules} weight_update matrix_update linear_update".split():
+    for name in f"{modules} weight_update matrix_update".split():
         importlib.import_module(f"ringcomm.kernels.{name}")
     return importlib.import_module("ringcomm.kernels")
 
@@ -123,55 +123,17 @@ EMBEDDING_BLOCK, EMBEDDING_WARPS, EMBEDDING_UNROLL = 1024, 4, 4
 MATRIX_ROWS, MATRIX_COLS, MATRIX_WARPS = 32, 128, 8
 
 
-class Machine(NamedTuple):
-    """What plans depend on. Descriptors are TMA's, with the 227 KiB of Hopper and Blackwell."""
+# ---- products
 
-    has_descriptors: bool
-    num_sms: int
-
-
-@functools.cache
-def machine_of(device: torch.device) -> Machine:
-    """Of a CUDA device, without waiting for it."""
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.major in (9, 10), found.multi_processor_count)
+# A linear layer's gradient is made in fp32, some rows at a time, which the update then reads: a
+# quarter of them, and no more than stay in an L2 of 50 MB until then. Small ones are made at once.
+PRODUCT_BYTES, SMALL_PRODUCT_BYTES = 32 << 20, 8 << 20
+PRODUCT_TILE = 128  # rows of a tile of the product
 
 
-class LinearPlan(NamedTuple):
-    """A tile of the gradient, tokens at a time, and the warps and stages."""
-
-    block_out: int
-    block_in: int
-    block_tokens: int
-    num_warps: int
-    num_stages: int
-
-
-# The largest first. 128 x 256 is what 8 warps have registers for, and 4 stages take 197 KB.
-DESCRIBED = (
-    LinearPlan(128, 256, 64, 8, 4),
-    LinearPlan(128, 128, 64, 8, 4),
-    LinearPlan(64, 64, 64, 4, 4),
-)
-# 64 KB of shared memory, so that GPUs with 99 have room.
-ADDRESSED = (LinearPlan(128, 128, 32, 8, 4), LinearPlan(64, 64, 32, 4, 4))
-# Of fp32, multiplied without tensor cores.
-ADDRESSED_FP32 = (LinearPlan(128, 128, 16, 8, 3), LinearPlan(64, 64, 16, 8, 3))
-
-
-def num_tiles(num_rows: int, num_cols: int, block_rows: int, block_cols: int) -> int:
-    """Tiles of a matrix, those at its edges included."""
-    return -(-num_rows // block_rows) * -(-num_cols // block_cols)
-
-
-def linear_plan(
-    num_out: int, num_in: int, element_bytes: int, machine: Machine, is_described: bool
-) -> LinearPlan:
-    """The largest tile of which three quarters of the SMs have one; else the smallest."""
-    plans = DESCRIBED if is_described else ADDRESSED
-    if element_bytes == 4:
-        plans = ADDRESSED_FP32
-    for plan in plans[:-1]:
-        if 4 * num_tiles(num_out, num_in, plan.block_out, plan.block_in) >= 3 * machine.num_sms:
-            return plan
-    return plans[-1]
+def rows_per_product(num_rows: int, num_cols: int) -> int:
+    """How many rows of a gradient are made at a time: whole tiles."""
+    row_bytes = 4 * max(1, num_cols)
+    quarter = -(-num_rows // (4 * PRODUCT_TILE)) * PRODUCT_TILE
+    wanted = max(quarter, SMALL_PRODUCT_BYTES // row_bytes)
+    return max(1, min(wanted, PRODUCT_BYTES // row_bytes) // PRODUCT_TILE) * PRODUCT_TILE

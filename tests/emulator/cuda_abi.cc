@@ -99,6 +99,14 @@ RINGCOMM_SAME_FIELD(MemAllocationProp, flags.gpu_direct_rdma_capable, CUmemAlloc
 RINGCOMM_SAME_FIELD(MemAllocationProp, flags.usage, CUmemAllocationProp, allocFlags.usage);
 RINGCOMM_SAME_FIELD(MemAccessDesc, location, CUmemAccessDesc, location);
 RINGCOMM_SAME_FIELD(MemAccessDesc, flags, CUmemAccessDesc, flags);
+RINGCOMM_SAME_FIELD(LaunchAttribute, id, CUlaunchAttribute, id);
+RINGCOMM_SAME_FIELD(LaunchAttribute, value, CUlaunchAttribute, value);
+RINGCOMM_SAME_FIELD(LaunchAttribute, value.cluster, CUlaunchAttribute, value.clusterDim);
+RINGCOMM_SAME_FIELD(LaunchConfig, shared_bytes, CUlaunchConfig, sharedMemBytes);
+RINGCOMM_SAME_FIELD(LaunchConfig, stream, CUlaunchConfig, hStream);
+RINGCOMM_SAME_FIELD(LaunchConfig, attributes, CUlaunchConfig, attrs);
+RINGCOMM_SAME_FIELD(LaunchConfig, num_attributes, CUlaunchConfig, numAttrs);
+static_assert(sizeof(LaunchConfig) == sizeof(CUlaunchConfig));
 static_assert(sizeof(MemAllocationProp) == sizeof(CUmemAllocationProp));
 static_assert(sizeof(MemAccessDesc) == sizeof(CUmemAccessDesc));
 static_assert(sizeof(DeviceUuid) == sizeof(CUuuid));
@@ -115,6 +123,8 @@ RINGCOMM_SAME_NUMBER(kVirtualMemoryManagementSupported,
 RINGCOMM_SAME_NUMBER(kHandleTypePosixFdSupported,
                      CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
 RINGCOMM_SAME_NUMBER(kMpsEnabled, CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
+RINGCOMM_SAME_NUMBER(kMaxDynamicSharedBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+RINGCOMM_SAME_NUMBER(kClusterDimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
 RINGCOMM_SAME_NUMBER(kLocationDevice, CU_MEM_LOCATION_TYPE_DEVICE);
 RINGCOMM_SAME_NUMBER(kAllocationPinned, CU_MEM_ALLOCATION_TYPE_PINNED);
 RINGCOMM_SAME_NUMBER(kHandlePosixFd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);

@@ -17,6 +17,12 @@ struct BlockContext {
   /// Shared memory of the block: zeros when it starts.
   void* shared = nullptr;
   static constexpr std::size_t kSharedBytes = 8 << 10;
+  /// Of a launch with clusters: this block's place in its cluster, and what each block of it has of
+  /// the shared memory that the launch asked for. meet_cluster is a barrier of all its threads.
+  unsigned cluster_rank = 0;
+  unsigned cluster_blocks = 1;
+  std::byte* const* cluster_shared = nullptr;
+  std::function<void()> meet_cluster;
 };
 
 /// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct

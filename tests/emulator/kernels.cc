@@ -5,7 +5,9 @@
 #include <string_view>
 
 #include "device/cuda/kernel_list.h"
+#include "device/cuda/loss_kernel_list.h"
 #include "emulator/host_block.h"
+#include "emulator/host_row_block.h"
 #include "emulator/kernel_registry.h"
 
 namespace ringcomm::emulator {
@@ -23,7 +25,17 @@ static_assert(sizeof(HostBlock::Shared) <= BlockContext::kSharedBytes);
              RINGCOMM_BARE body(block, call);                                                  \
            }}},
 
-const std::map<std::string_view, Kernel> kKernels = {RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL)};
+/// A thread of the host has all that a block's threads have in registers.
+using RowBlock = HostRowBlock<kLossThreads * kVectorsPerThread>;
+#define RINGCOMM_HOST_LOSS_KERNEL(name, body)                                          \
+  {#name, {#name, sizeof(LossCall), [](const void* parameter, BlockContext& context) { \
+             const auto& call = *static_cast<const LossCall*>(parameter);              \
+             RowBlock block(context);                                                  \
+             RINGCOMM_BARE body(block, call);                                          \
+           }}},
+
+const std::map<std::string_view, Kernel> kKernels = {
+    RINGCOMM_ALL_KERNELS(RINGCOMM_HOST_KERNEL) RINGCOMM_LOSS_KERNELS(RINGCOMM_HOST_LOSS_KERNEL)};
 
 }  // namespace
 

@@ -1,16 +1,16 @@
 // Modules, functions and kernels.
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <barrier>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string_view>
+#include <vector>
 
 #include "emulator/capture.h"
+#include "emulator/cluster_state.h"
 #include "emulator/kernel_registry.h"
 #include "emulator/residency.h"
 #include "emulator/settings.h"
@@ -34,6 +34,7 @@ namespace {
 constexpr std::string_view kImage = "RINGCOMM-EMULATED";
 constexpr unsigned kMaxBlockThreads = 1024;
 constexpr int kMaxSmThreads = 2048;
+constexpr unsigned kMaxClusterBlocks = 8;
 constexpr std::size_t kMaxBlockSharedBytes = 227 << 10;
 constexpr std::size_t kSmSharedBytes = 228 << 10;
 constexpr std::size_t kReservedSharedBytes = 1 << 10;  // of each block
@@ -62,6 +63,8 @@ struct Grid {
   unsigned num_resident = 0;  // at most so many at a time
   int slots_per_block = 1;
   unsigned num_threads = 0;
+  unsigned cluster_blocks = 1;
+  std::size_t shared_bytes = 0;
 };
 
 std::shared_ptr<void> copy_parameter(const void* parameter, std::size_t num_bytes) {
@@ -72,52 +75,58 @@ std::shared_ptr<void> copy_parameter(const void* parameter, std::size_t num_byte
   return copy;
 }
 
-/// What the threads of a block share.
-struct BlockState {
-  explicit BlockState(unsigned num_threads) : barrier(static_cast<std::ptrdiff_t>(num_threads)) {}
-  std::barrier<> barrier;
-  alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
-};
-
-void run_thread(const Grid& grid, unsigned block, unsigned thread, BlockState& state) {
-  BlockContext context{.thread_idx = thread,
-                       .num_threads = grid.num_threads,
-                       .block_idx = block,
-                       .num_blocks = grid.num_blocks,
-                       .sync = [&state] { state.barrier.arrive_and_wait(); },
-                       .shared = state.memory.data()};
+void run_thread(const Grid& grid, unsigned cluster, unsigned rank, unsigned thread,
+                ClusterState& state) {
+  const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
+  BlockContext context = state.context(cluster, num_clusters, rank, thread);
   grid.kernel->run(grid.parameter.get(), context);
-  state.barrier.arrive_and_wait();  // a block ends as one
+  context.meet_cluster();  // a block ends as one, and is there as long as its cluster
 }
 
-void run_block(const Grid& grid, unsigned block) {
-  const auto state = std::make_shared<BlockState>(grid.num_threads);
-  BlockSlots& slots = BlockSlots::of(grid.device);
-  const int slot = slots.acquire(grid.slots_per_block);
-  for (unsigned thread = 1; thread < grid.num_threads; ++thread)
-    ThreadPool::of_process().start(
-        [&grid, state, block, thread] { run_thread(grid, block, thread, *state); });
-  run_thread(grid, block, 0, *state);
-  slots.release(slot, grid.slots_per_block);
+/// Where the blocks of a cluster are. It takes its places at once, or two would wait for each
+/// other.
+std::vector<int> acquire_slots(const Grid& grid) {
+  static std::mutex mutex;
+  std::unique_lock lock(mutex, std::defer_lock);
+  if (grid.cluster_blocks > 1) lock.lock();
+  std::vector<int> slots;
+  for (unsigned rank = 0; rank < grid.cluster_blocks; ++rank)
+    slots.push_back(BlockSlots::of(grid.device).acquire(grid.slots_per_block));
+  return slots;
+}
+
+/// A block, or those of a cluster.
+void run_cluster(const Grid& grid, unsigned cluster) {
+  const auto state =
+      std::make_shared<ClusterState>(grid.cluster_blocks, grid.num_threads, grid.shared_bytes);
+  const std::vector<int> slots = acquire_slots(grid);
+  for (unsigned i = 1; i < grid.cluster_blocks * grid.num_threads; ++i)
+    ThreadPool::of_process().start([&grid, state, cluster, i] {
+      run_thread(grid, cluster, i / grid.num_threads, i % grid.num_threads, *state);
+    });
+  run_thread(grid, cluster, 0, 0, *state);
+  for (const int slot : slots) BlockSlots::of(grid.device).release(slot, grid.slots_per_block);
 }
 
 /// Runs as many blocks at a time as may be, each new one when one has ended.
 void run_grid(const Grid& grid) {
   const KernelTurn turn(physical_device(grid.device));
   struct Progress {
-    std::atomic<unsigned> next_block = 0;
+    std::atomic<unsigned> next_cluster = 0;
     std::mutex mutex;
     std::condition_variable is_done;
     unsigned num_workers = 0;
   };
   const auto progress = std::make_shared<Progress>();
   const auto work = [&grid, progress] {
-    for (unsigned block; (block = progress->next_block++) < grid.num_blocks;)
-      run_block(grid, block);
+    const unsigned num_clusters = grid.num_blocks / grid.cluster_blocks;
+    for (unsigned cluster; (cluster = progress->next_cluster++) < num_clusters;)
+      run_cluster(grid, cluster);
     const std::lock_guard lock(progress->mutex);
     if (--progress->num_workers == 0) progress->is_done.notify_all();
   };
-  progress->num_workers = std::min(grid.num_blocks, grid.num_resident);
+  progress->num_workers =
+      std::max(1U, std::min(grid.num_blocks, grid.num_resident) / grid.cluster_blocks);
   for (unsigned i = 1, workers = progress->num_workers; i < workers; ++i)
     ThreadPool::of_process().start(work);
   work();
@@ -171,27 +180,85 @@ Result api::occupancy_max_active_blocks(int* num_blocks, Function function, int 
   return kSuccess;
 }
 
+Result api::func_set_attribute(Function function, int attribute, int value) {
+  Context context = nullptr;
+  RINGCOMM_TRY(require_context(&context));
+  if (Handles<FunctionTag>::all().find(function) == nullptr) return kInvalidHandle;
+  const bool is_known = attribute == kMaxDynamicSharedBytes;
+  const bool fits = value >= 0 && static_cast<std::size_t>(value) <= kMaxBlockSharedBytes;
+  return is_known && fits ? kSuccess : kInvalidValue;
+}
+
+namespace {
+
+/// 0: this is no cluster that there can be.
+unsigned cluster_blocks_of(const LaunchConfig& config) {
+  unsigned num_blocks = 1;
+  for (unsigned i = 0; i < config.num_attributes; ++i) {
+    const LaunchAttribute& attribute = config.attributes[i];
+    const unsigned* cluster = attribute.value.cluster;
+    if (attribute.id != kClusterDimension || cluster[1] != 1 || cluster[2] != 1) return 0;
+    num_blocks = cluster[0];
+  }
+  const bool divides = num_blocks > 0 && config.grid[0] % num_blocks == 0;
+  return divides && num_blocks <= kMaxClusterBlocks ? num_blocks : 0;
+}
+
+}  // namespace
+
+Result api::occupancy_max_active_clusters(int* num_clusters, Function function,
+                                          const LaunchConfig* config) {
+  if (num_clusters == nullptr || config == nullptr) return kInvalidValue;
+  const unsigned cluster_blocks = cluster_blocks_of(*config);
+  if (cluster_blocks == 0) return kInvalidValue;
+  int per_sm = 0;
+  RINGCOMM_TRY(occupancy_max_active_blocks(&per_sm, function, static_cast<int>(config->block[0]),
+                                           config->shared_bytes));
+  *num_clusters = settings().num_sms * per_sm / static_cast<int>(cluster_blocks);
+  return kSuccess;
+}
+
 Result api::launch_kernel(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                           unsigned block_x, unsigned block_y, unsigned block_z,
                           unsigned shared_bytes, StreamHandle handle, void** parameters,
                           void** extra) {
+  const LaunchConfig config = {.grid = {grid_x, grid_y, grid_z},
+                               .block = {block_x, block_y, block_z},
+                               .shared_bytes = shared_bytes,
+                               .stream = handle,
+                               .attributes = nullptr,
+                               .num_attributes = 0};
+  return launch_kernel_ex(&config, function, parameters, extra);
+}
+
+Result api::launch_kernel_ex(const LaunchConfig* config, Function function, void** parameters,
+                             void** extra) {
+  if (config == nullptr) return kInvalidValue;
   std::shared_ptr<StreamTag> stream;
-  RINGCOMM_TRY(find_stream(handle, &stream));
+  RINGCOMM_TRY(find_stream(config->stream, &stream));
   const std::shared_ptr<FunctionTag> found = Handles<FunctionTag>::all().find(function);
   if (found == nullptr || found->context != stream->context) return kInvalidHandle;
-  if (grid_x == 0 || block_x == 0 || block_x > kMaxBlockThreads || parameters == nullptr ||
-      parameters[0] == nullptr || extra != nullptr || shared_bytes > kMaxBlockSharedBytes)
+  const unsigned block_threads = config->block[0];
+  if (config->grid[0] == 0 || block_threads == 0 || block_threads > kMaxBlockThreads ||
+      parameters == nullptr || parameters[0] == nullptr || extra != nullptr ||
+      config->shared_bytes > kMaxBlockSharedBytes)
     return kInvalidValue;
-  if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return kNotSupported;
+  if (config->grid[1] != 1 || config->grid[2] != 1 || config->block[1] != 1 ||
+      config->block[2] != 1)
+    return kNotSupported;
   Grid grid;
+  grid.cluster_blocks = cluster_blocks_of(*config);
+  if (grid.cluster_blocks == 0) return kInvalidValue;
   grid.kernel = found->kernel;
   grid.parameter = copy_parameter(parameters[0], found->kernel->param_bytes);
   grid.device = stream->context->device;
-  grid.num_blocks = grid_x;
-  const int per_sm = blocks_per_sm(block_x, shared_bytes);
+  grid.num_blocks = config->grid[0];
+  const int per_sm = blocks_per_sm(block_threads, config->shared_bytes);
   grid.num_resident = static_cast<unsigned>(settings().num_real_sms * per_sm);
+  if (grid.num_resident < grid.cluster_blocks) return kInvalidValue;
   grid.slots_per_block = settings().blocks_per_sm / per_sm;
-  grid.num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_x);
+  grid.num_threads = std::min(static_cast<unsigned>(settings().threads_per_block), block_threads);
+  grid.shared_bytes = config->shared_bytes;
   return submit(*stream, [grid = std::move(grid)] { run_grid(grid); });
 }
 

@@ -10,6 +10,7 @@
 RINGCOMM_EMBED(reduction_kernels)
 RINGCOMM_EMBED(update_kernels)
 RINGCOMM_EMBED(other_kernels)
+RINGCOMM_EMBED(loss_kernels)
 #endif
 
 namespace ringcomm::cuda {
@@ -21,6 +22,14 @@ std::span<const void* const> kernel_images() {
   return images;
 #else
   return {};
+#endif
+}
+
+const void* loss_kernel_image() {
+#ifdef RINGCOMM_CUDA_IMAGES
+  return ringcomm_image_loss_kernels;
+#else
+  return nullptr;
 #endif
 }
 

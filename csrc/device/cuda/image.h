@@ -8,4 +8,7 @@ namespace ringcomm::cuda {
 /// was built without nvcc.
 std::span<const void* const> kernel_images();
 
+/// That of loss_kernels.cu, which no group needs; null where there is none.
+const void* loss_kernel_image();
+
 }  // namespace ringcomm::cuda

@@ -69,10 +69,29 @@ struct MemAccessDesc {
   int flags;
 };
 
+/// Blocks of a cluster along each dimension, for kClusterDimension.
+struct LaunchAttribute {
+  int id;
+  union alignas(8) {
+    char reserved[64];
+    unsigned cluster[3];
+  } value;
+};
+struct LaunchConfig {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  StreamHandle stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
 enum EventFlags : unsigned { kEventDisableTiming = 2, kEventInterprocess = 4 };
 enum StreamFlags : unsigned { kStreamNonBlocking = 1 };
 enum HostAllocFlags : unsigned { kHostPortable = 1, kHostDeviceMap = 2 };
 enum IpcFlags : unsigned { kIpcLazyPeerAccess = 1 };
+enum FunctionAttribute : int { kMaxDynamicSharedBytes = 8 };
+enum LaunchAttributeId : int { kClusterDimension = 4 };
 enum CaptureStatus : int { kCaptureNone = 0, kCaptureActive = 1 };
 enum CaptureMode : int { kCaptureRelaxed = 2 };
 
@@ -147,7 +166,12 @@ enum CaptureMode : int { kCaptureRelaxed = 2 };
   X(launch_kernel, "cuLaunchKernel",                                                             \
     (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,     \
      unsigned block_y, unsigned block_z, unsigned shared_bytes, StreamHandle stream,             \
-     void** parameters, void** extra))
+     void** parameters, void** extra))                                                           \
+  X(func_set_attribute, "cuFuncSetAttribute", (Function function, int attribute, int value))     \
+  X(occupancy_max_active_clusters, "cuOccupancyMaxActiveClusters",                               \
+    (int* num_clusters, Function function, const LaunchConfig* config))                          \
+  X(launch_kernel_ex, "cuLaunchKernelEx",                                                        \
+    (const LaunchConfig* config, Function function, void** parameters, void** extra))
 
 /// The functions, as found in a library.
 struct DriverApi {

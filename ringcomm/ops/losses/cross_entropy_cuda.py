@@ -316,11 +316,18 @@ def cross_entropy_and_grad_(
     vocab_size: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of all classes' logits, which become their gradient."""
+    """The loss of all classes' logits, which become their gradient.
+
+    By the kernel for clusters of sm_90 where that serves, else by Triton's.
+    """
     ignore_index, logit_scale, softcap, label_smoothing, z_loss, reduction, wants_more = options
     rows = _rows_of(logits, target, weight, 0, vocab_size)
     if checks_targets():
         _check_classes(rows.target, vocab_size, ignore_index)
+    given = (rows.target, rows.weight, num_items, rows.num_classes)
+    results = _C.cross_entropy_by_clusters(logits, *given, *options)
+    if results is not None:
+        return results
     denominator = _denominator_of(rows.target, rows.weight, num_items, ignore_index, reduction)
     stats = logits.new_empty([rows.num_tokens + 1, _NUM_STATS], dtype=torch.float32)
     held = held_plan(rows.width, (softcap != 0) + (weight is not None) + wants_more)

@@ -9,7 +9,7 @@ the logits again: 8 instead of 6.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,6 +24,12 @@ from typing_extensions import Unpack
 from ringcomm.backend import resolve_group
 from ringcomm.ops.arguments import DTYPES
 from ringcomm.ops.losses.cross_entropy import loss_of_all_classes
+from ringcomm.ops.losses.linear_blocks import (
+    LayerGradients,
+    class_blocks,
+    scaled,
+    token_blocks,
+)
 from ringcomm.ops.losses.options import (
     LossArguments,
     LossOptions,
@@ -35,14 +41,9 @@ from ringcomm.ops.losses.options import (
     find_shard,
     with_outputs,
 )
+from ringcomm.ops.products import add_product
 
 _ops: Any = torch.ops.ringcomm
-
-# What the logits of a block may take; beside those of 16-bit types there is an fp32 copy at times.
-# Less makes the products slower, more only larger.
-BLOCK_BYTES = 64 << 20
-MIN_BLOCK_TOKENS = 64
-MIN_BLOCK_CLASSES = 256
 
 # Called with a slice of the weight's rows and their gradient in fp32.
 FusedUpdate = Callable[[slice, Tensor], None]
@@ -63,12 +64,15 @@ def linear_cross_entropy(
     num_items: float | Tensor | None = None,
     sequence_parallel: bool = False,
     fused_update: FusedUpdate | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     **options: Unpack[LossArguments],
 ) -> Any:
     """cross_entropy(hidden @ weight.T + bias, target), without the logits in memory.
 
-    Gradients of hidden, weight and bias are summed in fp32 and rounded to their dtype once; those
-    of hidden again where the loss's own gradient is not 1, and where ranks add their parts.
+    Gradients of hidden, weight and bias are rounded to their dtype once, those of hidden again
+    where the loss's own gradient is not 1, and where ranks add their parts. On CUDA the weight's
+    is rounded once for each block of tokens (256 MiB of logits) unless `accumulate_dtype` is
+    float32, and again where the loss's own gradient is not 1.
     Under torch.autocast hidden, weight and bias may be of any of the dtypes and are cast first, as
     for a linear layer. There is no second derivative.
 
@@ -90,6 +94,9 @@ def linear_cross_entropy(
             gradient, fp32, once for each row, instead of keeping a gradient of the weight: it
             updates those rows in place. The weight's own gradient then stays None, and whether it
             requires one makes no difference.
+        accumulate_dtype: in what the weight's gradient is summed over blocks of tokens: float32,
+            or hidden's dtype, which takes no memory beside the gradient itself. None (the default):
+            float32 on a CPU, hidden's dtype on CUDA.
         options: as in cross_entropy.
 
     Returns and raises as cross_entropy. Collective where there is a group, in the forward pass and,
@@ -100,6 +107,7 @@ def linear_cross_entropy(
     check_logits(hidden, class_weight, "hidden")
     hidden, weight, bias = _autocast(hidden, weight, bias)
     _check_layer(hidden, weight, bias)
+    _check_accumulation(accumulate_dtype, hidden.dtype, fused_update)
     if mesh is not None:
         group = resolve_group(group, mesh)
     if sequence_parallel and (group is None or hidden.dim() == 1):
@@ -115,7 +123,7 @@ def linear_cross_entropy(
         hidden = _SumGradients.apply(hidden, shard.group_name)
     rows = hidden.reshape(target.numel(), hidden.shape[-1])
     with _without_autocast(hidden.device):
-        how = (shard, checked, fused_update, torch.is_grad_enabled())
+        how = (shard, checked, fused_update, accumulate_dtype, torch.is_grad_enabled())
         given = (target.reshape(-1).long(), class_weight, divisor)
         loss, by_token = _LinearCrossEntropy.apply(rows, weight, bias, *how, *given)
     return with_outputs(loss, by_token, target, checked)
@@ -162,6 +170,19 @@ def _check_layer(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"hidden is on {hidden.device}, and the {name} on {tensor.device}")
 
 
+def _check_accumulation(
+    accumulate_dtype: torch.dtype | None, dtype: torch.dtype, fused_update: FusedUpdate | None
+) -> None:
+    if accumulate_dtype not in (None, torch.float32, dtype):
+        raise ValueError(
+            f"accumulate_dtype is float32, or hidden's dtype {dtype}, got {accumulate_dtype}"
+        )
+    if fused_update is not None and accumulate_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"fused_update takes gradients of float32, got accumulate_dtype={accumulate_dtype}"
+        )
+
+
 class _SumGradients(torch.autograd.Function):
     """Each rank's classes give a part of hidden's gradient."""
 
@@ -173,64 +194,6 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _ops.all_reduce(grad, "sum", ctx.group_name), None
-
-
-# ---- blocks
-
-
-def _slices(total: int, step: int) -> list[slice]:
-    return [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
-
-
-def _token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    row_bytes = max(1, weight.shape[0]) * rows.element_size()
-    return _slices(len(rows), max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes))
-
-
-def _class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    column_bytes = max(1, len(rows)) * rows.element_size()
-    return _slices(len(weight), max(MIN_BLOCK_CLASSES, BLOCK_BYTES // column_bytes))
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """total += left @ right in fp32, in place; operands of 16 bits as they are where they can."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    return total.addmm_(left.float(), right.float())
-
-
-class _Gradients:
-    """Gradients of the layer, as blocks of tokens add to them; in fp32 where they are sums."""
-
-    def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
-    ) -> None:
-        self.rows = torch.empty_like(rows) if wanted[0] else None
-        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        has_bias = wanted[2] and bias is not None
-        self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
-
-    def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
-        """What the logits of a block of tokens give."""
-        if self.rows is not None:
-            torch.mm(grad_logits, weight, out=self.rows[block])
-        if self.weight is not None:
-            _add_product(self.weight, grad_logits.t(), rows[block])
-        if self.bias is not None:
-            self.bias += grad_logits.sum(0, dtype=torch.float32)
-
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.rows, self.weight, self.bias
-
-
-def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A product, rounded; of a large fp32 sum without a second one beside it."""
-    if grad is None or grad.dtype == dtype:
-        return None if grad is None else grad * factor
-    result = torch.empty_like(grad, dtype=dtype)
-    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
-        result[block] = grad[block] * factor
-    return result
 
 
 # ---- autograd
@@ -248,11 +211,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         options: LossOptions,
         fused_update: FusedUpdate | None,
+        sum_dtype: torch.dtype | None,
         has_backward: bool,
         *given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Also makes the gradients where it can; given are target, class_weight and num_items."""
         ctx.options, ctx.shard, ctx.fused_update = options, shard, fused_update
+        ctx.sum_dtype = sum_dtype
         ctx.is_done = (
             has_backward  # which the inputs do not tell under no_grad
             and any(ctx.needs_input_grad[:3])
@@ -270,9 +235,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Any, ...]:
         """The gradients of hidden states, weight and bias."""
-        none = (None,) * 7
+        none = (None,) * 8
         if ctx.is_done:
-            return *(_scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
+            return *(scaled(grad, grad_loss, ctx.dtype) for grad in ctx.saved_tensors), *none
         # Once: an update writes into the saved weight.
         rows, weight, bias, *known = ctx.saved_tensors
         differentiate = functools.partial(_differentiate, ctx.options, grad_loss, *known)
@@ -293,7 +258,7 @@ def _with_gradients(
     num_items: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     options, shard = ctx.options, ctx.shard
-    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
+    sums = LayerGradients(rows, weight, bias, ctx.needs_input_grad, ctx.sum_dtype)
     # What the losses are divided by, and a check of all targets. Of the stats only the last entry
     # is looked at, which has the number of classes.
     stats = torch.zeros([target.numel() + 1, 6], device=target.device)
@@ -302,7 +267,7 @@ def _with_gradients(
     denominator = _ops.cross_entropy_loss(stats, target, class_weight, num_items, *terms)[2]
     more = (*options.for_grad(shard)[1:], "mean", options.wants_more)
     parts = []
-    for block in _token_blocks(rows, weight):
+    for block in token_blocks(rows, weight):
         logits = linear(rows[block], weight, bias)
         _, part, _ = _ops.cross_entropy_and_grad_(
             logits, target[block], class_weight, denominator, *more
@@ -328,7 +293,7 @@ def _without_gradients(
     options, shard = ctx.options, ctx.shard
     stats = rows.new_empty([len(rows) + 1, 6], dtype=torch.float32)
     # Without tokens there still is the entry that tells the shards.
-    for block in _token_blocks(rows, weight) or [slice(0, 0)]:
+    for block in token_blocks(rows, weight) or [slice(0, 0)]:
         logits = linear(rows[block], weight, bias)
         part = _ops.softmax_stats(logits, target[block], class_weight, *options.for_stats(shard))
         stats[:-1][block], stats[-1] = part[:-1], part[-1]
@@ -360,8 +325,8 @@ def _differentiate(
 def _grads_by_token(
     ctx: Any, differentiate: _Differentiate, rows: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    sums = _Gradients(rows, weight, bias, ctx.needs_input_grad)
-    for block in _token_blocks(rows, weight):
+    sums = LayerGradients(rows, weight, bias, ctx.needs_input_grad, ctx.sum_dtype)
+    for block in token_blocks(rows, weight):
         logits = linear(rows[block], weight, bias)
         differentiate(logits, block, ctx.shard)
         sums.add(logits, rows, weight, block)
@@ -375,16 +340,16 @@ def _update_by_class(
     """Gradients of a block of classes at a time; those of the weight's rows go to the update."""
     grad_rows = torch.zeros_like(rows, dtype=torch.float32) if ctx.needs_input_grad[0] else None
     grad_bias = bias.new_empty(len(bias), dtype=torch.float32) if bias is not None else None
-    for block in _class_blocks(rows, weight):
+    for block in class_blocks(rows, weight):
         part = weight[block]
         logits = linear(rows, part, None if bias is None else bias[block])
         shard = ctx.shard._replace(start=ctx.shard.start + block.start)
         differentiate(logits, slice(0, len(rows)), shard)
         if grad_rows is not None:
-            _add_product(grad_rows, logits, part)
+            add_product(grad_rows, logits, part)
         if grad_bias is not None:
             grad_bias[block] = logits.sum(0, dtype=torch.float32)
         grad_part = rows.new_zeros([len(part), rows.shape[1]], dtype=torch.float32)
-        ctx.fused_update(block, _add_product(grad_part, logits.t(), rows))
+        ctx.fused_update(block, add_product(grad_part, logits.t(), rows))
         del logits
     return grad_rows, None, grad_bias

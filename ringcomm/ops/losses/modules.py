@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +80,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         class_weight: as there.
         sequence_parallel: hidden states are this rank's share, as there.
         fused_update: takes the weight's gradient, as there.
+        accumulate_dtype: in what the weight's gradient is summed, as there.
         options: as CrossEntropyLoss takes them, without inplace.
 
     Raises:
@@ -91,12 +93,14 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
         *,
         sequence_parallel: bool = False,
         fused_update: FusedUpdate | None = None,
+        accumulate_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__(class_weight, **options)
         if self.options.pop("inplace"):
             raise ValueError("inplace is for logits; a linear layer's are never all there")
         self.options |= {"sequence_parallel": sequence_parallel, "fused_update": fused_update}
+        self.options["accumulate_dtype"] = accumulate_dtype
 
     def forward(  # type: ignore[override]
         self,

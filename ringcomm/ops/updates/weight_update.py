@@ -24,6 +24,7 @@ from ringcomm.ops.arguments import (
     tokens_of,
     want,
 )
+from ringcomm.ops.products import add_product
 from ringcomm.ops.triton_kernels import VECTOR_BYTES, kernels, launch, lead_of, mark_written
 
 # ---- fakes
@@ -72,23 +73,30 @@ def sgd_update_(
     want(first_elem >= 0, op, "first_elem from 0 on", first_elem)
     ordered = gradient_of(op, weight, grad)
     check_writable(op, weight, low, grad)
-    num_elems, lead = weight.numel(), lead_of(weight)
-    if num_elems:
-        is_aligned = all(
-            (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
-            for tensor in (ordered, low)
-            if tensor is not None
-        )
-        launch(
-            kernels().weight_update.sgd_kernel,
-            (-(-(lead + num_elems) // plans.SGD_BLOCK),),
-            *(weight, low, ordered, lead, num_elems, *step.numbers, first_elem),
-            BLOCK=plans.SGD_BLOCK,
-            IS_ALIGNED=is_aligned,
-            IS_STOCHASTIC=step.is_stochastic,
-            num_warps=plans.SGD_WARPS,
-        )
+    if weight.numel():
+        _update_elements(weight, low, ordered, step, first_elem)
     mark_written(weight, low)
+
+
+def _update_elements(
+    weight: Tensor, low: Tensor | None, grad: Tensor, step: Step, first_elem: int
+) -> None:
+    """Launches the step of elements from the first_elem-th of a weight on."""
+    num_elems, lead = weight.numel(), lead_of(weight)
+    is_aligned = all(
+        (tensor.data_ptr() - lead * tensor.element_size()) % VECTOR_BYTES == 0
+        for tensor in (grad, low)
+        if tensor is not None
+    )
+    launch(
+        kernels().weight_update.sgd_kernel,
+        (-(-(lead + num_elems) // plans.SGD_BLOCK),),
+        *(weight, low, grad, lead, num_elems, *step.numbers, first_elem),
+        BLOCK=plans.SGD_BLOCK,
+        IS_ALIGNED=is_aligned,
+        IS_STOCHASTIC=step.is_stochastic,
+        num_warps=plans.SGD_WARPS,
+    )
 
 
 # ---- linear layers
@@ -104,8 +112,9 @@ def linear_sgd_update_(
 ) -> None:
     """One step by grad_out^T x.
 
-    cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200), so that it
-    does what it can: one dtype, rounded to nearest, without limits.
+    cuBLAS adds a product to a matrix in 1.02 to 1.03 times a product's own time (H200): what has
+    one dtype, is rounded to nearest and has no limit. The rest takes a quarter of the gradient in
+    float32 as workspace, 32 MiB at most.
     """
     op = "linear_sgd_update_"
     step = step_of(op, clip_value, *numbers)
@@ -121,44 +130,25 @@ def linear_sgd_update_(
     mark_written(weight, low)
 
 
-def _is_describable(rows: Tensor) -> bool:
-    """What TMA can load: 16-bit rows that begin at multiples of 16 bytes."""
-    return (
-        rows.element_size() == 2
-        and rows.numel() > 0
-        and rows.data_ptr() % VECTOR_BYTES == 0
-        and rows.stride(0) * 2 % VECTOR_BYTES == 0
-    )
-
-
 def _update_by_product(
     weight: Tensor, low: Tensor | None, tokens: Tensor, grads: Tensor, step: Step
 ) -> None:
-    num_out, num_in = weight.shape
-    machine = plans.machine_of(weight.device)
-    is_described = machine.has_descriptors and _is_describable(tokens) and _is_describable(grads)
-    plan = plans.linear_plan(num_out, num_in, tokens.element_size(), machine, is_described)
-    kernel: Any = kernels().linear_update.addressed_kernel
-    operands: list[Any] = [tokens, grads, tokens.stride(0), grads.stride(0)]
-    if is_described:
-        from triton.tools.tensor_descriptor import TensorDescriptor
+    """Some rows of the gradient at a time, in fp32: a product by cuBLAS, then their update.
 
-        kernel = kernels().linear_update.described_kernel
-        operands = [
-            TensorDescriptor.from_tensor(tokens, [plan.block_tokens, plan.block_in]),
-            TensorDescriptor.from_tensor(grads, [plan.block_tokens, plan.block_out]),
-        ]
-    launch(
-        kernel,
-        (plans.num_tiles(num_out, num_in, plan.block_out, plan.block_in),),
-        *(weight, low, *operands, len(tokens), num_out, num_in, *step.numbers),
-        BLOCK_TOKENS=plan.block_tokens,
-        BLOCK_OUT=plan.block_out,
-        BLOCK_IN=plan.block_in,
-        IS_STOCHASTIC=step.is_stochastic,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-    )
+    An element's rounding depends on its place in the weight, not on the rows made at a time.
+    """
+    num_rows, num_cols = weight.shape
+    num_made = min(num_rows, plans.rows_per_product(num_rows, num_cols))
+    made = weight.new_empty([num_made, num_cols], dtype=torch.float32)
+    if not len(tokens):
+        made.zero_()
+    for begin in range(0, num_rows, num_made):
+        rows = slice(begin, min(begin + num_made, num_rows))
+        grad = made[: rows.stop - begin]
+        if len(tokens):
+            add_product(grad, grads[:, rows].t(), tokens, beta=0.0)
+        low_rows = None if low is None else low[rows]
+        _update_elements(weight[rows], low_rows, grad, step, begin * num_cols)
 
 
 # ---- embeddings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -29,17 +28,17 @@ from torch import Tensor
 
 from ringcomm import nn
 from ringcomm.ops import cross_entropy, linear_cross_entropy
+from ringcomm.ops.losses import linear_blocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# The function of that name hides its module.
-LINEAR = importlib.import_module("ringcomm.ops.losses.linear_cross_entropy")
 HIDDEN = 24
 
 
 def set_blocks(set_value: Callable[[Any, str, int], None]) -> None:
     """Several of tokens and of classes, the last ones short."""
-    for name, value in (("BLOCK_BYTES", 1), ("MIN_BLOCK_TOKENS", 16), ("MIN_BLOCK_CLASSES", 10)):
-        set_value(LINEAR, name, value)
+    sizes = {"BLOCK_BYTES": 1, "MIN_BLOCK_TOKENS": 16, "MIN_BLOCK_CLASSES": 10}
+    for name, value in {**sizes, "CUDA_BLOCK_BYTES": 1, "CUDA_TILE": 16}.items():
+        set_value(linear_blocks, name, value)
 
 
 def upstream_of(loss: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from loss_oracle import evaluate_layer, reference
-from test_cross_entropy import LINEAR, set_blocks
+from test_cross_entropy import set_blocks
 from torch import Tensor
 
 from ringcomm.ops import linear_cross_entropy
+from ringcomm.ops.losses import linear_blocks
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 TOKENS, HIDDEN, CLASSES = 72, 24, 333
@@ -92,7 +93,7 @@ def test_no_logits_of_all_tokens(
     path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, width, classes = 2048, 16, 4096
-    monkeypatch.setattr(LINEAR, "BLOCK_BYTES", 64 * classes * dtype.itemsize)
+    monkeypatch.setattr(linear_blocks, "BLOCK_BYTES", 64 * classes * dtype.itemsize)
     hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
     weight = torch.randn(classes, width).to(dtype).requires_grad_()
     target = torch.randint(classes, (tokens,))
@@ -118,7 +119,7 @@ def test_no_logits_of_all_tokens(
 
 
 def test_gradients_that_are_not_kept_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LINEAR, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(linear_blocks, "BLOCK_BYTES", 1)
     hidden, weight = torch.randn(64, 512, requires_grad=True), torch.randn(4096, 512)
     target = torch.randint(4096, (64,))
 
@@ -150,8 +151,8 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         return [grad.double() for grad in torch.autograd.grad(loss, inputs)]
 
     one = run()
-    monkeypatch.setattr(LINEAR, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(LINEAR, "MIN_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(linear_blocks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(linear_blocks, "MIN_BLOCK_TOKENS", 8)
     for found, other, right in zip(run(), one, exact, strict=True):
         size = right.abs().max() * torch.finfo(BF16).eps / 2
         assert (found - right).abs().max() <= (other - right).abs().max() + 0.1 * size
@@ -175,6 +176,7 @@ def test_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"vocab_size": CLASSES + 1}, ValueError, "columns"),
         ({"outputs": ("logits",)}, ValueError, "outputs"),
         ({"sequence_parallel": True}, ValueError, "sequence_parallel"),
+        ({"accumulate_dtype": BF16}, ValueError, "accumulate_dtype is float32, or hidden's"),
     ],
 )
 def test_bad_input(

@@ -14,6 +14,7 @@ import update_oracle
 from torch import Tensor
 from update_oracle import BF16, DTYPES, FP16, FP32
 
+from ringcomm.ops import triton_kernels
 from ringcomm.ops.updates import weight_update
 
 _ops: Any = torch.ops.ringcomm
@@ -33,6 +34,30 @@ def random(shape: tuple[int, ...], dtype: torch.dtype = FP32, seed: int = 0) -> 
 @pytest.mark.parametrize("name", [n for n in update_cases.NAMES if n != "ids_out_of_range"])
 def test_cpu_operators_do_what_the_oracle_does(name: str) -> None:
     update_cases.check(name, _ops, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_products"),
+    [
+        ((4096, 4096), 4),
+        ((14336, 4096), 7),
+        ((4096, 14336), 8),
+        ((128256, 4096), 63),
+        ((1024, 1024), 1),
+        ((5, 7), 1),
+        ((300, 1 << 22), 3),
+    ],
+)
+def test_products_on_cuda_take_a_quarter_of_the_gradient(
+    shape: tuple[int, int], num_products: int
+) -> None:
+    """In fp32, in whole tiles: 8 MiB where a quarter is less, and 32 MiB where it is more."""
+    num_rows = triton_kernels.rows_per_product(*shape)
+    assert num_rows % 128 == 0
+    assert -(-shape[0] // num_rows) == num_products
+    num_bytes, tile_bytes = (4 * rows * shape[1] for rows in (num_rows, 128))
+    assert num_bytes <= max(shape[0] * shape[1] + tile_bytes, 8 << 20, tile_bytes)
+    assert num_bytes <= max(32 << 20, tile_bytes)
 
 
 @pytest.mark.parametrize("fraction", [1 / 65536, 0.01, 0.25, 0.5, 0.99])

@@ -2,7 +2,7 @@
 
 As a script: python triton_builds.py ARCH prints as JSON a list of builds: the kernel, what it was
 launched for, whether it moves vectors, registers per thread, bytes of stack (spills) and of shared
-memory, and how products of matrices are made. Nothing is computed.
+memory. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from ringcomm.ops import triton_kernels as plans
 from ringcomm.ops.losses import cross_entropy_cuda as losses
 from ringcomm.ops.updates import weight_update as updates
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -69,7 +67,6 @@ def report(compiled: Any) -> dict[str, Any]:
         "registers": int(registers),
         "stack_bytes": int(stack_bytes),
         "shared_bytes": compiled.metadata.shared,
-        "products": [kind for kind, instruction in PRODUCTS.items() if instruction in ptx],
     }
 
 
@@ -97,10 +94,11 @@ def launch_loss(vocab: int, dtype: torch.dtype, weight: Tensor | None) -> None:
 def launch_updates(
     width: int, dtype: torch.dtype, grad_dtype: torch.dtype, seed: int, is_split: bool
 ) -> None:
-    """Every operator of the updates but products, on a matrix of four rows."""
+    """Every operator of the updates, on a matrix of four rows."""
     weight, grad = torch.zeros(4, width, dtype=dtype), torch.zeros(4, width, dtype=grad_dtype)
     low = torch.zeros(4, width, dtype=torch.int16) if is_split else None
     updates.sgd_update_(weight, grad, 0.1, 0.0, 1.0, seed, low=low)
+    updates.linear_sgd_update_(weight, grad, grad[:, :4], 0.1, 0.0, 1.0, seed, low=low)
     ids = torch.zeros(4, dtype=torch.int64)
     for weight_decay in (0.0, 0.1):
         updates.embedding_sgd_update_(weight, ids, grad, 0.1, weight_decay, 1.0, seed, low=low)
@@ -108,17 +106,6 @@ def launch_updates(
     updates.square_sums(grad, 1.0)
     updates.adalomo_squares(weight, grad, rows, cols, 1.0, low=low)
     updates.adalomo_update_(weight, grad, rows, cols, torch.ones(2), 1.0, seed, low=low)
-
-
-def launch_product(
-    size: int, dtype: torch.dtype, has_descriptors: bool, is_split: bool = False
-) -> None:
-    plans.machine_of = lambda device: plans.Machine(has_descriptors, 132)  # type: ignore[assignment]
-    weight = torch.zeros(size, size, dtype=BF16)
-    x = torch.zeros(16, size, dtype=dtype)
-    low = torch.zeros_like(weight, dtype=torch.int16) if is_split else None
-    seed = -1 if is_split else 5
-    updates.linear_sgd_update_(weight, x, x.clone(), 0.1, 0.0, 1.0, seed, low=low)
 
 
 def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -131,12 +118,6 @@ def launches(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     for kind in ((BF16, BF16, 5, False), (BF16, BF16, -1, True), (FP32, BF16, -1, False)):
         yield f"update 4096 {kind}", partial(launch_updates, 4096, *kind)
     yield "update 1001", partial(launch_updates, 1001, BF16, BF16, 5, False)
-    # Large tiles, small ones, and rows that descriptors cannot describe.
-    for size in (4096, 64, 77):
-        yield f"product {size}", partial(launch_product, size, BF16, arch >= 90)
-    yield "product split", partial(launch_product, 4096, BF16, arch >= 90, is_split=True)
-    yield "product addressed", partial(launch_product, 4096, BF16, False)
-    yield "product fp32", partial(launch_product, 4096, FP32, arch >= 90)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Case:
     num_tokens: int = 0
     strided: bool = False  # operands are parts of wider rows; a gradient has other strides
     is_special: bool = False  # every pair of infinities, NaN and numbers at the ends of types
-    machine: plans.Machine = field(default=plans.Machine(True, 132))
+    rows_at_a_time: int = 0  # of a product; 0: as the plan says
     padding_idx: int = -1
     index_dtype: torch.dtype = torch.int64
 
@@ -74,7 +74,6 @@ def named(op: str, shape: tuple[int, ...], **more: Any) -> Iterator[Case]:
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, 3e38, -6e4, 1e-40, 65519.0]
 FAR = dataclasses.replace(RANDOM, first_elem=(5 << 32) - 7)
-ADDRESSED = plans.Machine(False, 132)
 CASES = [
     *named("sgd", (2500,)),
     *named("sgd", (len(SPECIAL) ** 2,), is_special=True),
@@ -85,12 +84,14 @@ CASES = [
     Case("sgd-transposed", "sgd", (40, 70), FP32, step=PLAIN, strided=True),
     Case("sgd-far", "sgd", (2050,), step=FAR, shift=1),
     *named("linear", (70, 72), num_tokens=33),
-    *list(named("linear", (70, 72), num_tokens=70, machine=ADDRESSED))[::3],
+    *named("linear", (70, 72), num_tokens=33, rows_at_a_time=16),
     *(
-        Case(f"linear-{kind}-tile-{sms}", "linear", (140, 270), step=RANDOM, num_tokens=37,
-             machine=plans.Machine(kind == "described", sms))
-        for kind in ("described", "addressed") for sms in (1, 4)
+        Case(f"linear-odd-{rows}", "linear", (140, 271), step=RANDOM, num_tokens=37,
+             rows_at_a_time=rows)
+        for rows in (1, 139, 200)
     ),
+    Case("linear-odd-split", "linear", (37, 7), is_split=True, num_tokens=5, rows_at_a_time=8,
+         shift=3),
     Case("linear-ragged", "linear", (5, 7), FP32, step=CLIPPED, num_tokens=3),
     Case("linear-one", "linear", (1, 1), step=RANDOM, num_tokens=1),
     Case("linear-no-tokens", "linear", (9, 16), step=RANDOM),
@@ -210,10 +211,8 @@ def run_linear(case: Case, ops: Any, weight: Tensor, given: Any, options: dict[s
     if case.strided:
         x, grad_out = in_wider_rows(x), in_wider_rows(grad_out)
     with pytest.MonkeyPatch.context() as patch:
-        real = plans.machine_of(weight.device) if weight.is_cuda else case.machine
-        has_descriptors = case.machine.has_descriptors and real.has_descriptors
-        machine = plans.Machine(has_descriptors, case.machine.num_sms)
-        patch.setattr(plans, "machine_of", lambda device: machine)
+        if case.rows_at_a_time:
+            patch.setattr(plans, "rows_per_product", lambda *shape: case.rows_at_a_time)
         there = (x.to(weight.device), grad_out.to(weight.device))
         ops.linear_sgd_update_(weight, *there, *given, **options)
     return grad

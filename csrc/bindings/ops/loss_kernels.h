@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+
+namespace ringcomm {
+
+/// The options of cross_entropy_and_grad_, as its schema has them.
+struct LossKernelOptions {
+  std::int64_t num_classes;
+  std::int64_t ignore_index;
+  double logit_scale;
+  double softcap;
+  double label_smoothing;
+  double z_loss;
+  std::string reduction;
+  bool wants_more;
+};
+
+using LossResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+/// cross_entropy_and_grad_ by the kernels of device/cuda/loss_rows.h, on the current stream: one
+/// read and one write of the logits, two launches. Nothing where they do not serve the call, and
+/// has not changed: the GPU has no clusters (before sm_90), ringcomm was built without kernels,
+/// rows are too short or too long (plan_loss), logits are float16, or there is a softcap, label
+/// smoothing with class weights, a scale that is not positive, or entropy or accuracy is wanted.
+///
+/// `target` (int64) and `weight` are contiguous, and weight has num_classes elements, of which the
+/// logits have no less.
+std::optional<LossResults> cross_entropy_by_clusters(const at::Tensor& logits,
+                                                     const at::Tensor& target,
+                                                     const std::optional<at::Tensor>& weight,
+                                                     const std::optional<at::Tensor>& num_items,
+                                                     const LossKernelOptions& options);
+
+}  // namespace ringcomm

@@ -1,0 +1,129 @@
+"""Blocks of a linear layer's logits, and the gradients of the layer summed over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd
+
+from ringcomm.ops.products import add_product
+
+_ops: Any = torch.ops.ringcomm
+
+# Bytes of a block's logits on a CPU; 16-bit logits have an fp32 copy beside them at times. Smaller
+# blocks make the products slower, larger ones only take more memory.
+BLOCK_BYTES = 64 << 20
+MIN_BLOCK_TOKENS = 64
+MIN_BLOCK_CLASSES = 256
+# On CUDA a block of tokens reads the whole weight and reads and writes the sum of its gradient:
+# few large blocks. With cuBLAS's workspace of 32 MiB that is less than 300 MiB.
+CUDA_BLOCK_BYTES = 256 << 20
+# A product computes whole tiles of 128 rows and columns, also where a block ends within one.
+CUDA_TILE = 128
+
+
+# ---- blocks
+
+
+def _slices(total: int, step: int) -> list[slice]:
+    return [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def tokens_per_block(num_classes: int, element_bytes: int, *, is_on_gpu: bool) -> int:
+    """How many tokens have their logits in memory at once; on a GPU whole tiles of them."""
+    row_bytes = max(1, num_classes) * element_bytes
+    if is_on_gpu:
+        return max(1, CUDA_BLOCK_BYTES // row_bytes // CUDA_TILE) * CUDA_TILE
+    return max(MIN_BLOCK_TOKENS, BLOCK_BYTES // row_bytes)
+
+
+def token_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    """The tokens of each block of logits (tokens, all classes of this rank)."""
+    given = weight.shape[0], rows.element_size()
+    return _slices(len(rows), tokens_per_block(*given, is_on_gpu=_is_on_gpu(rows)))
+
+
+def class_blocks(rows: Tensor, weight: Tensor) -> list[slice]:
+    """The classes of each block of logits (all tokens, classes).
+
+    A block's gradient of the weight is in fp32 beside its logits, so blocks stay small on a GPU.
+    """
+    column_bytes = max(1, len(rows)) * rows.element_size()
+    step = max(MIN_BLOCK_CLASSES, BLOCK_BYTES // column_bytes)
+    if _is_on_gpu(rows):
+        step = max(1, step // CUDA_TILE) * CUDA_TILE
+    return _slices(len(weight), step)
+
+
+# ---- sums
+
+
+class LayerGradients:
+    """Gradients of hidden states, weight and bias, as blocks of tokens add to them.
+
+    The weight's is summed in `sum_dtype`; None: in float32 on a CPU, in its own dtype on CUDA,
+    where a product adds to it in fp32 and rounds once for each block. The bias's is in float32.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: Sequence[bool],
+        sum_dtype: torch.dtype | None,
+    ) -> None:
+        if sum_dtype is None:
+            sum_dtype = weight.dtype if _is_on_gpu(weight) else torch.float32
+        self.rows = torch.empty_like(rows) if wanted[0] else None
+        self.weight = torch.empty_like(weight, dtype=sum_dtype) if wanted[1] else None
+        if self.weight is not None and not len(rows):
+            self.weight.zero_()
+        has_bias = wanted[2] and bias is not None
+        self.bias = weight.new_zeros(len(weight), dtype=torch.float32) if has_bias else None
+
+    def add(self, grad_logits: Tensor, rows: Tensor, weight: Tensor, block: slice) -> None:
+        """What the logits of a block of tokens give; the first block starts the sums."""
+        if self.rows is not None:
+            torch.mm(grad_logits, weight, out=self.rows[block])
+        if self.weight is not None:
+            beta = 0.0 if block.start == 0 else 1.0
+            add_product(self.weight, grad_logits.t(), rows[block], beta=beta)
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0, dtype=torch.float32)
+
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden states, weight and bias; None where not wanted."""
+        return self.rows, self.weight, self.bias
+
+
+def _is_kept() -> bool:
+    """Whether what this backward pass saved may be asked for again."""
+    # A compiler decides by itself what it overwrites.
+    is_compiling = torch.compiler.is_compiling()
+    return is_compiling or _autograd._get_current_graph_task_keep_graph()
+
+
+def scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A saved gradient times a factor, rounded to a dtype; without a second one of its size.
+
+    Overwrites a gradient that has the dtype, unless the graph is retained.
+    """
+    if grad is None:
+        return None
+    if grad.dtype == dtype:
+        if _is_kept():
+            return grad * factor
+        _ops.scale_(grad, factor)
+        return grad
+    result = torch.empty_like(grad, dtype=dtype)
+    for block in _slices(len(grad), max(1, BLOCK_BYTES * len(grad) // max(1, grad.nbytes))):
+        result[block] = grad[block] * factor
+    return result

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <array>
+#include <barrier>
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "emulator/kernel_registry.h"
+
+namespace ringcomm::emulator {
+
+/// What the threads of a cluster of blocks share: of a launch without clusters, of one block.
+class ClusterState {
+ public:
+  ClusterState(unsigned num_blocks, unsigned num_threads, std::size_t shared_bytes)
+      : num_threads_(num_threads), all_(static_cast<std::ptrdiff_t>(num_blocks * num_threads)) {
+    for (unsigned rank = 0; rank < num_blocks; ++rank) {
+      blocks_.push_back(std::make_unique<Block>(num_threads, shared_bytes));
+      shared_.push_back(blocks_.back()->launch_memory.get());
+    }
+  }
+  unsigned num_blocks() const { return static_cast<unsigned>(blocks_.size()); }
+
+  /// Of a thread of the cluster's block `rank`, in a grid of so many clusters.
+  BlockContext context(unsigned cluster, unsigned num_clusters, unsigned rank, unsigned thread) {
+    Block& block = *blocks_[rank];
+    return {.thread_idx = thread,
+            .num_threads = num_threads_,
+            .block_idx = cluster * num_blocks() + rank,
+            .num_blocks = num_clusters * num_blocks(),
+            .sync = [&block] { block.barrier.arrive_and_wait(); },
+            .shared = block.memory.data(),
+            .cluster_rank = rank,
+            .cluster_blocks = num_blocks(),
+            .cluster_shared = shared_.data(),
+            .meet_cluster = [this] { all_.arrive_and_wait(); }};
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { ::operator delete[](memory, kAlignment); }
+  };
+  static constexpr std::align_val_t kAlignment{128};
+  struct Block {
+    Block(unsigned num_threads, std::size_t shared_bytes)
+        : barrier(static_cast<std::ptrdiff_t>(num_threads)),
+          launch_memory(new (kAlignment) std::byte[shared_bytes]) {}
+    std::barrier<> barrier;
+    alignas(16) std::array<std::byte, BlockContext::kSharedBytes> memory = {};
+    std::unique_ptr<std::byte[], Free> launch_memory;
+  };
+
+  unsigned num_threads_;
+  std::barrier<> all_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<std::byte*> shared_;
+};
+
+}  // namespace ringcomm::emulator
