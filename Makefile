@@ -57,8 +57,9 @@ test-emulator:  ## the emulator of CUDA's driver, plain and under ThreadSanitize
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run
 	@$(MAKE) --no-print-directory -C "$(ROOT)/tests/emulator" run-tsan
 
-kernels: check-python  ## compile the kernels for GPUs, where nvcc is
+kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
+	@$(PREPARE) --need test -- tests/sass/gate.py
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)

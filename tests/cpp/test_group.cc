@@ -45,9 +45,8 @@ TEST_CASE("ranks of a group see the same memory and each other's lives") {
     expect(group.pid_of((rank + 1) % 3) == ::getpid(), "the peer's pid");
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
-    SpinBudget budget;
     scope.begin(testing::kPatient);
-    Board<HostArch> board(arch, budget, group.board(), rank);
+    Board<HostArch> board(arch, group.board(), rank);
     std::byte* region = nullptr;
     expect(board.open(region) == Stop::kNone, "an open region");
     region[0] = static_cast<std::byte>(rank + 1);
@@ -126,8 +125,7 @@ TEST_CASE("a wait that takes too long blames the rank that has published least")
     Group group(store, identity(rank, 3), {}, testing::kBound);
     WaitScope scope(group);
     HostArch arch(scope, 0, 2);
-    SpinBudget budget;
-    Board<HostArch> board(arch, budget, group.board(), rank);
+    Board<HostArch> board(arch, group.board(), rank);
     std::string ignored;
     if (rank < 2) board.publish();
     store.set("published" + std::to_string(rank), "");

@@ -186,7 +186,7 @@ std::vector<Region> regions_of(const SegmentLayout& layout, int world_size, std:
   const BoardGeometry board = layout.board(base);
   for (int rank = 0; rank < world_size; ++rank) {
     regions.push_back(region_of(&layout.control(base, rank), sizeof(RankControl)));
-    CHECK(&board.cursor(rank) == &layout.control(base, rank).published);
+    CHECK(&board.cursor(0, rank) == &layout.control(base, rank).published);
     for (std::uint64_t phase = 0; phase < 2; ++phase)
       regions.push_back(region_of(board.region(rank, phase), board.region_bytes));
     add_link(regions, layout.ring_link(base, rank));

@@ -16,7 +16,7 @@ struct BlockContext {
   std::function<void()> sync;
   /// Shared memory of the block: zeros when it starts.
   void* shared = nullptr;
-  static constexpr std::size_t kSharedBytes = 64;
+  static constexpr std::size_t kSharedBytes = 8 << 10;
 };
 
 /// A kernel of csrc/device/cuda, compiled by the host's compiler. It takes one parameter, a struct
