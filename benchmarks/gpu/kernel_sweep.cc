@@ -1,6 +1,6 @@
 // Times and checks ringcomm's kernels on one GPU without torch: ranks are forked processes, their
 // memory is mapped by CUDA's IPC handles, and each call is planned, and its kernel launched, as the
-// engine does it. Prints a line of JSON for each point; see usage(), and run.py beside it.
+// engine does it. Prints a line of JSON for each point; see kUsage.
 #include <dlfcn.h>
 
 #include <map>
@@ -40,11 +40,11 @@ struct Options {
 constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
     "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
-    "regions. Points are visited in another random order in each round. A time is that of a graph\n"
-    "of `calls` calls on the slowest rank, divided by them; gb_per_s is a rank's longer buffer by\n"
-    "the median; copy_share is the time of a copy of what all ranks must read and write at least,\n"
-    "divided by the median. The status is 1 where a result is wrong or a rank fails. Ranks share\n"
-    "GPU 0, under MPS.";
+    "regions. Each round visits the points in another random order; there are fewer rounds where\n"
+    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the slowest\n"
+    "rank, divided by them; gb_per_s is a rank's longer buffer by the median; copy_share is the\n"
+    "time of a copy of what all ranks must read and write at least, divided by the median. The\n"
+    "status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
 
 // CUDA graphs, which the engine leaves to its users.
 using Graph = struct GraphTag*;
@@ -114,14 +114,19 @@ class Sweep {
     std::mt19937 random(1);  // on all ranks
     std::vector<std::size_t> order(points_.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-    for (int round = 0; round < options_.rounds; ++round) {
+    const Clock::time_point began = Clock::now();
+    bool is_last = false;
+    for (int round = 0; !is_last; ++round) {
+      // As many rounds as leave half of the time for the last one, its checks, and the end.
+      const double spent_s = page_.slowest(rank_, us_since(began)) / 1e6;
+      is_last = round == options_.rounds - 1 || spent_s > options_.limit_s / 2.0;
       std::shuffle(order.begin(), order.end(), random);
       for (const std::size_t i : order) {
         Point& point = points_[i];
         if (round == 0) point.num_wrong += check(point);
         for (int launch = 0; launch < kLaunchesPerVisit; ++launch)
           point.us.push_back(time_graph(point));
-        if (round == options_.rounds - 1) point.num_wrong += check(point);
+        if (is_last) point.num_wrong += check(point);
       }
     }
     bool is_right = true;

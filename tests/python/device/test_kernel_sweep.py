@@ -106,9 +106,16 @@ def test_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
     assert not Path(f"/proc/{ranks[1]}").exists()
 
 
+def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--rounds", "1000000", "--sizes", "1024", "--limit-s", "4")
+    assert done.returncode == 0, done.stderr
+    assert {point.get("num_wrong", 0) for point in points(done)} == {0}
+
+
 def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "--rounds", "1000000", "--sizes", "1024", "--limit-s", "1")
+    done = sweep(tmp_path, "--sizes", "1024", "--limit-s", "1", DELAY_US="200000")
     assert done.returncode == 1
+    assert done.stdout == ""
     assert "stopped after 1 s" in done.stderr
 
 
