@@ -41,7 +41,8 @@ constexpr const char* kUsage =
     "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
     "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
     "regions. Each round visits the points in another random order; there are fewer rounds where\n"
-    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the slowest\n"
+    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the "
+    "slowest\n"
     "rank, divided by them; gb_per_s is a rank's longer buffer by the median; copy_share is the\n"
     "time of a copy of what all ranks must read and write at least, divided by the median. The\n"
     "status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
