@@ -1,14 +1,13 @@
 // Times and checks ringcomm's kernels on one GPU without torch: ranks are forked processes, their
 // memory is mapped by CUDA's IPC handles, and each call is planned, and its kernel launched, as the
 // engine does it. Prints a line of JSON for each point; see kUsage.
-#include <dlfcn.h>
-
 #include <map>
 #include <random>
 #include <sstream>
 
 #include "collectives/cuda/kernels.h"
 #include "collectives/cuda/launch_plan.h"
+#include "gpu/point.h"
 #include "gpu/rank_memory.h"
 #include "gpu/ranks.h"
 
@@ -23,7 +22,7 @@ std::string describe(const UpdateSpec&) { return "update"; }
 namespace ringcomm::benchmarks {
 namespace {
 
-constexpr std::chrono::seconds kKernelTimeout{5};
+constexpr std::chrono::seconds kKernelTimeout{3};
 constexpr int kLaunchesPerVisit = 5;
 // Of sweeps over blocks and regions: smaller calls use few blocks, larger ones are as these.
 constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
@@ -47,51 +46,6 @@ constexpr const char* kUsage =
     "time of a copy of what all ranks must read and write at least, divided by the median. The\n"
     "status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
 
-// CUDA graphs, which the engine leaves to its users.
-using Graph = struct GraphTag*;
-using GraphExec = struct GraphExecTag*;
-struct GraphApi {
-  cuda::Result (*begin)(cuda::StreamHandle, int) = nullptr;
-  cuda::Result (*end)(cuda::StreamHandle, Graph*) = nullptr;
-  cuda::Result (*instantiate)(GraphExec*, Graph, unsigned long long) = nullptr;
-  cuda::Result (*launch)(GraphExec, cuda::StreamHandle) = nullptr;
-
-  GraphApi() {
-    cuda::driver();  // which opens the library for all to see
-    find(begin, "cuStreamBeginCapture_v2");
-    find(end, "cuStreamEndCapture");
-    find(instantiate, "cuGraphInstantiateWithFlags");
-    find(launch, "cuGraphLaunch");
-  }
-  template <class F>
-  void find(F& function, const char* symbol) {
-    function = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, symbol));
-    if (function == nullptr) throw std::runtime_error(std::string("the driver has no ") + symbol);
-  }
-};
-
-enum class Path { kCopy, kPackets, kStaged, kShared, kRing };
-constexpr const char* kPathNames[] = {"copy", "packets", "staged", "shared", "ring"};
-
-struct Point {
-  OpKind op = OpKind::kAllReduce;
-  DType dtype = DType::kBFloat16;
-  std::size_t num_bytes = 0;  // of the longer buffer of a rank
-  Path path = Path::kStaged;
-  std::size_t layout = 0;
-  unsigned num_blocks = 0;
-  int num_calls = 1;
-  std::uint64_t num_wrong = 0;
-  GraphExec graph = nullptr;
-  std::vector<double> us = {};
-
-  double quantile(double share) const {
-    std::vector<double> sorted = us;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted[static_cast<std::size_t>(share * static_cast<double>(sorted.size() - 1) + 0.5)];
-  }
-};
-
 /// One rank's part of the sweep.
 class Sweep {
  public:
@@ -112,23 +66,13 @@ class Sweep {
 
   /// Whether all results were right. Rank 0 prints.
   bool run() {
-    std::mt19937 random(1);  // on all ranks
-    std::vector<std::size_t> order(points_.size());
-    for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
-    const Clock::time_point began = Clock::now();
-    bool is_last = false;
-    for (int round = 0; !is_last; ++round) {
-      // As many rounds as leave half of the time for the last one, its checks, and the end.
-      const double spent_s = page_.slowest(rank_, us_since(began)) / 1e6;
-      is_last = round == options_.rounds - 1 || spent_s > options_.limit_s / 2.0;
-      std::shuffle(order.begin(), order.end(), random);
-      for (const std::size_t i : order) {
-        Point& point = points_[i];
-        if (round == 0) point.num_wrong += check(point);
-        for (int launch = 0; launch < kLaunchesPerVisit; ++launch)
-          point.us.push_back(time_graph(point));
-        if (is_last) point.num_wrong += check(point);
-      }
+    try {
+      visit_all();
+    } catch (const std::exception& error) {
+      if (rank_ == 0)  // what there is, of this rank alone
+        for (const Point& point : points_)
+          if (!point.us.empty()) print(point, point.num_wrong);
+      throw std::runtime_error(std::string(error.what()) + ", in " + points_[last_].describe());
     }
     bool is_right = true;
     for (const Point& point : points_) {
@@ -149,13 +93,35 @@ class Sweep {
   }
 
  private:
+  void visit_all() {
+    std::mt19937 random(1);  // on all ranks
+    std::vector<std::size_t> order(points_.size());
+    for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+    const Clock::time_point began = Clock::now();
+    bool is_last = false;
+    for (int round = 0; !is_last; ++round) {
+      // As many rounds as leave half of the time for the last one, its checks, and the end.
+      const double spent_s = page_.slowest(rank_, us_since(began)) / 1e6;
+      is_last = round == options_.rounds - 1 || spent_s > options_.limit_s / 2.0;
+      std::shuffle(order.begin(), order.end(), random);
+      for (const std::size_t i : order) {
+        last_ = i;
+        Point& point = points_[i];
+        if (round == 0) point.num_wrong += check(point);
+        for (int launch = 0; launch < kLaunchesPerVisit; ++launch)
+          point.us.push_back(time_graph(point));
+        if (is_last) point.num_wrong += check(point);
+      }
+    }
+  }
   static int attribute(cuda::DeviceAttribute which) {
     int value = 0;
     cuda::check(cuda::driver().device_get_attribute(&value, which, 0), "ask the GPU");
     return value;
   }
 
-  /// The plan's own cut first, then others of which all blocks fit the GPU at once.
+  /// The plan's own cut first, then others that leave an eighth of the GPU's places free, as all
+  /// blocks of all ranks must have places at once.
   std::vector<cuda::StagingLayout> make_layouts() const {
     if (attribute(cuda::kMpsEnabled) == 0)
       throw std::runtime_error("ranks would take turns on the GPU: start MPS");
@@ -167,9 +133,10 @@ class Sweep {
                                    .is_on_one_device = true,
                                    .min_multiprocessors = multiprocessors,
                                    .blocks_per_multiprocessor = places});
-    const auto room = static_cast<unsigned>(multiprocessors * places / page_.num_ranks);
+    const auto room = static_cast<unsigned>(multiprocessors * places * 7 / 8 / page_.num_ranks);
     std::vector layouts = {plan};
-    for (const unsigned num_blocks : {plan.num_blocks / 2, plan.num_blocks, 2 * plan.num_blocks})
+    for (const unsigned num_blocks :
+         {plan.num_blocks / 2, plan.num_blocks, plan.num_blocks * 3 / 2})
       for (const std::uint32_t region_bytes : {16u << 10, 32u << 10, 64u << 10, 128u << 10}) {
         cuda::StagingLayout cut = plan;
         cut.num_blocks = num_blocks;
@@ -198,9 +165,12 @@ class Sweep {
     point.num_calls = point.num_bytes <= 64 << 10 ? 50 : point.num_bytes <= 4 << 20 ? 20 : 4;
     cuda::KernelCall kernel;
     cuda::LaunchPlan plan;
-    if (point.path != Path::kCopy) plan = plan_point(point, kernel);
-    if (point.path == Path::kPackets && plan.traffic.algorithm != Algorithm::kOneShot) return;
-    point.num_blocks = point.path == Path::kCopy ? 0 : plan.num_blocks;
+    if (point.path != Path::kCopy) {
+      plan = plan_point(point, kernel);
+      if (point.path == Path::kPackets && plan.traffic.algorithm != Algorithm::kOneShot) return;
+      point.num_blocks = plan.num_blocks;
+      point.region_bytes = layouts_[point.layout].region_bytes;
+    }
     Graph graph = nullptr;
     cuda::check(graphs_.begin(memory_.stream(), cuda::kCaptureRelaxed), "begin a graph");
     for (int i = 0; i < point.num_calls; ++i) {
@@ -297,25 +267,10 @@ class Sweep {
   // ---- output
 
   void print(const Point& point, std::uint64_t num_wrong) const {
-    const bool is_copy = point.path == Path::kCopy;
     const auto copied = std::find_if(points_.begin(), points_.end(), [&](const Point& other) {
       return other.path == Path::kCopy && other.num_bytes == point.num_bytes;
     });
-    // Calls with shares have a shorter buffer, too.
-    const double copies =
-        is_copy || point.op == OpKind::kAllReduce ? 1 : (1 + 1.0 / page_.num_ranks) / 2;
-    const double p50 = point.quantile(0.5);
-    std::printf(
-        R"({"op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
-        R"("region_bytes":%u,"is_plan":%s,"calls":%d,"samples":%zu,"p50_us":%.2f,"p99_us":%.2f,)"
-        R"("gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
-        "\n",
-        is_copy ? "copy" : name_of(point.op), name_of(point.dtype), page_.num_ranks,
-        point.num_bytes, kPathNames[static_cast<int>(point.path)], point.num_blocks,
-        is_copy ? 0 : layouts_[point.layout].region_bytes, point.layout == 0 ? "true" : "false",
-        point.num_calls, point.us.size(), p50, point.quantile(0.99),
-        static_cast<double>(point.num_bytes) / p50 / 1e3, copied->quantile(0.5) * copies / p50,
-        static_cast<unsigned long long>(num_wrong));
+    print_line(point, page_.num_ranks, copied->quantile(0.5), num_wrong);
   }
   /// On which multiprocessors the blocks of each rank wait for each other. Collective.
   void print_places() {
@@ -348,6 +303,7 @@ class Sweep {
   std::vector<cuda::StagingLayout> layouts_;
   RankMemory memory_;
   std::vector<Point> points_;
+  std::size_t last_ = 0;  // visited
   std::array<int, kNumPhases> sums_ = {};
 };
 

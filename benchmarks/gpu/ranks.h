@@ -54,7 +54,7 @@ struct Page {
     const Clock::time_point deadline = Clock::now() + kBarrierTimeout;
     while (num_barriers == before) {
       if (has_failed) throw std::runtime_error("another rank has failed");
-      if (Clock::now() > deadline) throw std::runtime_error("a rank does not come");
+      if (Clock::now() > deadline) throw std::runtime_error("a rank did not arrive in 60 s");
       sched_yield();
     }
   }

@@ -90,7 +90,8 @@ def test_a_wrong_element_is_seen(tmp_path: Path) -> None:
     assert {point.get("num_wrong", 2) for point in points(done)} == {2}
 
 
-def test_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
     options = command(tmp_path, "--rounds", "1000000", "--sizes", "1024")
     with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
         children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
@@ -98,12 +99,17 @@ def test_a_rank_that_dies_ends_all(tmp_path: Path) -> None:
         while len(ranks := children.read_text().split()) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        os.kill(int(ranks[0]), signal.SIGKILL)
+        time.sleep(0.5)  # some points are measured
+        os.kill(int(ranks[rank]), signal.SIGKILL)
         out, error = program.communicate(timeout=TIMEOUT_S)
     assert program.returncode == 1
-    assert out == ""
-    assert "rank 1: " in error
-    assert not Path(f"/proc/{ranks[1]}").exists()
+    assert f"rank {1 - rank}: " in error
+    assert " of 1024 bytes, " in error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    # Rank 0 prints what it has measured.
+    found = [json.loads(line) for line in out.splitlines()]
+    assert bool(found) is (rank == 1)
+    assert all(point["num_wrong"] == 0 for point in found)
 
 
 def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
