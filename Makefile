@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train build test test-all test-cpp test-deaths test-tsan test-asan test-checker test-python \
-        test-bare stress test-gpu test-torch test-emulator kernels lint format types compat packaging \
+        test-bare stress test-gpu test-torch test-emulator kernels kernel-sweep lint format types compat packaging \
         docs coverage bench clean distclean check-python
 
 help:  ## list the targets
@@ -64,6 +64,10 @@ test-emulator: check-python  ## the emulator of CUDA's driver; its declarations 
 kernels: check-python  ## compile the kernels for GPUs, where nvcc is, and compare what becomes of them
 	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py $(ARGS)
 	@$(PREPARE) --need test -- tests/sass/gate.py
+
+kernel-sweep: check-python  ## build/gpu/kernel_sweep: kernels alone, without torch, timed and checked
+	@cd "$(ROOT)" && "$(PYTHON)" tools/cuda_kernels.py
+	@$(MAKE) --no-print-directory -C "$(ROOT)/benchmarks/gpu"
 
 test-python: check-python  ## Python tests (ARGS="-k name ...")
 	@$(PREPARE) --need train --need test --extension -- -m pytest $(ARGS)

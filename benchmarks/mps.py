@@ -1,4 +1,7 @@
-"""NVIDIA's Multi-Process Service for as long as a measurement lasts, apart from any other."""
+"""NVIDIA's Multi-Process Service for as long as a measurement lasts, apart from any other.
+
+python benchmarks/mps.py COMMAND... runs a command under it, and has its status.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -149,3 +153,15 @@ def _kill_after(pids: list[int], timeout_s: float) -> None:
     for pid in filter(_is_alive, pids):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+
+
+def main(command: list[str]) -> int:
+    """Runs a command under MPS; returns its status."""
+    if not command:
+        sys.exit((__doc__ or "").splitlines()[-1])
+    with Mps():
+        return subprocess.call(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -29,9 +29,8 @@ def run(*command: str) -> bool:
 
 def cpp_files() -> list[str]:
     """Our C++ and CUDA files; third_party is left as it came."""
-    paths = [
-        p for name in ("csrc", "tests/cpp", "tests/emulator") for p in (ROOT / name).rglob("*")
-    ]
+    folders = ("csrc", "tests/cpp", "tests/emulator", "benchmarks/gpu")
+    paths = [p for name in folders for p in (ROOT / name).rglob("*")]
     kinds = (".h", ".cc", ".cu", ".cuh")
     return [str(p) for p in paths if p.suffix in kinds and "third_party" not in p.parts]
 

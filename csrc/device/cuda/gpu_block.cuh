@@ -11,7 +11,7 @@ namespace ringcomm::cuda {
 
 /// A block of threads of a GPU. What a thread has acquired is ordered before what the others do
 /// after the barrier, and what they did before a barrier is ordered before what one releases after
-/// it; docs/design/gpu.md has the argument.
+/// it; docs/design/gpu_orders.md has the argument.
 class GpuBlock {
  public:
   /// In memory that the threads of a block share.

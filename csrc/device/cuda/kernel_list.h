@@ -6,6 +6,7 @@
 #include "device/cuda/reduce_gather.h"
 #include "device/cuda/ring.h"
 #include "device/cuda/update.h"
+#include "device/cuda/where.h"
 
 // All the kernels there are: the host asks an image for their names (collectives/cuda/kernels.h), a
 // file of each kind of machine makes them of their bodies.
@@ -42,13 +43,14 @@
   RINGCOMM_UPDATES(X, sgd, SgdStep) \
   RINGCOMM_UPDATES(X, adamw, AdamWStep) RINGCOMM_UPDATES(X, lomo, LomoStep)
 
-/// Of records there are no packets, which have eight bytes.
+/// Of records there are no packets, which have eight bytes. "where" is for benchmarks.
 #define RINGCOMM_OTHER_KERNELS(X)                                           \
   X(ringcomm_two_shot_softmax_stats, KernelCall,                            \
     (reduce_gather<TypedReducer<SoftmaxElement>, ReduceShape::kAllReduce>)) \
   X(ringcomm_move_same, KernelCall, (move<true>))                           \
   X(ringcomm_move, KernelCall, (move<false>))                               \
-  X(ringcomm_exchange, MailCall, (exchange_mail))
+  X(ringcomm_exchange, MailCall, (exchange_mail))                           \
+  X(ringcomm_where, KernelCall, (where))
 
 #define RINGCOMM_ALL_KERNELS(X) \
   RINGCOMM_REDUCTION_KERNELS(X) \

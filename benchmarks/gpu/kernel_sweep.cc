@@ -1,0 +1,357 @@
+// Times and checks ringcomm's kernels on one GPU without torch: ranks are forked processes, their
+// memory is mapped by CUDA's IPC handles, and each call is planned, and its kernel launched, as the
+// engine does it. Prints a line of JSON for each point; see kUsage.
+#include <map>
+#include <random>
+#include <sstream>
+
+#include "collectives/cuda/kernels.h"
+#include "collectives/cuda/launch_plan.h"
+#include "gpu/point.h"
+#include "gpu/rank_memory.h"
+#include "gpu/ranks.h"
+
+// What plans ask of fused updates, of which none is swept: so the host's SIMD code stays away.
+namespace ringcomm {
+UpdateOp host::make_update_op(const UpdateSpec&, DType) {
+  throw std::logic_error("updates are not swept");
+}
+std::string describe(const UpdateSpec&) { return "update"; }
+}  // namespace ringcomm
+
+namespace ringcomm::benchmarks {
+namespace {
+
+constexpr std::chrono::seconds kKernelTimeout{3};
+constexpr int kLaunchesPerVisit = 5;
+// Of sweeps over blocks and regions: smaller calls use few blocks, larger ones are as these.
+constexpr std::size_t kMinSweptBytes = 1 << 20, kMaxSweptBytes = 64 << 20;
+
+struct Options {
+  int ranks = 2;
+  int rounds = 10;
+  int limit_s = 120;
+  int spoil = -1;  // a rank that spoils an element of what it reads back: a test of the check
+  std::vector<std::size_t> sizes = {1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20,
+                                    4 << 20, 16 << 20, 64 << 20, 256 << 20};
+};
+
+constexpr const char* kUsage =
+    "usage: kernel_sweep [--ranks N] [--sizes BYTES,...] [--rounds N] [--limit-s S]\n"
+    "Prints a line of JSON for each operation, type, size, path, number of blocks and size of\n"
+    "regions. Each round visits the points in another random order; there are fewer rounds where\n"
+    "half of the limit (120 s) is spent. A time is that of a graph of `calls` calls on the "
+    "slowest\n"
+    "rank, divided by them; gb_per_s is a rank's longer buffer by the median; copy_share is the\n"
+    "time of a copy of what all ranks must read and write at least, divided by the median. The\n"
+    "status is 1 where a result is wrong or a rank fails. Ranks share GPU 0, under MPS.";
+
+/// One rank's part of the sweep.
+class Sweep {
+ public:
+  /// Collective.
+  Sweep(int rank, Page& page, const Options& options)
+      : rank_(rank),
+        page_(page),
+        options_(options),
+        guard_(0),
+        kernels_(cuda::Kernels::of(0)),
+        layouts_(make_layouts()),
+        memory_(rank, page, layouts_,
+                *std::max_element(options.sizes.begin(), options.sizes.end())) {
+    for (std::size_t phase = 0; phase < kNumPhases; ++phase)
+      for (int peer = 0; peer < page.num_ranks; ++peer) sums_[phase] += value_at(peer, phase);
+    for (const std::size_t num_bytes : options.sizes) add_points(num_bytes);
+  }
+
+  /// Whether all results were right. Rank 0 prints.
+  bool run() {
+    try {
+      visit_all();
+    } catch (const std::exception& error) {
+      if (rank_ == 0)  // what there is, of this rank alone
+        for (const Point& point : points_)
+          if (!point.us.empty()) print(point, point.num_wrong);
+      throw std::runtime_error(std::string(error.what()) + ", in " + points_[last_].describe());
+    }
+    bool is_right = true;
+    for (const Point& point : points_) {
+      const auto mine = static_cast<std::size_t>(rank_);
+      page_.num_wrong[mine] = point.num_wrong;
+      page_.barrier();
+      std::uint64_t num_wrong = 0;
+      for (int peer = 0; peer < page_.num_ranks; ++peer)
+        num_wrong += page_.num_wrong[static_cast<std::size_t>(peer)];
+      if (rank_ == 0) print(point, num_wrong);
+      is_right = is_right && num_wrong == 0;
+      page_.barrier();
+    }
+    if (rank_ == 0) std::fflush(stdout);
+    print_places();
+    memory_.close(page_);
+    return is_right;
+  }
+
+ private:
+  void visit_all() {
+    std::mt19937 random(1);  // on all ranks
+    std::vector<std::size_t> order(points_.size());
+    for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+    const Clock::time_point began = Clock::now();
+    bool is_last = false;
+    for (int round = 0; !is_last; ++round) {
+      // As many rounds as leave half of the time for the last one, its checks, and the end.
+      const double spent_s = page_.slowest(rank_, us_since(began)) / 1e6;
+      is_last = round == options_.rounds - 1 || spent_s > options_.limit_s / 2.0;
+      std::shuffle(order.begin(), order.end(), random);
+      for (const std::size_t i : order) {
+        last_ = i;
+        Point& point = points_[i];
+        if (round == 0) point.num_wrong += check(point);
+        for (int launch = 0; launch < kLaunchesPerVisit; ++launch)
+          point.us.push_back(time_graph(point));
+        if (is_last) point.num_wrong += check(point);
+      }
+    }
+  }
+  static int attribute(cuda::DeviceAttribute which) {
+    int value = 0;
+    cuda::check(cuda::driver().device_get_attribute(&value, which, 0), "ask the GPU");
+    return value;
+  }
+
+  /// The plan's own cut first, then others that leave an eighth of the GPU's places free, as all
+  /// blocks of all ranks must have places at once.
+  std::vector<cuda::StagingLayout> make_layouts() const {
+    if (attribute(cuda::kMpsEnabled) == 0)
+      throw std::runtime_error("ranks would take turns on the GPU: start MPS");
+    const int places = kernels_.blocks_per_multiprocessor("ringcomm_two_shot_bfloat16");
+    const int multiprocessors = attribute(cuda::kMultiprocessorCount);
+    const cuda::StagingLayout plan =
+        cuda::make_staging_layout({.world_size = page_.num_ranks,
+                                   .max_ranks_per_device = page_.num_ranks,
+                                   .is_on_one_device = true,
+                                   .min_multiprocessors = multiprocessors,
+                                   .blocks_per_multiprocessor = places});
+    const auto room = static_cast<unsigned>(multiprocessors * places * 7 / 8 / page_.num_ranks);
+    std::vector layouts = {plan};
+    for (const unsigned num_blocks :
+         {plan.num_blocks / 2, plan.num_blocks, plan.num_blocks * 3 / 2})
+      for (const std::uint32_t region_bytes : {16u << 10, 32u << 10, 64u << 10, 128u << 10}) {
+        cuda::StagingLayout cut = plan;
+        cut.num_blocks = num_blocks;
+        cut.region_bytes = region_bytes;
+        cut.num_packet_blocks = std::min(cut.num_packet_blocks, num_blocks);
+        const bool is_plan = num_blocks == plan.num_blocks && region_bytes == plan.region_bytes;
+        if (num_blocks > 0 && num_blocks <= room && !is_plan) layouts.push_back(cut);
+      }
+    return layouts;
+  }
+
+  void add_points(std::size_t num_bytes) {
+    add({.num_bytes = num_bytes, .path = Path::kCopy});
+    for (const DType dtype : kTypes)
+      for (const Path path : {Path::kPackets, Path::kStaged, Path::kShared, Path::kRing})
+        add({.dtype = dtype, .num_bytes = num_bytes, .path = path});
+    for (const OpKind op : {OpKind::kReduceScatter, OpKind::kAllGather})
+      add({.op = op, .num_bytes = num_bytes});
+    if (num_bytes < kMinSweptBytes || num_bytes > kMaxSweptBytes) return;
+    for (std::size_t layout = 1; layout < layouts_.size(); ++layout)
+      for (const Path path : {Path::kStaged, Path::kShared})
+        add({.num_bytes = num_bytes, .path = path, .layout = layout});
+  }
+  /// With its graph, unless the path does not take so many bytes.
+  void add(Point point) {
+    point.num_calls = point.num_bytes <= 64 << 10 ? 50 : point.num_bytes <= 4 << 20 ? 20 : 4;
+    cuda::KernelCall kernel;
+    cuda::LaunchPlan plan;
+    if (point.path != Path::kCopy) {
+      plan = plan_point(point, kernel);
+      if (point.path == Path::kPackets && plan.traffic.algorithm != Algorithm::kOneShot) return;
+      point.num_blocks = plan.num_blocks;
+      point.region_bytes = layouts_[point.layout].region_bytes;
+    }
+    Graph graph = nullptr;
+    cuda::check(graphs_.begin(memory_.stream(), cuda::kCaptureRelaxed), "begin a graph");
+    for (int i = 0; i < point.num_calls; ++i) {
+      if (point.path == Path::kCopy)
+        memory_.copy(memory_.output(), memory_.input(point.dtype), point.num_bytes);
+      else
+        launch(plan.kernel, plan.num_blocks, kernel);
+    }
+    cuda::check(graphs_.end(memory_.stream(), &graph), "end a graph");
+    cuda::check(graphs_.instantiate(&point.graph, graph, 0), "make a graph ready");
+    points_.push_back(point);
+  }
+  void launch(const std::string& name, unsigned num_blocks, cuda::KernelCall& call) {
+    void* parameters[] = {&call};
+    cuda::check(
+        cuda::driver().launch_kernel(kernels_.find(name), num_blocks, 1, 1, cuda::kBlockThreads, 1,
+                                     1, 0, memory_.stream(), parameters, nullptr),
+        "launch a kernel");
+  }
+
+  cuda::LaunchPlan plan_point(const Point& point, cuda::KernelCall& kernel) const {
+    fill_frame(point.layout, kernel);
+    const auto num_ranks = static_cast<std::size_t>(page_.num_ranks);
+    const bool has_shares = point.op != OpKind::kAllReduce;
+    const std::size_t elem_bytes = element_bytes(point.dtype);
+    const std::size_t num_elems = point.num_bytes / elem_bytes / (has_shares ? num_ranks : 1);
+    std::vector<const void*> inputs(num_ranks, memory_.input(point.dtype));
+    std::vector<void*> outputs(num_ranks, memory_.output());
+    for (std::size_t share = 0; share < num_ranks; ++share) {
+      if (point.op == OpKind::kReduceScatter)
+        inputs[share] = memory_.input(point.dtype) + share * num_elems * elem_bytes;
+      if (point.op == OpKind::kAllGather)
+        outputs[share] = memory_.output() + share * num_elems * elem_bytes;
+    }
+    const Collective call{.op = point.op,
+                          .dtype = point.dtype,
+                          .algorithm = point.path == Path::kPackets ? Algorithm::kOneShot
+                                       : point.path == Path::kRing  ? Algorithm::kRing
+                                                                    : Algorithm::kTwoShot,
+                          .num_elems = num_elems,
+                          .inputs = inputs.data(),
+                          .outputs = outputs.data()};
+    CallHeader header{.num_elems = num_elems, .op = point.op, .dtype = point.dtype};
+    cuda::plan_header(call, {}, layouts_[point.layout], false, header);
+    const cuda::LaunchPlan plan = cuda::plan_launch(call, header, kernel);
+    if (point.path == Path::kShared) memory_.lend(point.dtype, kernel);
+    return plan;
+  }
+  void fill_frame(std::size_t layout, cuda::GroupFrame& frame) const {
+    frame.staging.layout = layouts_[layout];
+    frame.rank = rank_;
+    frame.world_size = page_.num_ranks;
+    frame.timeout_ns = std::chrono::nanoseconds(kKernelTimeout).count();
+    memory_.fill_frame(layout, frame);
+  }
+
+  /// Of one call, on the slowest rank. Collective.
+  double time_graph(const Point& point) {
+    page_.barrier();
+    const Clock::time_point began = Clock::now();
+    cuda::check(graphs_.launch(point.graph, memory_.stream()), "launch a graph");
+    memory_.finish();
+    return page_.slowest(rank_, us_since(began) / point.num_calls);
+  }
+  /// Elements of this rank's output that are wrong after a call. Collective.
+  std::uint64_t check(const Point& point) {
+    memory_.fill(memory_.output(), 0xff, memory_.buffer_bytes());
+    time_graph(point);
+    const std::size_t elem_bytes = element_bytes(point.dtype);
+    const std::size_t all = point.num_bytes / elem_bytes;
+    const std::size_t share = all / static_cast<std::size_t>(page_.num_ranks);
+    const std::size_t num_elems = point.op == OpKind::kReduceScatter ? share : all;
+    const std::size_t at_once = RankMemory::kPieceBytes / elem_bytes;
+    std::uint64_t num_wrong = 0;
+    for (std::size_t done = 0; done < num_elems; done += at_once) {
+      const std::size_t num = std::min(at_once, num_elems - done);
+      memory_.download(memory_.output() + done * elem_bytes, num * elem_bytes);
+      if (rank_ == options_.spoil && done == 0) *memory_.piece() ^= std::byte{64};
+      for (std::size_t i = 0; i < num; ++i) {
+        const std::uint32_t wanted = bits_of(point.dtype, result_at(point, done + i, share));
+        num_wrong += std::memcmp(memory_.piece() + i * elem_bytes, &wanted, elem_bytes) != 0;
+      }
+    }
+    return num_wrong;
+  }
+  int result_at(const Point& point, std::size_t idx, std::size_t share) const {
+    if (point.path == Path::kCopy) return value_at(rank_, phase_of(idx));
+    if (point.op == OpKind::kAllGather)
+      return value_at(static_cast<int>(idx / share), phase_of(idx % share));
+    if (point.op == OpKind::kReduceScatter) idx += static_cast<std::size_t>(rank_) * share;
+    return sums_[phase_of(idx)];
+  }
+
+  // ---- output
+
+  void print(const Point& point, std::uint64_t num_wrong) const {
+    const auto copied = std::find_if(points_.begin(), points_.end(), [&](const Point& other) {
+      return other.path == Path::kCopy && other.num_bytes == point.num_bytes;
+    });
+    print_line(point, page_.num_ranks, copied->quantile(0.5), num_wrong);
+  }
+  /// On which multiprocessors the blocks of each rank wait for each other. Collective.
+  void print_places() {
+    cuda::KernelCall kernel;
+    fill_frame(0, kernel);
+    kernel.outputs[0] = memory_.output();
+    const unsigned num_blocks = layouts_[0].num_blocks;
+    page_.barrier();
+    launch("ringcomm_where", num_blocks, kernel);
+    memory_.download(memory_.output(), num_blocks * sizeof(unsigned));
+    const auto* places = reinterpret_cast<const unsigned*>(memory_.piece());
+    for (int rank = 0; rank < page_.num_ranks; ++rank) {
+      page_.barrier();
+      if (rank != rank_) continue;
+      std::printf(R"({"op":"where","ranks":%d,"rank":%d,"multiprocessors":%d,"of_blocks":)",
+                  page_.num_ranks, rank, attribute(cuda::kMultiprocessorCount));
+      for (unsigned block = 0; block < num_blocks; ++block)
+        std::printf("%c%u", block == 0 ? '[' : ',', places[block]);
+      std::puts("]}");
+      std::fflush(stdout);
+    }
+  }
+
+  int rank_;
+  Page& page_;
+  const Options& options_;
+  cuda::ContextGuard guard_;
+  std::add_lvalue_reference_t<decltype(cuda::Kernels::of(0))> kernels_;
+  GraphApi graphs_;
+  std::vector<cuda::StagingLayout> layouts_;
+  RankMemory memory_;
+  std::vector<Point> points_;
+  std::size_t last_ = 0;  // visited
+  std::array<int, kNumPhases> sums_ = {};
+};
+
+std::vector<std::size_t> parse_sizes(const std::string& text) {
+  std::vector<std::size_t> sizes;
+  std::stringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) sizes.push_back(std::stoul(word));
+  return sizes;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  const std::map<std::string, int*> numbers = {{"--ranks", &options.ranks},
+                                               {"--rounds", &options.rounds},
+                                               {"--limit-s", &options.limit_s},
+                                               {"--spoil", &options.spoil}};
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (const auto found = numbers.find(argv[i]); found != numbers.end())
+      *found->second = std::stoi(argv[i + 1]);
+    else if (argv[i] == std::string("--sizes"))
+      options.sizes = parse_sizes(argv[i + 1]);
+    else
+      throw std::invalid_argument(std::string("there is no option ") + argv[i]);
+  }
+  const auto grain = static_cast<std::size_t>(options.ranks) * sizeof(float);
+  const bool are_right =
+      std::all_of(options.sizes.begin(), options.sizes.end(),
+                  [&](std::size_t size) { return size > 0 && size % grain == 0; });
+  if (argc % 2 == 0 || options.ranks < 2 || options.ranks > cuda::kMaxRanks || options.rounds < 1 ||
+      options.sizes.empty() || !are_right)
+    throw std::invalid_argument(
+        "--ranks is 2 to 32, --rounds 1 or more, --sizes are multiples of 4 bytes for each rank");
+  return options;
+}
+
+int run_all(const Options& options) {
+  return run_ranks(options.ranks, std::chrono::seconds(options.limit_s),
+                   [&](int rank, Page& page) { return Sweep(rank, page, options).run(); });
+}
+
+}  // namespace
+}  // namespace ringcomm::benchmarks
+
+int main(int argc, char** argv) {
+  try {
+    return ringcomm::benchmarks::run_all(ringcomm::benchmarks::parse(argc, argv));
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "kernel_sweep: %s\n%s\n", error.what(), ringcomm::benchmarks::kUsage);
+    return 2;
+  }
+}

@@ -1,0 +1,89 @@
+#pragma once
+
+// What kernel_sweep measures: a point, its graph, and its line of output.
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "collectives/collective.h"
+#include "transport/cuda/driver.h"
+
+namespace ringcomm::benchmarks {
+
+// CUDA graphs, which the engine leaves to its users.
+using Graph = struct GraphTag*;
+using GraphExec = struct GraphExecTag*;
+struct GraphApi {
+  cuda::Result (*begin)(cuda::StreamHandle, int) = nullptr;
+  cuda::Result (*end)(cuda::StreamHandle, Graph*) = nullptr;
+  cuda::Result (*instantiate)(GraphExec*, Graph, unsigned long long) = nullptr;
+  cuda::Result (*launch)(GraphExec, cuda::StreamHandle) = nullptr;
+
+  GraphApi() {
+    cuda::driver();  // which opens the library for all to see
+    find(begin, "cuStreamBeginCapture_v2");
+    find(end, "cuStreamEndCapture");
+    find(instantiate, "cuGraphInstantiateWithFlags");
+    find(launch, "cuGraphLaunch");
+  }
+  template <class F>
+  void find(F& function, const char* symbol) {
+    function = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, symbol));
+    if (function == nullptr) throw std::runtime_error(std::string("the driver has no ") + symbol);
+  }
+};
+
+enum class Path { kCopy, kPackets, kStaged, kShared, kRing };
+inline constexpr const char* kPathNames[] = {"copy", "packets", "staged", "shared", "ring"};
+
+struct Point {
+  OpKind op = OpKind::kAllReduce;
+  DType dtype = DType::kBFloat16;
+  std::size_t num_bytes = 0;  // of the longer buffer of a rank
+  Path path = Path::kStaged;
+  std::size_t layout = 0;
+  unsigned num_blocks = 0;
+  std::uint32_t region_bytes = 0;
+  int num_calls = 1;
+  std::uint64_t num_wrong = 0;
+  GraphExec graph = nullptr;
+  std::vector<double> us = {};
+
+  /// Of the times; 0 where there are none.
+  double quantile(double share) const {
+    if (us.empty()) return 0;
+    std::vector<double> sorted = us;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[static_cast<std::size_t>(share * static_cast<double>(sorted.size() - 1) + 0.5)];
+  }
+  std::string describe() const {
+    return std::string(name_of(op)) + " " + kPathNames[static_cast<int>(path)] + " of " +
+           std::to_string(num_bytes) + " bytes, " + std::to_string(num_blocks) +
+           " blocks, regions of " + std::to_string(region_bytes);
+  }
+};
+
+/// `copy_us` is what a copy of as many bytes takes, all ranks at once.
+inline void print_line(const Point& point, int num_ranks, double copy_us, std::uint64_t num_wrong) {
+  const bool is_copy = point.path == Path::kCopy;
+  // Calls with shares have a shorter buffer, too.
+  const double copies = is_copy || point.op == OpKind::kAllReduce ? 1 : (1 + 1.0 / num_ranks) / 2;
+  const double p50 = point.quantile(0.5);
+  std::printf(
+      R"({"op":"%s","dtype":"%s","ranks":%d,"bytes":%zu,"path":"%s","blocks":%u,)"
+      R"("region_bytes":%u,"is_plan":%s,"calls":%d,"samples":%zu,"p50_us":%.2f,"p99_us":%.2f,)"
+      R"("gb_per_s":%.4g,"copy_share":%.4g,"num_wrong":%llu})"
+      "\n",
+      is_copy ? "copy" : name_of(point.op), name_of(point.dtype), num_ranks, point.num_bytes,
+      kPathNames[static_cast<int>(point.path)], point.num_blocks, point.region_bytes,
+      point.layout == 0 ? "true" : "false", point.num_calls, point.us.size(), p50,
+      point.quantile(0.99), static_cast<double>(point.num_bytes) / p50 / 1e3,
+      copy_us * copies / p50, static_cast<unsigned long long>(num_wrong));
+}
+
+}  // namespace ringcomm::benchmarks

@@ -1,0 +1,146 @@
+"""benchmarks/gpu/kernel_sweep over the emulator of CUDA's driver: its results, output and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import emulated_gpu
+import pytest
+
+pytestmark = emulated_gpu.needs_emulated_gpu
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "build" / "gpu" / "kernel_sweep"
+TIMEOUT_S = 120.0
+PATHS = {"copy", "packets", "staged", "shared", "ring"}
+
+
+def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
+    """The program and its environment, with settings of the emulator (RINGCOMM_EMULATOR_...)."""
+    driver, _ = emulated_gpu.build()
+    with emulated_gpu._locked(ROOT / "build" / "emulated_gpu" / "kernel_sweep.lock"):
+        emulated_gpu._make(ROOT / "benchmarks" / "gpu")
+    env = {
+        **os.environ,
+        **emulated_gpu.with_kernels(),
+        "RINGCOMM_CUDA_DRIVER": str(driver),
+        "RINGCOMM_EMULATOR_BOX": str(box),
+        **{f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()},
+    }
+    return {"args": [str(PROGRAM), *arguments], "env": env, "text": True}
+
+
+def sweep(box: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program to its end."""
+    options = command(box, *arguments, **settings)
+    return subprocess.run(capture_output=True, timeout=TIMEOUT_S, check=False, **options)
+
+
+def points(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
+    sizes = [240, 120_000]
+    done = sweep(tmp_path, "--ranks", str(ranks), "--rounds", "2", "--sizes", "240,120000")
+    assert done.returncode == 0, done.stderr
+    found = points(done)
+    where, timed = [[p for p in found if (p["op"] == "where") is is_it] for is_it in (True, False)]
+    assert [place["rank"] for place in where] == list(range(ranks))
+    assert len({len(place["of_blocks"]) for place in where}) == 1
+    assert {(p["path"], p["op"]) for p in timed} >= {
+        *((path, "all_reduce") for path in PATHS - {"copy"}),
+        ("staged", "reduce_scatter"),
+        ("staged", "all_gather"),
+    }
+    assert {p["dtype"] for p in timed} == {"bfloat16", "float32"}
+    for size in sizes:
+        of_size = [p for p in timed if p["bytes"] == size]
+        assert {p["path"] for p in of_size} == PATHS - (set() if size == 240 else {"packets"})
+    for point in timed:
+        assert point["num_wrong"] == 0
+        assert point["samples"] == 10
+        assert 0 < point["p50_us"] <= point["p99_us"]
+        assert point["gb_per_s"] > 0
+        assert point["copy_share"] == 1 if point["path"] == "copy" else point["copy_share"] >= 0
+
+
+def test_blocks_and_regions_are_swept(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--rounds", "1", "--sizes", str(1 << 20))
+    assert done.returncode == 0, done.stderr
+    staged = [p for p in points(done) if p["op"] == "all_reduce" and p["path"] == "staged"]
+    cuts = {(p["blocks"], p["region_bytes"]) for p in staged}
+    assert len({blocks for blocks, _ in cuts}) == 3
+    assert {region for _, region in cuts} == {16 << 10, 32 << 10, 64 << 10, 128 << 10}
+    assert {p["is_plan"] for p in staged} == {True, False}
+
+
+def test_a_wrong_element_is_seen(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--rounds", "1", "--sizes", "1024", "--spoil", "1")
+    assert done.returncode == 1
+    # Before the times are taken and after, on one rank.
+    assert {point.get("num_wrong", 2) for point in points(done)} == {2}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
+    options = command(tmp_path, "--rounds", "1000000", "--sizes", "1024")
+    with subprocess.Popen(stdout=PIPE, stderr=PIPE, **options) as program:
+        children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(ranks := children.read_text().split()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.5)  # some points are measured
+        os.kill(int(ranks[rank]), signal.SIGKILL)
+        out, error = program.communicate(timeout=TIMEOUT_S)
+    assert program.returncode == 1
+    assert f"rank {1 - rank}: " in error
+    assert " of 1024 bytes, " in error
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    # Rank 0 prints what it has measured.
+    found = [json.loads(line) for line in out.splitlines()]
+    assert bool(found) is (rank == 1)
+    assert all(point["num_wrong"] == 0 for point in found)
+
+
+def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--rounds", "1000000", "--sizes", "1024", "--limit-s", "4")
+    assert done.returncode == 0, done.stderr
+    assert {point.get("num_wrong", 0) for point in points(done)} == {0}
+
+
+def test_a_run_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--sizes", "1024", "--limit-s", "1", DELAY_US="200000")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "stopped after 1 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--ranks", "1"), "--ranks is 2 to 32"),
+        (("--sizes", "10"), "multiples of 4 bytes for each rank"),
+        (("--speed", "2"), "there is no option --speed"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path: Path, arguments: tuple[str, str], text: str) -> None:
+    done = sweep(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "usage: kernel_sweep" in done.stderr
+
+
+def test_without_mps_nothing_runs(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "--sizes", "1024", MPS="0")
+    assert done.returncode == 1
+    assert "start MPS" in done.stderr
