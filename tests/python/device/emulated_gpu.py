@@ -87,6 +87,14 @@ def build_toys() -> Path:
     return TESTS.parent / "build" / "emulator" / "plain" / "toy" / "libcuda_emulator.so"
 
 
+@functools.cache
+def build_sweep() -> Path:
+    """Returns the program benchmarks/gpu/kernel_sweep, up to date."""
+    with _locked():
+        _make(TESTS.parent / "benchmarks" / "gpu")
+    return TESTS.parent / "build" / "gpu" / "kernel_sweep"
+
+
 @contextmanager
 def _locked() -> Iterator[None]:
     """Test runs build one after the other; a killed one leaves no lock."""

@@ -16,8 +16,6 @@ import pytest
 
 pytestmark = emulated_gpu.needs_emulated_gpu
 
-ROOT = Path(__file__).parents[3]
-PROGRAM = ROOT / "build" / "gpu" / "kernel_sweep"
 TIMEOUT_S = 120.0
 PATHS = {"copy", "packets", "staged", "shared", "ring"}
 
@@ -25,8 +23,6 @@ PATHS = {"copy", "packets", "staged", "shared", "ring"}
 def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
     """The program and its environment, with settings of the emulator (RINGCOMM_EMULATOR_...)."""
     driver, _ = emulated_gpu.build()
-    with emulated_gpu._locked(ROOT / "build" / "emulated_gpu" / "kernel_sweep.lock"):
-        emulated_gpu._make(ROOT / "benchmarks" / "gpu")
     env = {
         **os.environ,
         **emulated_gpu.with_kernels(),
@@ -34,7 +30,7 @@ def command(box: Path, *arguments: str, **settings: str) -> dict[str, Any]:
         "RINGCOMM_EMULATOR_BOX": str(box),
         **{f"RINGCOMM_EMULATOR_{name}": value for name, value in settings.items()},
     }
-    return {"args": [str(PROGRAM), *arguments], "env": env, "text": True}
+    return {"args": [str(emulated_gpu.build_sweep()), *arguments], "env": env, "text": True}
 
 
 def sweep(box: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -73,6 +69,7 @@ def test_every_path_is_right_and_printed(tmp_path: Path, ranks: int) -> None:
         assert point["copy_share"] == 1 if point["path"] == "copy" else point["copy_share"] >= 0
 
 
+@pytest.mark.slow
 def test_blocks_and_regions_are_swept(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--rounds", "1", "--sizes", str(1 << 20))
     assert done.returncode == 0, done.stderr
@@ -112,6 +109,7 @@ def test_a_rank_that_dies_ends_all(tmp_path: Path, rank: int) -> None:
     assert all(point["num_wrong"] == 0 for point in found)
 
 
+@pytest.mark.slow
 def test_a_limit_ends_the_rounds(tmp_path: Path) -> None:
     done = sweep(tmp_path, "--rounds", "1000000", "--sizes", "1024", "--limit-s", "4")
     assert done.returncode == 0, done.stderr
