@@ -24,6 +24,7 @@ from ringcomm.ops.triton_kernels import (
     launch,
     lead_of,
     mark_written,
+    register_on_cuda,
     stats_plan,
     twice_plan,
 )
@@ -369,8 +370,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     mark_written(tensor)
 
 
-_CUDA = torch.library.Library("ringcomm", "IMPL", "CUDA")
-for _launcher in (
+register_on_cuda(
     softmax_stats,
     merge_softmax_stats,
     cross_entropy_loss,
@@ -378,5 +378,4 @@ for _launcher in (
     cross_entropy_grad_,
     cross_entropy_and_grad_,
     scale_,
-):
-    _CUDA.impl(_launcher.__name__, _launcher)
+)
