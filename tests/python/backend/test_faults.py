@@ -43,8 +43,15 @@ def end_process(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_named(error: dict[str, Any]) -> None:
-    """Ends what the rank that an error names has become."""
+def kill_named(error: dict[str, Any], path: str, rank: int, victim: int) -> None:
+    """Ends what the rank that an error names has become, when the other two have seen it so.
+
+    Args:
+        path: of a file that the ranks share.
+    """
+    seen = dist.FileStore(path, -1)
+    seen.set(str(rank), "")
+    seen.wait([str(r) for r in {0, 1, 2} - {victim}], datetime.timedelta(seconds=20))
     pid = error.get("pid", -1)
     if pid > 1:  # kill(-1) would end every process
         with contextlib.suppress(ProcessLookupError):
@@ -75,7 +82,7 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Results:
+def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float, path: str) -> Results:
     """Each in a thread and a group of its own; the errors of the call and of the next one."""
     timeout = datetime.timedelta(seconds=timeout_s)
     groups = {
@@ -104,8 +111,7 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Res
     for thread in threads:
         thread.join(20.0)
     if how == "exec":
-        time.sleep(0.5)  # the other one sees the same
-        kill_named(results["all_reduce"][0])
+        kill_named(results["all_reduce"][0], path, rank, 1)
     return results
 
 
@@ -116,11 +122,12 @@ def in_all_waits(rank: int, names: list[str], how: str, timeout_s: float) -> Res
         *(("shm", "exit"), ("hosts", "destroy"), ("p2p", "destroy"), ("shm", "exec")),
     ],
 )
-def test_a_rank_that_is_lost(env: str, how: str) -> None:
+def test_a_rank_that_is_lost(env: str, how: str, tmp_path: Path) -> None:
     names = list(WAITS) if how == "kill" else ["all_reduce", "recv", "chain", "async"]
     may_die = [] if how == "destroy" else [1]
     options: dict[str, Any] = {"fresh": True, "may_die": may_die, "env": ENVS[env]}
-    for results in run_ranks(3, in_all_waits, names, how, 30.0, **options)[::2]:
+    args = (names, how, 30.0, str(tmp_path / "seen"))
+    for results in run_ranks(3, in_all_waits, *args, **options)[::2]:
         assert len(results) >= len(names) - 1
         for name, (first, later) in results.items():
             for error in (first, later):
@@ -137,7 +144,7 @@ def test_a_rank_that_is_lost(env: str, how: str) -> None:
 @pytest.mark.parametrize("env", ENVS)
 def test_late_rank(env: str) -> None:
     names = ["all_reduce", "barrier", "recv", "recv_any", "async"]
-    results = run_ranks(3, in_all_waits, names, "late", 0.4, fresh=True, env=ENVS[env])
+    results = run_ranks(3, in_all_waits, names, "late", 0.4, "", fresh=True, env=ENVS[env])
     for found in results[::2]:
         for name, (error, later) in found.items():
             assert error["type"] == later["type"] == "CollectiveTimeoutError", (name, error, later)

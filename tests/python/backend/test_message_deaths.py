@@ -79,8 +79,7 @@ def make_group_and_die(rank: int, path: str, victim: int, end_behind: int, how: 
 
     error, num_operations = timed(make_and_use), store.num_operations
     if how == "exec":
-        time.sleep(0.5)  # the others see the same
-        kill_named(error)
+        kill_named(error, path + " seen", rank, victim)
     return error, num_operations
 
 
@@ -138,8 +137,7 @@ def end_in_connecting(rank: int, path: str, how: str, when: str) -> dict[str, An
             timeout=datetime.timedelta(seconds=60),
         )
     )
-    time.sleep(0.5)  # the other one sees the same
-    kill_named(error)
+    kill_named(error, path + " seen", rank, 1)
     return error
 
 

@@ -57,6 +57,7 @@ def import_ringcomm() -> None:
     """What a server does before it forks ranks, if it is not told otherwise."""
     import torch
     import torch._dynamo  # which optimizers import
+    import torch._inductor.compile_fx  # which every backend of torch.compile imports
 
     import ringcomm.parallel.pipeline
 
