@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,10 @@ import ranks  # noqa: E402
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     ranks.start()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # gc.collect() of a test visits the objects of tests, and not those of torch
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

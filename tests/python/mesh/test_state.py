@@ -11,28 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from allocations import peak_bytes, record_allocations
 from ranks import in_ranks, run_ranks
 from test_parallelize import KINDS, SIZES, ids_of, make, transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_by_torch
 from torch.distributed.checkpoint.state_dict import set_state_dict as set_by_torch
-from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
-from zero_models import batch as zero_batch
 
-from ringcomm.nn import ColumnParallelLinear, RowParallelLinear
-from ringcomm.optim import AdaLomo, Lomo
 from ringcomm.parallel import (
     ParallelDims,
-    WeightShards,
     get_state_dict,
-    offload,
     parallelize,
     set_state_dict,
-    zero,
 )
-from ringcomm.parallel.state.tensor_part import TensorPart, range_boxes
 
 assert KINDS, SIZES
 assert transformers
@@ -240,184 +231,3 @@ def test_a_state_of_another_model_is_refused_before_anything_is_written(rank: in
     with pytest.raises(ValueError, match="rank0_only needs full=True"):
         get_state_dict(train, rank0_only=True)
     assert all(torch.equal(p, before[n]) for n, p in other.model.named_parameters())
-
-
-# ---- pieces of flat weights, states elsewhere, and what else makes a state
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 3)])
-def test_a_range_of_a_flat_tensor_is_boxes(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    for begin in range(whole.numel() + 1):
-        for end in range(begin, whole.numel() + 1):
-            local = whole.reshape(-1)[begin:end].clone()
-            part = TensorPart(local, range_boxes(shape, begin, end), shape)
-            assert len(part.boxes) <= max(1, 2 * len(shape) - 1)
-            assert torch.equal(part.cut(whole), local)
-            if whole.dim() == 2:  # no view
-                assert torch.equal(part.cut(whole.t().contiguous().t()), local)
-            found = torch.full_like(whole, -1)
-            for box, piece in zip(part.boxes, part.pieces(), strict=True):
-                box.of(found).copy_(piece)
-            assert torch.equal(found.reshape(-1)[begin:end], local)
-            assert int((found >= 0).sum()) == end - begin
-
-
-SYSTEMS = {
-    "WeightShards, AdaLomo": 1e-4,
-    "fully_shard, AdaLomo": 1e-4,
-    "Infinity in files, 16 bits": 5e-3,
-    "offload": 1e-4,
-    "ZeRO-1 over offload, 16 bits": 5e-3,
-    "ZeRO-3 over offload": 1e-4,
-}
-
-
-def system_of(name: str, folder: Path) -> tuple[nn.Module, Any, Any]:
-    """A model, its optimizer, and what is to be kept."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if "16 bits" in name else torch.float32
-    # Pieces above 64 KiB are elsewhere; a convolution has moments of AdaLomo in one dimension.
-    wide = 260 if "Infinity" in name else 13
-    model: Any = nn.Sequential(
-        nn.Linear(7, wide), nn.Tanh(), nn.Linear(wide, 131), nn.Unflatten(1, (1, 131))
-    )
-    model.extend([nn.Conv1d(1, 2, 5), nn.Flatten(), nn.Linear(254, 3)])
-    if "AdaLomo" in name:
-        around: dict[str, Any] = {"WeightShards": WeightShards, "fully_shard": fully_shard}
-        shards = around.get(name.partition(", ")[0], lambda _: None)(model)
-        return model, AdaLomo(model, 0.02), shards
-    own = offload.AdamW(
-        model.to(dtype if "Infinity" in name else torch.float32).parameters(),
-        *(0.01, (0.9, 0.999), 1e-2),
-        to="nvme" if "files" in name else "cpu",
-        path=folder if "files" in name else None,
-        chunk_elems=500,
-    )
-    if name == "offload":
-        return model, own, None
-    options: dict[str, Any] = {"offload_weights": True} if "Infinity" in name else {}
-    if name.startswith("ZeRO-1"):
-        options["param_dtype"] = dtype
-    return model, zero.shard(model, own, 1 if name.startswith("ZeRO-1") else 3, **options), None
-
-
-def train_system(model: Any, optimizer: Any, steps: range) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if isinstance(optimizer, offload.AdamW):  # of replicas
-        rank, world_size = 0, 1
-    for step in steps:
-        x, y = zero_batch(step, rank, world_size)
-        out = model(x.to(next(model.parameters()).dtype))
-        nn.functional.mse_loss(out.float(), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def save_system(rank: int, name: str, folder: Path) -> None:
-    model, optimizer, _kept = system_of(name, folder / "files")
-    train_system(model, optimizer, range(2))
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder / "parts")
-    found = get_state_dict(model, optimizer, full=True, rank0_only=True)
-    if rank == 0:
-        torch.save(found, folder / "whole.pt")
-
-
-def load_system(rank: int, name: str, folder: Path) -> list[Any]:
-    found = []
-    for way in ("parts", "rank 0") if dist.get_world_size() > 1 else ("file",):
-        model, optimizer, _kept = system_of(name, folder / f"{way} {dist.get_world_size()}")
-        if way == "parts":
-            values, state = get_state_dict(model, optimizer)
-            dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder / way)
-        elif way == "file" or rank == 0:
-            values, state = torch.load(folder / "whole.pt", mmap=True)
-        else:
-            values, state = {}, {}
-        set_state_dict(model, optimizer, values, state, rank0_only=way == "rank 0")
-        train_system(model, optimizer, range(2, 4))
-        found.append(get_state_dict(model, optimizer, full=True))
-    return found
-
-
-def straight(rank: int, name: str, folder: Path) -> Any:
-    """In one process; Lomo's without shards."""
-    model, optimizer, _kept = system_of(name.split(", ")[1] if "Lomo" in name else name, folder)
-    train_system(model, optimizer, range(4))
-    return get_state_dict(model, optimizer, full=True)
-
-
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_systems_go_between_numbers_of_ranks(name: str, tmp_path: Path) -> None:
-    run_ranks(2, save_system, name, tmp_path)
-    (expected,) = run_ranks(1, straight, name, tmp_path / "straight")
-    ways = [way for n in (3, 1) for way in run_ranks(n, load_system, name, tmp_path)]
-    for found in (state for of_rank in ways for state in of_rank):
-        assert_close(found[0], expected[0], rtol=0.01, atol=SYSTEMS[name])
-        assert_close(found[1]["state"], expected[1]["state"], rtol=0.05, atol=SYSTEMS[name])
-
-
-def load_file(rank: int, folder: Path) -> None:
-    """Parts of a file, for a model on the meta device; names that the state lacks."""
-    with torch.device("meta"):
-        model: Any = nn.Sequential(ColumnParallelLinear(32, 64), RowParallelLinear(64, 32))
-    state = torch.load(folder / "model.pt", mmap=True)
-    with record_allocations() as sizes:
-        set_state_dict(model, None, state)
-    assert peak_bytes(sizes) <= 4 * (sum(param.numel() for param in model.parameters()) + 32)
-    found = get_state_dict(model, full=True)[0]
-    assert all(torch.equal(found[name], value) for name, value in state.items())
-    some = {"1.bias": torch.ones(32), "stranger": torch.ones(1)}
-    with pytest.raises(
-        ValueError, match=r"lacks \['0.bias', '0.weight', '1.weight'\] and has \['s"
-    ):
-        set_state_dict(model, None, some)
-    set_state_dict(model, None, some, strict=False)
-    assert torch.equal(model[1].bias, torch.ones(32))
-    assert torch.equal(get_state_dict(model, full=True)[0]["0.weight"], state["0.weight"])
-    optimizer = AdaLomo(model)
-    moments = get_state_dict(model, optimizer, full=True)[1]["state"]["0.weight"]
-    assert {key: value.shape for key, value in moments.items()} == {
-        "exp_avg_sq_row": (64,),
-        "exp_avg_sq_col": (32,),
-    }
-
-
-def test_a_file_is_read_where_the_parts_are(tmp_path: Path) -> None:
-    torch.save(
-        nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)).state_dict(), tmp_path / "model.pt"
-    )
-    run_ranks(2, load_file, tmp_path)
-
-
-def test_getting_a_state_changes_no_step() -> None:
-    """Before the first step, and with a weight that has none yet."""
-    weights = []
-    for gets in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-        for step in range(3):
-            if gets:
-                values, state = get_state_dict(model, optimizer, full=True)
-            layers: Any = model[step > 0 :]
-            layers(torch.ones(1, 3 + (step > 0))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.append([param.detach() for param in model.parameters()])
-    assert all(map(torch.equal, *weights))
-    del state["state"]["0.bias"]
-    set_state_dict(model, optimizer, values, state)
-    assert model[0].bias not in optimizer.state
-    assert optimizer.state[model[1].bias]["step"] == 2
-
-
-def test_the_loss_scale_of_lomo_is_state() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = Lomo(model, 0.1, loss_scale="dynamic")
-    values, state = get_state_dict(model, optimizer)
-    state["param_groups"][0]["loss_scale"] = 8.0
-    set_state_dict(model, optimizer, values, state)
-    assert optimizer.loss_scale == 8.0
-    assert "loss_scale" not in optimizer.param_groups[0]

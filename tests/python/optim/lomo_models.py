@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ringcomm.optim import InBackwardOptimizer
+
 VOCAB = 37
+LR = 0.3
 
 
 class Net(nn.Module):
@@ -146,3 +149,21 @@ def distance(model: nn.Module, expected: nn.Module) -> float:
         float((a.detach().double() - b.detach().double()).abs().max())
         for a, b in zip(model.parameters(), expected.parameters(), strict=True)
     )
+
+
+def train(opt: InBackwardOptimizer, model: Any, data: list[Tensor]) -> list[float]:
+    """The ordinary loop; returns the norms that were clipped."""
+    norms = []
+    for begin in range(0, len(data), opt.options.accumulation_steps):
+        for ids in data[begin : begin + opt.options.accumulation_steps]:
+            opt.backward(model(ids))
+        opt.step()
+        opt.zero_grad()
+        if opt.grad_norm is not None:
+            norms.append(opt.grad_norm)
+    return norms
+
+
+def changed(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    """The names of weights that are not what they were."""
+    return {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}

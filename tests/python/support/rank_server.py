@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -115,6 +116,7 @@ class _Server:
         """Imports a test's module before the fork: ranks would each take seconds for it."""
         with contextlib.suppress(BaseException):  # a rank that lacks it says why
             importlib.import_module(module)
+        gc.freeze()  # collections of a rank need not visit what all ranks have in common
         ours, theirs = socket.socketpair()
         server = os.getpid()
         pid = os.fork()

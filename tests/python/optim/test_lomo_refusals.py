@@ -1,0 +1,261 @@
+"""LOMO in one process: nothing is half done, what is refused, and how it comes and goes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from lomo_models import (
+    LR,
+    Bypass,
+    LowRank,
+    Net,
+    batches,
+    changed,
+    distance,
+    make,
+    train,
+    train_sgd,
+    weights,
+)
+from torch import Tensor, nn
+
+from ringcomm.optim import AdaLomo, Lomo
+
+# ---- nothing half done
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "mode", "clip"),
+    [
+        (Lomo, "head", "deferred", None),
+        (Lomo, "norm", "two_pass", 0.1),
+        (AdaLomo, "embed", "deferred", 0.1),
+        (AdaLomo, "head", "two_pass", None),
+    ],
+)
+def test_an_overflow_changes_nothing_and_halves_the_scale(
+    kind: type[Any], where: str, mode: Any, clip: float | None
+) -> None:
+    model = make("plain")
+    opt = kind(model, LR, loss_scale="dynamic", clip_mode=mode, clip_grad_norm=clip)
+    opt._path.loss_scale.growth_interval = 2
+    train(opt, model, batches(1))
+    before, state = weights(model), copy.deepcopy(opt.state_dict())
+    assert opt.loss_scale == 2.0**16
+
+    def spoil(_m: Any, _a: Any, out: Tensor) -> None:  # one element of a gradient
+        out.register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf))
+
+    hook = model.get_submodule(where).register_forward_hook(spoil)
+    opt.backward(model(batches(1)[0]))
+    hook.remove()
+    opt.step()
+    assert not changed(model, before)
+    assert opt.loss_scale == 2.0**15
+    for key, entry in opt.state_dict()["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, state["state"][key][name])
+    assert opt.state_dict()["param_groups"] == state["param_groups"]
+    train(opt, model, batches(2))
+    assert opt.loss_scale == 2.0**16  # has regrown
+    assert changed(model, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}])
+def test_a_loss_that_is_nan_writes_nothing(options: dict[str, Any]) -> None:
+    model = make("plain")
+    opt = Lomo(model, LR, **options)
+    before = weights(model)
+
+    def step() -> None:
+        (model(batches(1)[0]) * float("nan")).backward()
+        opt.step()
+
+    with pytest.raises(RuntimeError, match=r"not finite.*no weight has been written"):
+        step()
+    assert not changed(model, before)
+    opt.zero_grad()
+    train(opt, model, batches(1))  # and goes on
+
+
+def test_few_tokens_hold_what_a_layer_had_and_many_its_gradient() -> None:
+    for tokens, is_dense in ((4, False), (400, True)):
+        layer = nn.Linear(64, 64, bias=False)
+        opt = Lomo(layer, LR, clip_grad_norm=1.0)
+        layer(torch.randn(tokens, 64)).sum().backward()
+        held = opt._path.slots[0].held
+        assert held is not None
+        assert (len(held.parts) == 1) is is_dense
+        assert held.nbytes == (64 * 64 * 4 if is_dense else tokens * 128 * 4)
+
+
+# ---- what is refused
+
+
+def test_backward_twice() -> None:
+    model = make("plain")
+    opt = Lomo(model, LR)
+    model(batches(1)[0]).backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"head\.weight got a gradient after its update"):
+        model(batches(1)[0]).backward()
+    assert not changed(model, before)
+    opt.zero_grad()
+    model(batches(1)[0]).backward()
+
+
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "clip_grad_value_", "GradScaler", "no step"])
+def test_torchs_own_clipping_and_scaling_raise(how: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    opt = Lomo(model, LR)
+    scaler = torch.amp.GradScaler("cpu", enabled=how == "GradScaler")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    calls: dict[str, Any] = {
+        "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "clip_grad_value_": lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        "GradScaler": lambda: scaler.step(opt),
+        "no step": lambda: model.bias.sum().backward(),
+    }
+    words = "got a gradient after its update" if how == "no step" else "Use clip_grad_norm="
+    with pytest.raises(RuntimeError, match=words):
+        calls[how]()
+    opt.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_loss_scale_wants_scale_and_two_passes_want_backward() -> None:
+    for options, match in (
+        ({"loss_scale": 8.0}, r"opt\.scale\(loss\)\.backward\(\)"),
+        ({"clip_grad_norm": 1.0, "clip_mode": "two_pass"}, r"opt\.backward\(loss\)"),
+    ):
+        model = make("plain")
+        opt = Lomo(model, LR, **options)
+        before = weights(model)
+        with pytest.raises(RuntimeError, match=match):
+            model(batches(1)[0]).backward()
+        assert not changed(model, before)
+        opt.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lr": 0.0}, "lr must be a positive"),
+        ({"lr": float("nan")}, "lr must be a positive"),
+        ({"weight_decay": -1.0}, "weight_decay must be 0 or more"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm must be a positive"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value must be a positive"),
+        ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "exclude each other"),
+        ({"clip_mode": "deferred"}, "has no effect without clip_grad_norm or loss_scale"),
+        ({"clip_mode": "later", "clip_grad_norm": 1.0}, "clip_mode is None or one of"),
+        ({"loss_scale": "big"}, "loss_scale must be None"),
+        ({"loss_scale": -2.0}, "loss_scale must be None"),
+        ({"accumulation_steps": 0}, "accumulation_steps must be 1 or more"),
+        (
+            {"accumulation_steps": 2, "clip_grad_norm": 1.0, "clip_mode": "two_pass"},
+            "cannot accumulate",
+        ),
+        ({"stochastic_rounding": True}, "for bfloat16 weights, and there are none"),
+        ({"master": "split"}, "for bfloat16 weights, and there are none"),
+        ({"master": "split", "stochastic_rounding": True}, "stochastic_rounding has no effect"),
+        ({"master": "fp32"}, "master is None or one of split"),
+        ({"seed": -1}, "seed is a number of 32 bits"),
+    ],
+)
+def test_options_that_are_wrong(options: dict[str, Any], match: str) -> None:
+    model = make("plain")
+    with pytest.raises(ValueError, match=match):
+        Lomo(model, **options)
+    Lomo(model, LR)  # nothing is left of the one that failed
+
+
+def test_models_that_are_wrong() -> None:
+    model, other = Net(), Net()
+    with pytest.raises(ValueError, match="none of the model's"):
+        Lomo([other.up.weight], LR, model=model)
+    with pytest.raises(ValueError, match="the two differ"):
+        Lomo(model, LR, model=other)
+    with pytest.raises(ValueError, match="does not require grad"):
+        Lomo([LowRank().base.weight], LR, model=None)
+    with pytest.raises(ValueError, match="no parameter that requires grad"):
+        Lomo(Net().requires_grad_(False), LR)
+    with pytest.raises(ValueError, match="sparse gradients"):
+        Lomo(nn.Sequential(nn.Embedding(4, 4, sparse=True)), LR)
+    opt = Lomo(model, LR)
+    with pytest.raises(ValueError, match=r"embed\.weight has an optimizer"):
+        AdaLomo(model, LR)
+    opt.close()
+    AdaLomo(model, LR)
+
+
+def test_a_learning_rate_that_is_negative() -> None:
+    """Of a group, where no hook is left, or by a scheduler."""
+    model = make("plain")
+    groups = [{"params": [model.up.weight]}, {"params": [model.down.weight], "lr": -1.0}]
+    with pytest.raises(ValueError, match=r"the lr of down\.weight is 0 or more"):
+        Lomo(groups, LR, model=model)
+    opt = Lomo(model, LR)
+    opt.param_groups[0]["lr"] = -0.1
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"the lr of head\.weight is 0 or more"):
+        model(batches(1)[0]).backward()
+    assert not changed(model, before)
+
+
+# ---- coming and going
+
+
+def test_a_model_is_torchs_own_again() -> None:
+    for ends in ("close", "del"):
+        model = Net()
+        opt = Lomo(model, LR)
+        assert type(model.up) is not nn.Linear
+        if ends == "close":
+            opt.close()
+        del opt
+        gc.collect()
+        assert type(model.up) is nn.Linear
+        assert type(model.embed) is nn.Embedding
+        before = weights(model)
+        model(batches(1)[0]).backward()
+        assert not changed(model, before)
+        assert model.up.weight.grad is not None
+
+
+def test_models_go_with_their_optimizer() -> None:
+    model = Net()
+    opt = Lomo(model, LR, clip_grad_norm=1.0)
+    model(batches(1)[0]).backward()
+    params = [weakref.ref(param) for param in model.parameters()]
+    del opt, model
+    gc.collect()
+    assert all(ref() is None for ref in params)
+
+
+def test_evaluation_in_between_and_copies() -> None:
+    model, sgd = make("reentrant"), make("reentrant")
+    data = batches(3)
+    opt = Lomo(model, LR)
+    for ids in data:
+        with torch.no_grad():
+            model(ids)  # in training mode: counted as a use that is to come
+        twin = copy.deepcopy(model)  # an ordinary one
+        twin(ids).backward()
+        assert twin.up.weight.grad is not None
+        model(ids).backward()
+        opt.step()
+    train_sgd(sgd, data, LR)
+    assert distance(model, sgd) < 1e-6
+
+
+def test_weights_used_behind_their_layers_back_can_be_moved() -> None:
+    model = Bypass()
+    opt = Lomo(model, LR)
+    model.to(torch.float64)
+    model.to(torch.float32)
+    train(opt, model, batches(2))
