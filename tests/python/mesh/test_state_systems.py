@@ -1,4 +1,4 @@
-"""get_state_dict and set_state_dict: flat weights, states elsewhere, and what else makes a state."""
+"""get_state_dict and set_state_dict: flat weights, offloaded states, files, other optimizers."""
 
 from __future__ import annotations
 
